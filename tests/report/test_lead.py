@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 from gradloc.report.analyses.lead import HORIZON, lead
-from gradloc.report.cli import main
 from gradloc.report.logs.recording import Recording
 from gradloc.report.logs.segments import runs_of
 from gradloc.report.runs.metrics import MEAN
@@ -43,10 +42,8 @@ def test_one_that_speaks_at_the_explosion_or_long_before_does_not_warn_of_it():
     assert not early.ahead and early.num_false == 6
 
 
-def test_the_command_tells_all_rules_that_any_log_feeds(capsys):
-    assert main(["health", *map(str, sorted(SERIES.glob("*.json"))), "--lead", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command_tells_all_rules_that_any_log_feeds(shown, refused):
+    found = json.loads(shown("health", *sorted(SERIES.glob("*.json")), "--lead", "--json"))
     assert found["runs"] == 3 and [step for _, step, _ in found["explosions"]] == [50, 54, 58, 70, 16, 23, 25]
     assert {row[0] for row in found["rules"]} == {"gradient_jump", "clip_share", "non_finite", "no_gradient"}
-    assert main(["health", str(SERIES / "verl-maze-actor.json"), str(SERIES / "verl-maze-actor.json")]) == 2
-    assert "health is of one run, found 2" in capsys.readouterr().err
+    assert "health is of one run, found 2" in refused("health", *[SERIES / "verl-maze-actor.json"] * 2)

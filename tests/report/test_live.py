@@ -14,7 +14,6 @@ import urllib.request
 import pytest
 from rich.console import Console
 
-from gradloc.report.cli import main
 from gradloc.report.live.follow import Follower, news, view
 from gradloc.report.live.server import Site
 from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
@@ -38,7 +37,7 @@ def followed(folder) -> Follower:
     return follower
 
 
-def shown(follower: Follower, width: int = 120) -> str:
+def seen(follower: Follower, width: int = 120) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(view(follower, width))
@@ -48,13 +47,13 @@ def shown(follower: Follower, width: int = 120) -> str:
 def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
     follower = Follower(tmp_path / "run")
     assert not follower.poll()
-    assert "Waiting: " in shown(follower)
+    assert "Waiting: " in seen(follower)
     (tmp_path / "run").mkdir()
     assert not follower.poll()
     write_run(tmp_path / "run", metrics=make_metrics(3))
     assert follower.poll()
-    assert "step 3" in shown(follower)
-    assert "No spike in 3 steps" in shown(follower)
+    assert "step 3" in seen(follower)
+    assert "No spike in 3 steps" in seen(follower)
 
 
 def test_only_what_changed_is_read_again(folder):
@@ -68,7 +67,7 @@ def test_only_what_changed_is_read_again(folder):
 
 def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):
     follower = followed(folder)
-    out = shown(follower)
+    out = seen(follower)
     assert re.search(r"tests / report +step 20 +norm 1.29 +threshold 52.3 +(healthy|warning|danger)", out)
     assert "step000005-epoch0-mini0" in out and "explained" in out
     top, *others = out.splitlines()[1:13]
@@ -81,22 +80,20 @@ def test_shares_and_norms_are_told_as_well_as_they_are_known(folder):
     grow(folder, 9, culprits=culprits, shares=UNTRUSTED)
     grow(folder, 11, certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
     follower = followed(folder)
-    _, seventh, ninth, _ = [line for line in shown(follower, 160).splitlines() if line.startswith("step0000")]
+    _, seventh, ninth, _ = [line for line in seen(follower, 160).splitlines() if line.startswith("step0000")]
     assert "75% +- 0.4%" in seventh and "%" not in ninth
     assert news(follower.run, set())[-1].endswith("748 → at most 3.95")
 
 
 def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):
     follower = followed(write_run(tmp_path, [make_event(5, [make_culprit(token=HOSTILE[7])])]))
-    assert "\x1b" not in shown(follower)
+    assert "\x1b" not in seen(follower)
 
 
-def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, capsys):
-    assert main(["watch", str(folder), "--once"]) == 0
-    assert "step000005-epoch0-mini0" in capsys.readouterr().out
-    assert main(["watch", str(tmp_path / "no"), "--once"]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    assert main(["watch", str(folder), "--interval", "0"]) == 2
+def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, shown, refused):
+    assert "step000005-epoch0-mini0" in shown("watch", folder, "--once")
+    assert "does not exist" in refused("watch", tmp_path / "no", "--once")
+    assert "--interval must be more than 0 seconds" in refused("watch", folder, "--interval", 0)
 
 
 @pytest.fixture
@@ -174,13 +171,6 @@ def test_without_a_terminal_watch_prints_a_line_for_each_event(folder):
         assert process.wait(20) == 0
 
 
-def test_a_spike_in_the_warm_up_is_said_though_there_is_no_event(tmp_path):
-    follower = followed(write_run(tmp_path, metrics=make_metrics(14, (12,))))
-    out = " ".join(shown(follower).split())
-    assert "Step 12: gradient norm 747, " in out
-    assert "No spike" not in out
-
-
 def test_a_run_that_begins_anew_is_followed_on(folder):
     follower = followed(folder)
     known: set[str] = set()
@@ -189,9 +179,8 @@ def test_a_run_that_begins_anew_is_followed_on(folder):
     write_run(folder, metrics=make_metrics(8, ()))  # restarted from the beginning, into the same file
     grow(folder, 6)
     assert follower.poll() and news(follower.run, known) == ["One token made the step-6 spike: 748 → 0.77"]
-    assert "step 8" in shown(follower)
+    assert "step 8" in seen(follower)
 
 
-def test_a_port_that_is_taken_is_said_in_a_sentence(site, folder, capsys):
-    assert main(["watch", str(folder), "--serve", "--port", str(site.server_port)]) == 2
-    assert "--port names another" in capsys.readouterr().err
+def test_a_port_that_is_taken_is_said_in_a_sentence(site, folder, refused):
+    assert "--port names another" in refused("watch", folder, "--serve", "--port", site.server_port)

@@ -4,11 +4,11 @@
 import csv
 import json
 import struct
+from pathlib import Path
 
 import pytest
 
 from gradloc.report.analyses.buckets import from_metrics, read_analyses
-from gradloc.report.cli import main
 from gradloc.report.commands import buckets
 from tests.report.buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
 
@@ -38,41 +38,31 @@ def size(png):
     return struct.unpack(">II", data[16:24])
 
 
-def test_the_guides_seven_files_are_written_for_each_step_the_same_bytes_each_time(tmp_path, capsys):
+def test_the_guides_seven_files_are_written_for_each_step_the_same_bytes_each_time(tmp_path, shown):
     write_record(tmp_path, 51, scale=2.0)
     out, again = tmp_path / "out", tmp_path / "again"
-    assert main(["buckets", str(tmp_path), "--output-dir", str(out)]) == 0
+    assert len(shown("buckets", tmp_path, "--output-dir", out).splitlines()) == 7
     assert {path.name for path in out.iterdir()} == expected_files(51)
-    assert len(capsys.readouterr().out.splitlines()) == 7
     for path in out.glob("*.png"):
         assert min(size(path)) > 150
-    main(["buckets", str(tmp_path), "--output-dir", str(again)])
+    shown("buckets", tmp_path, "--output-dir", again)
     assert all(path.read_bytes() == (again / path.name).read_bytes() for path in out.iterdir())
     data = json.loads((out / "gradient_analysis_metrics_step_51.json").read_text())
     assert list(data["buckets"]) == ["bucket_1", "bucket_2", "bucket_10", "all"]
     assert data["buckets"]["bucket_2"]["task"] == 4.0
     with (out / "gradient_analysis_bucket_rv_table_step_51.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["bucket", "reward_std"]
-    assert len(rows) == 6
+    assert list(rows[0]) == ["bucket", "reward_std"] and len(rows) == 6
 
 
-def test_steps_are_listed_and_chosen(tmp_path, capsys):
-    for step in (1, 51, 101):
-        write_record(tmp_path, step)
-    assert main(["buckets", str(tmp_path), "--list-steps"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"step {step}: 3 buckets, 24 rows" for step in (1, 51, 101)]
-    out = tmp_path / "out"
-    assert main(["buckets", str(tmp_path), "--step", "51", "--output-dir", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == expected_files(51)
-
-
-def test_the_default_folder_is_the_guides(tmp_path, monkeypatch):
+def test_steps_are_listed_and_chosen_and_the_default_folder_is_the_guides(tmp_path, monkeypatch, shown):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(buckets, "write", lambda analysis, folder: [folder])
-    write_record(tmp_path / "run-7", 1)
-    assert main(["buckets", "run-7"]) == 0
-    assert (tmp_path / "gradient_analysis_outputs" / "run-7").is_dir()
+    for step in (1, 51, 101):
+        write_record(tmp_path / "run-7", step)
+    said = shown("buckets", "run-7", "--list-steps")
+    assert said.splitlines() == [f"step {step}: 3 buckets, 24 rows" for step in (1, 51, 101)]
+    shown("buckets", "run-7", "--step", "51")
+    assert {path.name for path in Path("gradient_analysis_outputs/run-7").iterdir()} == expected_files(51)
 
 
 def test_a_run_without_our_files_is_read_from_verls_log(tmp_path):
@@ -86,14 +76,12 @@ def test_a_run_without_our_files_is_read_from_verls_log(tmp_path):
     assert analyses[51].cosines["bucket_2", "bucket_1"] == -0.25
 
 
-def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, capsys):
+def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, shown):
     write_record(tmp_path, 1)
     broken = write_record(tmp_path, 51)
     broken.write_text(broken.read_text()[:100])
-    assert main(["buckets", str(tmp_path), "--list-steps"]) == 0
-    out = capsys.readouterr().out
-    assert "note: step_51.json cannot be read" in out
-    assert "step 1: 3 buckets" in out
+    out = shown("buckets", tmp_path, "--list-steps")
+    assert "note: step_51.json cannot be read" in out and "step 1: 3 buckets" in out
 
 
 @pytest.mark.parametrize(
@@ -133,54 +121,45 @@ def test_figures_are_drawn_of_whatever_there_is(tmp_path, row):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, capsys, arguments, sentence):
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, refused, arguments, sentence):
     write_record(tmp_path / "run", 1)
     write_record(tmp_path / "run", 51)
     (tmp_path / "empty").mkdir()
     for word, place in {"@run": tmp_path / "run", "@empty": tmp_path / "empty"}.items():
         arguments = [argument.replace(word, str(place)) for argument in arguments]
-    assert main(["buckets", *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refused("buckets", *arguments)
 
 
-def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path, monkeypatch):
+def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path, monkeypatch, shown):
     monkeypatch.setattr("gradloc.report.figures.buckets.FIGURES", {})  # each step's own are not what is drawn here
     out, names = tmp_path / "figures" / "ppo.png", []
     for step in (0, 20, 40):
         run, files = tmp_path / f"run{step}", tmp_path / f"files{step}"
         write_record(run, step, terms=("task",) if step == 0 else ("task", "kl"))
-        main(["buckets", str(run), "--output-dir", str(files)])
+        shown("buckets", run, "--output-dir", files)
         names.append(f"--step{step}-dir={files}")
-    assert main(["buckets", "--mode", "ppo", *names, "--out", str(out)]) == 0
+    shown("buckets", "--mode", "ppo", *names, "--out", out)
     assert min(size(out)) > 200
 
 
-def test_steps_with_no_common_bucket_are_refused(tmp_path, capsys):
+def test_steps_with_no_common_bucket_are_refused(tmp_path, refused):
     names = []
     for step in (0, 20, 40):
         data = {"step": step, "buckets": {f"bucket_{step}": {"task": 1.0}}, "task_cosines": {}}
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "metrics.json").write_text(json.dumps(data))
         names.append(f"--step{step}-dir={tmp_path / str(step)}")
-    assert main(["buckets", "--mode", "grpo", *names, "--out", str(tmp_path / "x.png")]) == 2
-    assert "the three steps have no bucket in common." in capsys.readouterr().err
+    said = refused("buckets", "--mode", "grpo", *names, "--out", tmp_path / "x.png")
+    assert "the three steps have no bucket in common." in said
 
 
-def test_the_html_report_shows_the_same_figures(tmp_path):
+def test_the_html_report_shows_the_same_figures(tmp_path, shown):
     for step in (1, 51):
         write_record(tmp_path, step)
     write_log(tmp_path, {step: {"actor/grad_norm": 1.0 + step} for step in range(1, 60)})
-    page = tmp_path / "report.html"
-    assert main([str(tmp_path), "-o", str(page)]) == 0
-    text = page.read_text()
+    shown(tmp_path, "-o", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
     assert "Gradient by reward variance" in text
     assert text.index("Step 51: 3 buckets of 24 rows") < text.index("Step 1: 3 buckets of 24 rows")
     assert text.count('aria-label="Per sample and per token"') == 4  # region and picture, two steps
     assert "<image" not in text
-
-
-def test_a_run_without_analyses_has_no_such_section(tmp_path):
-    write_log(tmp_path, {1: {"actor/grad_norm": 1.0}, 2: {"actor/grad_norm": 2.0}})
-    page = tmp_path / "report.html"
-    assert main([str(tmp_path), "-o", str(page)]) == 0
-    assert "Gradient by reward variance" not in page.read_text()

@@ -50,17 +50,11 @@ def row(step):
 def test_analyses_and_tables_are_read_through_the_api():
     rows = [row(1), {"_step": 2, "actor/grad_norm": 1.0}, row(51)]
     analyses, notes, name = read_wandb(PATH, api=Api(rows))
-    assert list(analyses) == [1, 51]
-    assert name == "my-run_abc123"
-    assert not notes
+    assert list(analyses) == [1, 51] and name == "my-run_abc123" and not notes
     assert analyses[1].buckets == ["bucket_1", "bucket_2", "bucket_10"]
     assert analyses[51].table == [(b, d) for b, ds in DEVIATIONS.items() for d in ds]
-
-
-def test_tables_are_fetched_only_for_the_steps_asked_for():
-    analyses, _, _ = read_wandb(PATH, steps=[51], api=Api([row(1), row(51)]))
-    assert analyses[1].table == []
-    assert len(analyses[51].table) == 6
+    analyses, _, _ = read_wandb(PATH, steps=[51], api=Api(rows))
+    assert analyses[1].table == [] and len(analyses[51].table) == 6, "fetched only for the step that was asked for"
 
 
 def test_a_missing_table_is_a_note_and_not_the_end():
@@ -71,18 +65,21 @@ def test_a_missing_table_is_a_note_and_not_the_end():
     assert read_wandb(PATH, api=Api([plain]))[1] == ["step 1: it has no group_rv_table; mean and range are drawn."]
 
 
-def test_a_run_without_analyses_is_said_to_have_none():
-    with pytest.raises(ReportError, match="has no grad_norm/bucket_"):
-        read_wandb(PATH, api=Api([{"_step": 1, "actor/grad_norm": 1.0}]))
+class Broken:
+    def run(self, path):
+        raise ValueError("could not find run")
 
 
-def test_a_run_that_cannot_be_read_is_named():
-    class Broken:
-        def run(self, path):
-            raise ValueError("could not find run")
-
-    with pytest.raises(ReportError, match="no run team/project/abc123 .* could not find run"):
-        read_wandb(PATH, api=Broken())
+@pytest.mark.parametrize(
+    ("api", "said"),
+    [
+        (Api([{"_step": 1, "actor/grad_norm": 1.0}]), "has no grad_norm/bucket_"),
+        (Broken(), "no run team/project/abc123 .* could not find run"),
+    ],
+)
+def test_a_run_without_analyses_and_one_that_cannot_be_read_are_refused(api, said):
+    with pytest.raises(ReportError, match=said):
+        read_wandb(PATH, api=api)
 
 
 def test_the_package_is_asked_for_only_when_it_is_needed(monkeypatch):

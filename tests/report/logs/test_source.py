@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files as lines: packed, coded, cut, large; and what is read of ten thousand steps in how much time and memory."""
 
-import gzip
 import resource
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import time
 
 import pytest
 
-from gradloc.report.cli import main
 from gradloc.report.logs.source import Source
 from tests.report.builder import REPO
 
@@ -21,22 +19,12 @@ def test_lines_are_lines_in_any_coding(tmp_path, coding, end):
     assert [line.lstrip("\ufeff") for line in Source(tmp_path / "a.log").lines()] == ["step \u00e9", "two", "three 3"]
 
 
-def test_what_can_be_unpacked_of_a_torn_file_is_read_and_the_rest_is_a_note(tmp_path):
-    content = b"".join(b"line %d\n" % at for at in range(5000))
-    (tmp_path / "a.gz").write_bytes(gzip.compress(content)[:-2000])
-    source = Source(tmp_path / "a.gz")
-    lines = list(source.lines())
-    assert lines[0] == "line 0" and 100 < len(lines) < 5000
-    assert "is cut off or damaged" in source.notes[0]
-
-
-def test_standard_input_is_read(tmp_path, capsys, monkeypatch):
+def test_standard_input_is_read(tmp_path, shown, monkeypatch):
     log = tmp_path / "a.log"
     log.write_text("".join(f"step:{step} - actor/grad_norm:{900.0 if step == 20 else 1.0}\n" for step in range(1, 31)))
     with log.open() as stream:
         monkeypatch.setattr("gradloc.report.logs.formats.stdin", stream)
-        assert main(["-"]) == 0
-    assert "Step 20: gradient norm 900, 900 times normal (1)." in capsys.readouterr().out
+        assert "Step 20: gradient norm 900, 900 times normal (1)." in shown("-")
 
 
 @pytest.mark.full

@@ -84,11 +84,6 @@ def test_markdown_and_csv_have_the_share_s_error_and_no_share_that_is_not_truste
         assert (row["share"], row["share_error"]) == share
 
 
-def test_a_norm_whose_bound_is_wide_is_told_as_at_most(tmp_path):
-    run = one(tmp_path, "far", certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
-    assert "at most 3.95 without the culprits" in exports.to_markdown(run, run.events)
-
-
 @pytest.mark.parametrize(
     ("strategy", "line", "other"),
     [

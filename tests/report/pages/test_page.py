@@ -123,6 +123,7 @@ def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     for words in in_order:
         at = plain.replace("<wbr>", "").find(words, at)
         assert at >= 0, words
+    assert "Gradient by reward variance" not in plain, "a run without analyses has no such section"
 
 
 def test_shares_that_do_not_add_up_are_neither_shown_nor_shaded(tmp_path):
@@ -153,14 +154,6 @@ def test_shares_are_told_with_their_standard_errors_where_these_are_known(tmp_pa
     assert "<dt>share of the spike</dt><dd>75% +- 0.4%</dd>" in text
     assert re.search(r"⋯ \d+ tokens, [\d.]+% \+- [\d.]+% of the spike</button>", text)
     assert "The measured shares add up to 0.9998." in plain and "+-" not in plain.partition("<main>")[2]
-
-
-def test_a_bound_of_more_than_half_the_norm_is_told_as_what_the_norm_is_at_most(tmp_path, plain):
-    event = make_event()
-    event["certificate"] |= {"norm_after": 1.38, "error_bound": 2.562}
-    text = render(write_run(tmp_path, [event]))
-    assert "with it, at most 3.95 without, threshold" in text and "<dd>at most 3.95</dd>" in text
-    assert "with it, 0.77 (within 0.0007) without, threshold" in plain
 
 
 @pytest.mark.parametrize(
@@ -222,13 +215,6 @@ def test_a_lone_surrogate_anywhere_does_not_keep_the_page_from_being_written(tmp
     found = write_run(tmp_path, [event], {event["event_id"]: [make_sequence(tokens=["\ud800"])]})
     output.write(tmp_path / "report.html", render(found))
     assert "\ufffd" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_the_same_run_gives_the_same_bytes(tmp_path, plain):
-    folder = write_run(tmp_path, [make_event()], metrics=make_metrics())
-    first, second = render(folder), render(folder)
-    assert first == second
-    assert not re.search(r"20\d\d-\d\d-\d\d", first.replace(str(tmp_path), ""))
 
 
 def test_the_example_is_the_present_page_of_the_demo(monkeypatch):

@@ -3,7 +3,6 @@
 
 import pytest
 
-from gradloc.report.cli import main
 from gradloc.report.logs.recording import Recording
 from gradloc.report.logs.segments import runs_of
 from gradloc.report.runs.diagnosis import diagnose
@@ -53,25 +52,23 @@ def test_what_it_did_to_the_reward(reward, said):
     assert said in found.sentences
 
 
-def test_a_checkpoint_beside_the_log_is_named(tmp_path, capsys):
+def test_a_checkpoint_beside_the_log_is_named(tmp_path, shown):
     for step in (10, 20, 40):
         (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
     norms = [*QUIET, 300.0]
     log = tmp_path / "train.log"
     log.write_text("".join(f"step:{at} - actor/grad_norm:{norm}\n" for at, norm in enumerate(norms, 1)))
-    assert main([str(log)]) == 0
-    assert f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_20 +gradloc=observe" in capsys.readouterr().out
+    assert f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_20 +gradloc=observe" in shown(log)
 
 
-def test_a_spike_in_the_warm_up_is_told_with_the_limit_of_the_rule(tmp_path, capsys):
+def test_a_spike_in_the_warm_up_is_told_with_the_limit_of_the_rule(tmp_path, shown):
     found = diagnose(run_of([*QUIET[:11], 903.0, *QUIET]))
     assert found.headline == "Step 12: gradient norm 903, 903 times normal (1)."
     assert any("Steps 1 to 16 are the warm-up" in limit for limit in found.limits)
     short = tmp_path / "short.log"
     short.write_text("".join(f"step:{at} - actor/grad_norm:{903 if at == 5 else 0.5}\n" for at in range(1, 8)))
     for command in ([], ["health"], ["watch", "--once"]):
-        assert main([*command[:1], str(short), *command[1:]]) == 0
-        said = capsys.readouterr().out
+        said = " ".join(shown(*command[:1], short, *command[1:]).split())
         assert "Step 5: gradient norm 903" in said and "Healthy" not in said and "No spike" not in said
     critic = [950.0, 820.0, 176.0, 117.0, 85.0, *[60.0] * 30]
     start = diagnose(run_of(critic))
