@@ -10,7 +10,7 @@ import pytest
 
 from gradloc.report.cli import main
 from gradloc.report.commands import COMMANDS
-from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
 
 FIRST, SECOND = "step000005-epoch0-mini0", "step000009-epoch0-mini0"
 
@@ -66,14 +66,6 @@ def test_every_format_is_printed_or_written(folder, tmp_path, shown, kind):
 def test_one_event_can_be_exported_alone(folder, shown):
     document = json.loads(shown(folder, "--format", "json", "--event", SECOND))
     assert [event["step"]["global_step"] for event in document["events"]] == [9]
-
-
-def test_the_terminal_tells_shares_as_well_as_they_are_known(tmp_path, shown):
-    culprits = [make_culprit(is_exact=False, share_error=0.004)]
-    out = shown(write_run(tmp_path / "known", [make_event(culprits=culprits)]), columns=80)
-    assert out.count("75% +- 0.4%") >= 2 and "The measured shares add up to 0.9998." in out
-    out = shown(write_run(tmp_path / "unknown", [make_event(culprits=culprits, shares=UNTRUSTED)]), columns=80)
-    assert "75%" not in out and "their sum is 1.855 +- 0.12, not 1." in " ".join(out.split())
 
 
 @pytest.mark.parametrize("arguments", [[], ["--format", "json"], ["--format", "md"]])

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gradloc.report.live.follow import Follower, news, view
 from gradloc.report.live.server import Site
-from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import REPO, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -72,22 +72,6 @@ def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):
     assert "step000005-epoch0-mini0" in out and "explained" in out
     top, *others = out.splitlines()[1:13]
     assert top.index("◆") == 4 and not any("◆" in line for line in others), "the event's step is the highest"
-
-
-def test_shares_and_norms_are_told_as_well_as_they_are_known(folder):
-    culprits = [make_culprit(is_exact=False, share_error=0.004)]
-    grow(folder, 7, culprits=culprits)
-    grow(folder, 9, culprits=culprits, shares=UNTRUSTED)
-    grow(folder, 11, certificate=make_event()["certificate"] | {"norm_after": 1.38, "error_bound": 2.562})
-    follower = followed(folder)
-    _, seventh, ninth, _ = [line for line in seen(follower, 160).splitlines() if line.startswith("step0000")]
-    assert "75% +- 0.4%" in seventh and "%" not in ninth
-    assert news(follower.run, set())[-1].endswith("748 → at most 3.95")
-
-
-def test_a_hostile_token_does_not_reach_the_terminal(tmp_path):
-    follower = followed(write_run(tmp_path, [make_event(5, [make_culprit(token=HOSTILE[7])])]))
-    assert "\x1b" not in seen(follower)
 
 
 def test_once_prints_the_view_and_refuses_what_is_not_there(folder, tmp_path, shown, refused):

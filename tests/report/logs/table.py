@@ -7,7 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-ANSWERS = json.loads((ROOT / "tests" / "data" / "logs" / "answers.json").read_text(encoding="utf-8"))
+LOGS = ROOT / "tests" / "data" / "logs"
+ANSWERS = json.loads((LOGS / "answers.json").read_text(encoding="utf-8"))
 PAGE = ROOT / "docs" / "logs.md"
 BEGIN, END = "<!-- made by python -m tests.report.logs.table -->\n", "<!-- end -->"
 SHOWN = 8

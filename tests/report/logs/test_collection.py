@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of log in tests/data/logs is answered by what was planted in it (`scripts/make_logs.py`)."""
+"""Every kind of log in tests/data/logs is answered by what was planted in it (`scripts/make_logs.py`).
 
-import json
-from pathlib import Path
+docs/logs.md says what these tests read, and what the command prints.
+"""
 
 import pytest
 
 from gradloc.report.cli import main
 from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.run import read_run
-
-LOGS = Path(__file__).resolve().parents[2] / "data" / "logs"
-ANSWERS = json.loads((LOGS / "answers.json").read_text(encoding="utf-8"))
+from tests.report.logs.table import ANSWERS, LOGS, PAGE, ROOT, page
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -41,3 +39,15 @@ def test_nothing_but_the_planted_spike_is_told(name):
 
 def test_the_collection_is_large_enough_to_mean_something():
     assert len(ANSWERS) >= 80
+
+
+def test_the_table_of_formats_is_that_of_the_collection():
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m tests.report.logs.table"
+
+
+def test_the_printed_example_is_what_the_command_prints(shown, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command, *lines = PAGE.read_text(encoding="utf-8").split("    $ gradloc-report ")[1].split("\n\n")[0].splitlines()
+    printed = shown(command)
+    for line in lines:
+        assert line.strip() == "..." or line.strip() in printed

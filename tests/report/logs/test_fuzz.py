@@ -2,13 +2,12 @@
 """Whatever bytes a file holds: an answer, or one sentence; never a traceback. A failure names its seed."""
 
 import random
-from pathlib import Path
 
 import pytest
 
 from gradloc.report.cli import main
+from tests.report.logs.table import LOGS
 
-LOGS = Path(__file__).resolve().parents[2] / "data" / "logs"
 FILES = sorted(path for path in LOGS.rglob("*") if path.is_file() and path.stat().st_size < 40_000)
 SEEDS, BATCH = 2000, 100
 BATCHES = [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(SEEDS // BATCH)]

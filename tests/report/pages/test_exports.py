@@ -9,7 +9,7 @@ import pytest
 
 from gradloc.report.pages import exports
 from gradloc.report.runs.run import read_run
-from tests.report.builder import HOSTILE, UNTRUSTED, make_culprit, make_event, make_metrics, write_run
+from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
 
 
 @pytest.fixture
@@ -40,14 +40,6 @@ def test_no_csv_cell_starts_a_formula(run):
             assert is_number or cell[:1] not in ("=", "+", "-", "@"), cell
 
 
-def test_markdown_shows_the_verdict_the_culprits_and_the_command(run):
-    text = exports.to_markdown(run, run.events)
-    assert "### Two tokens made the step-1 spike" in text and "Norm 748 (14.3 times the threshold)" in text
-    assert "| id 1005 | rank 1, micro-batch 2, row 0, position 5 |" in text
-    assert "python -m gradloc.replay" in text and "python -m verl.gradloc.replay" in text
-    assert "```text\nthe answer⟦" in text
-
-
 @pytest.mark.parametrize("token", [*HOSTILE, "`", "``` x", "a|b"])
 def test_a_hostile_token_stays_in_its_block(tmp_path, token):
     event = make_event(culprits=[make_culprit(token=token, text_after="\nafter")])
@@ -64,26 +56,6 @@ def test_markdown_text_is_literal():
     assert exports.escape("<img> *x* [a](b)") == r"\<img\> \*x\* \[a\]\(b\)"
 
 
-def one(tmp_path, name: str, **changes):
-    culprits = [make_culprit(is_exact=False, share_error=0.004)]
-    return read_run(write_run(tmp_path / name, [make_event(culprits=culprits, **changes)]))
-
-
-def test_markdown_and_csv_have_the_share_s_error_and_no_share_that_is_not_trusted(tmp_path):
-    known, unknown = one(tmp_path, "known"), one(tmp_path, "unknown", shares=UNTRUSTED)
-    text = exports.to_markdown(known, known.events)
-    assert (
-        "| 75% +- 0.4% |" in text
-        and "0.77 (within 0.0007) without the culprits" in text
-        and "- The measured shares add up to 0.9998." in text.replace("\\", "")
-    )
-    text = exports.to_markdown(unknown, unknown.events)
-    assert "75%" not in text and "their sum is 1.855 +- 0.12, not 1." in text.replace("\\", "")
-    for run, share in ((known, ("0.75", "0.004")), (unknown, ("", ""))):
-        [row] = csv.DictReader(io.StringIO(exports.to_csv(run, run.events)))
-        assert (row["share"], row["share_error"]) == share
-
-
 @pytest.mark.parametrize(
     ("strategy", "line", "other"),
     [
@@ -94,6 +66,6 @@ def test_markdown_and_csv_have_the_share_s_error_and_no_share_that_is_not_truste
 def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line, other):
     certificate = make_event()["certificate"] | {"verdict": "undecided"}
     search = make_event()["search"] | {"strategy": strategy, "status": "budget_exhausted"}
-    run = one(tmp_path, "run", certificate=certificate, search=search)
+    run = read_run(write_run(tmp_path, [make_event(certificate=certificate, search=search)]))
     text = exports.to_markdown(run, run.events)
     assert line in text and other not in text

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -50,6 +51,11 @@ class Told:
         self.markdown = exports.to_markdown(self.run, self.run.events).replace("\\", "")
         self.verdict, self.console = verdict_sentences(self.event), announcement(self.event)
         self.headline = self.verdict.partition(". ")[0].removesuffix(".")
+        (self.news,) = news(self.run, set())
+        with redirect_stdout(io.StringIO()) as printed:
+            terminal.summary(self.run, self.run.events)
+        self.terminal = " ".join(printed.getvalue().split())
+        self.table = list(csv.DictReader(io.StringIO(exports.to_csv(self.run, self.run.events))))
 
     def card(self, title: str) -> str:
         """The text of a card of the first screen."""
@@ -58,7 +64,7 @@ class Told:
 
     @property
     def everywhere(self) -> list[str]:
-        return [self.body, self.markdown, self.verdict, self.console]
+        return [self.body, self.markdown, self.verdict, self.console, self.terminal]
 
 
 def test_there_are_sixty_kinds():
@@ -69,13 +75,8 @@ def test_all_begin_with_one_sentence(told):
     (h1,) = re.findall(r'<h1 class="headline">(.*?)</h1>', told.html)
     assert h1 == told.headline
     assert told.console.startswith(f"{h1}: ") and f"### {h1}" in told.markdown
-    assert news(told.run, set())[0].startswith(f"{h1}: ")
-
-
-def test_the_terminal_says_the_verdict(told, capsys):
-    terminal.summary(told.run, told.run.events)
-    out = " ".join(capsys.readouterr().out.split())
-    assert " ".join(told.verdict.split()) in out
+    assert told.news.startswith(f"{h1}: ")
+    assert " ".join(told.verdict.split()) in told.terminal
 
 
 def test_there_is_one_norm_and_one_threshold(told):
@@ -100,6 +101,7 @@ def test_there_is_one_norm_without_the_culprits(told):
     said |= set(re.findall(rf"<dd>{number}</dd><dt>without", told.html))
     said |= set(re.findall(rf"with (?:it|them), {number}", told.body))
     said |= set(re.findall(rf"\), {number}(?: \(within [\d.e-]+\))? without the culprits", told.markdown))
+    said |= set(re.findall(rf"→ {number}$", told.news))
     assert len(said) == 1, said
 
 
@@ -128,13 +130,24 @@ def test_a_share_that_is_not_trusted_is_nowhere(told):
     (sequence,) = told.payload["events"][event.event_id]["s"]
     assert not any("share" in part["v"] or "share" in part["l"] for part in sequence["parts"])
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows([event])]
-    table = list(csv.DictReader(io.StringIO(exports.to_csv(told.run, [event]))))
-    for culprit, row, line in zip(event.culprits, rows, table, strict=True):
+    for culprit, row, line in zip(event.culprits, rows, told.table, strict=True):
         assert (row["share"] is not None) == (line["share"] != "") == culprit.is_exact
     if not any(culprit.is_exact for culprit in event.culprits):
         shown = re.sub(r"[\d.]+% of its usual size", "", " ".join(told.everywhere))
         assert not re.search(r"\d%", shown)
     assert "add up" in told.body and "add up" in told.markdown
+
+
+def test_a_share_that_was_read_off_has_its_standard_error_everywhere(told):
+    (first, *more), shares = told.event.culprits or [None], told.event.shares
+    if more or first is None or first.is_exact or shares is None or not shares.is_trusted:
+        return
+    share = "75% +- 1%"
+    assert f"<dt>share of the spike</dt><dd>{share}</dd>" in told.html and f"| {share} |" in told.markdown
+    assert told.terminal.count(share) >= 2 and (told.table[0]["share"], told.table[0]["share_error"]) == (
+        "0.75",
+        "0.01",
+    )
 
 
 def test_headline_badge_and_certificate_agree(told):
@@ -169,8 +182,7 @@ def test_whether_it_hurt_fits_what_came_after(told):
 
 
 def test_the_cause_is_one(told):
-    (row,) = [row for row in csv.DictReader(io.StringIO(exports.to_csv(told.run, [told.event])))][:1]
-    said = row["cause"].replace("_", " ")
+    said = told.table[0]["cause"].replace("_", " ")
     if said and told.event.culprits and not (told.event.cause and told.event.cause.reason):
         titles = re.findall(r"<h4>(.*?)</h4>\s*<p>", told.html)
         lede = re.search(r'<p class="lede">(.*?)</p>', told.html)[1]
