@@ -16,7 +16,7 @@ from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
-from ..runs.metrics import MAX, MEAN
+from ..runs.metrics import MEAN
 from ..runs.run import RunFolder, read_run
 from ..runs.trigger import Judged
 
@@ -97,10 +97,10 @@ def news(run: RunFolder, known: set[str]) -> list[str]:
 
 def _head(run: RunFolder, health: RunHealth) -> Text:
     line = Text(one_line(run.name), style="bold")
-    norm, threshold = _last(run, MAX) or _last(run, MEAN), _last(run, THRESHOLD)
-    if threshold is None and run.events:
-        threshold = run.events[-1].trigger.threshold
+    norms, thresholds = run.metrics.logged(run.metrics.norm or MEAN), run.metrics.logged(THRESHOLD)
+    threshold = thresholds[-1][1] if thresholds else run.events[-1].trigger.threshold if run.events else None
     if run.metrics:
+        norm = norms[-1][1] if norms else None
         line.append(f"  step {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
     if threshold is not None:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
@@ -109,15 +109,11 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
     return line
 
 
-def _last(run: RunFolder, name: str) -> float | None:
-    return next((value for value in reversed(run.metrics.get(name)) if value is not None), None)
-
-
 def _curve(run: RunFolder, width: int) -> list[Text]:
     metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
-    logged = zip(metrics.steps, metrics.get(metrics.norm or MEAN), metrics.get(THRESHOLD), strict=True)
-    judged = [Judged(step, norm, limit, step in spiked) for step, norm, limit in logged if norm is not None]
-    return curve([judged[-width:]], width)
+    limits = dict(metrics.logged(THRESHOLD))
+    norms = metrics.logged(metrics.norm or MEAN)
+    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms[-width:]]], width)
 
 
 def _change(event: Event) -> str:

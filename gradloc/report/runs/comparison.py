@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 
 from ...record import Event
 from ...words.culprits import leader
@@ -87,9 +88,8 @@ Pair = tuple[int, float, float]
 
 
 def _pairs(first: Metrics, second: Metrics, name: str) -> list[Pair]:
-    others = dict(zip(second.steps, second.get(name), strict=True))
-    pairs = ((step, a, others.get(step)) for step, a in zip(first.steps, first.get(name), strict=True))
-    return [(step, a, b) for step, a, b in pairs if a is not None and b is not None]
+    others = dict(second.logged(name))
+    return [(step, a, others[step]) for step, a in first.logged(name) if step in others]
 
 
 def _leaving(pairs: list[Pair]) -> Pair | None:
@@ -123,7 +123,7 @@ def _column(run: RunFolder) -> dict[str, str]:
     seconds = [e.search.seconds for e in run.events if e.search.seconds is not None]
     column = {
         "steps": number(len(run.metrics.steps)) if run.metrics else "–",
-        "gradient norm, median": number(sorted(mean)[len(mean) // 2]) if mean else "–",
+        "gradient norm, median": number(median(mean)) if mean else "–",
         "gradient norm, largest": number(max(top)) if top else "–",
         "events": number(len(run.events)),
         "explained": number(sum(e.certificate.verdict == "explained" for e in run.events)),

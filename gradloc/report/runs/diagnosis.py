@@ -190,8 +190,7 @@ def _overwritten(run: LoggedRun) -> list[str]:
     for segment, lost in run.overwritten:
         verb = "was" if len(lost) == 1 else "were"
         discarded = ""
-        pairs = zip(segment.metrics.steps, segment.metrics.get(segment.metrics.norm or ""), strict=True)
-        norms = [(norm, step) for step, norm in pairs if step >= lost[0] and norm is not None]
+        norms = [(norm, step) for step, norm in segment.metrics.logged(segment.metrics.norm or "") if step >= lost[0]]
         if norms:
             peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]))
             discarded = f"; the part that was discarded peaked at {number(peak, 3)} at step {step}"

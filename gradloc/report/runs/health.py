@@ -152,8 +152,8 @@ def _in_own_words(verdict: Verdict, metrics: Metrics) -> Verdict:
 
 def _differences(metrics: Metrics, verdicts: list[Verdict]) -> list[str]:
     """A note when the run's own monitor judged otherwise."""
-    logged = dict(zip(metrics.steps, metrics.get(LOGGED), strict=True))
-    known = [v for v in verdicts if logged[v.step] is not None]
+    logged = dict(metrics.logged(LOGGED))
+    known = [v for v in verdicts if v.step in logged]
     others = [v.step for v in known if STATES[int(logged[v.step])] != v.state]
     if not others:
         return []

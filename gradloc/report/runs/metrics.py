@@ -28,10 +28,14 @@ class Metrics:
         """The values of one metric, one per step; all None when there is no such metric."""
         return self.series.get(name) or [None] * len(self.steps)
 
+    def logged(self, name: str) -> list[tuple[int, float]]:
+        """The steps that have one metric, and its values."""
+        pairs = zip(self.steps, self.get(name), strict=True)
+        return [(step, value) for step, value in pairs if value is not None]
+
     def known(self, name: str) -> list[tuple[int, float]]:
         """The steps and values at which one metric is finite, in order."""
-        pairs = zip(self.steps, self.get(name), strict=True)
-        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+        return [(step, value) for step, value in self.logged(name) if math.isfinite(value)]
 
     def finite(self, name: str) -> list[float]:
         """The finite values of one metric, in order."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from ...record import Event
 from ...words.advice import is_trl
@@ -116,7 +117,7 @@ def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None) -> None
 def _peak(run: LoggedRun) -> float:
     """A run's largest norm over its median, overwritten ones as well."""
     norms = [norm for part in run.parts for norm in part.norms]
-    return max(norms) / (sorted(norms)[len(norms) // 2] or 1.0) if norms else 0.0
+    return max(norms) / (median(norms) or 1.0) if norms else 0.0
 
 
 def _when(event: Event) -> tuple[int, int, int]:

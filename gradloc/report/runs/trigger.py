@@ -77,10 +77,9 @@ def judge(metrics: Metrics, settings: Mapping[str, float] | None = None) -> list
     """Every step that has a norm, in order."""
     rule = AdaptiveThreshold(**(settings or {}))
     judged = []
-    for step, norm in zip(metrics.steps, metrics.get(metrics.norm or MEAN), strict=True):
-        if norm is not None:
-            threshold, typical = rule.threshold(0), rule.summary(0)["median_norm"]
-            judged.append(Judged(step, norm, threshold, rule.observe([norm])[0], typical))
+    for step, norm in metrics.logged(metrics.norm or MEAN):
+        threshold, typical = rule.threshold(0), rule.summary(0)["median_norm"]
+        judged.append(Judged(step, norm, threshold, rule.observe([norm])[0], typical))
     return _judge_warmup(judged, window=int((settings or {}).get("window", 64)))
 
 
