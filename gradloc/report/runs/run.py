@@ -81,8 +81,6 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
     if path.parent.name == "events" and (path / "meta.json").is_file():
         return _one_event(path, metrics_path)
     events_file = _events_file(path)
-    if events_file is None and not any(path.iterdir()):
-        raise ReportError(f"{path} is empty: name the folder of a run, or its log.")
     if events_file is None:
         return read_logs([metrics_path or path], metric, path)
     run = RunFolder(path, events_file.parent)
@@ -150,8 +148,6 @@ def _events_file(path: Path) -> Path | None:
 
 def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
     """Adds the runs that logs tell of, the longest first."""
-    if named is not None and not named.exists():
-        raise ReportError(f"{named} does not exist: --metrics names a file or folder with the run's metrics.")
     try:
         _add_runs(run, [named or run.path], metric)
     except ReportError:

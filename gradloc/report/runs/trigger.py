@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ...checks import integer, number
+from ...checks import integer, number, refuse_unknown
 from ...core.trigger import AdaptiveThreshold
 from ..errors import ReportError, assignments
 from ..logs.names import is_norm, listed
@@ -63,9 +63,8 @@ def settings_of(given: Sequence[str]) -> dict[str, float]:
     """What ``--set KEY=VALUE`` sets; raises ReportError with the key, what it must be and what was found."""
     settings = assignments(given, "trigger.", "a number, such as --set cap=6")
     try:
+        refuse_unknown("trigger", settings, SETTINGS)
         for name, value in settings.items():
-            if name not in SETTINGS:
-                raise ReportError(f"--set {name}: there is no such setting; there are {', '.join(SETTINGS)}.")
             SETTINGS[name].check(name, value)
         AdaptiveThreshold(**settings)
     except ValueError as error:

@@ -132,7 +132,7 @@ def test_refusals_are_one_sentence_each(tmp_path):
     (broken / "gradloc" / "events.jsonl").write_text("{")
     for folder, words in [
         (tmp_path / "missing", "does not exist"),
-        (tmp_path / "empty", "is empty"),
+        (tmp_path / "empty", "holds no run's log: name a folder or file with one"),
         (other, "holds no run's log (notes.txt cannot be read as logs): name a folder or file with one"),
         (other / "notes.txt", "has no metrics that can be read: name a log of training steps"),
         (tmp_path / "several", "several runs lie under this folder"),
