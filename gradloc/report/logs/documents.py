@@ -67,6 +67,7 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
             continue
         values = numbers(entry.get("data", entry))
         step = step_of(numbers(entry))
+        values.pop("step", None)
         if step is None and any(map(is_norm, values)):
             step = made.rows[-1][0] + 1 if made.rows else 1
             made.notes = [f"The rows of {made.source} do not say their step: it was counted."]
