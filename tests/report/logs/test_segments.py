@@ -59,12 +59,6 @@ def test_a_metric_that_comes_late_is_no_resume():
     assert parts == [{1: {MEAN: 1.0, "val/acc": 0.5}, 2: {MEAN: 1.0}, 3: {MEAN: 1.0, "val/acc": 0.6}}] and not notes
 
 
-def test_several_rows_for_each_step_keep_the_largest_norm_and_say_so():
-    parts, notes = split([(step, {MEAN: norm}) for step in range(1, 9) for norm in (1.0, 3.0 * step, 2.0)], "x")
-    assert [row[MEAN] for row in parts[0].values()] == [3.0 * step for step in range(1, 9)]
-    assert notes[0].startswith("x has several rows for a step")
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=60))
 def test_no_value_is_lost(logged):

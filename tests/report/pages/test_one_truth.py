@@ -144,10 +144,8 @@ def test_a_share_that_was_read_off_has_its_standard_error_everywhere(told):
         return
     share = "75% +- 1%"
     assert f"<dt>share of the spike</dt><dd>{share}</dd>" in told.html and f"| {share} |" in told.markdown
-    assert told.terminal.count(share) >= 2 and (told.table[0]["share"], told.table[0]["share_error"]) == (
-        "0.75",
-        "0.01",
-    )
+    assert told.terminal.count(share) == 3, "of the verdict, the event, its culprit"
+    assert (told.table[0]["share"], told.table[0]["share_error"]) == ("0.75", "0.01")
 
 
 def test_headline_badge_and_certificate_agree(told):
