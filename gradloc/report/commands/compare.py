@@ -48,26 +48,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tables(comparison: Comparison) -> list[tuple[str, list[list[str]]]]:
+    """What the first column is called, and the rows."""
+    tables = [("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)]
+    return [(head, rows) for head, rows in tables if rows]
+
+
 def _print(comparison: Comparison) -> None:
     console = terminal.console()
     console.print(comparison.parted)
-    for head, rows, more in (
-        ("", comparison.rows, ""),
-        ("spike at step", comparison.steps, "more steps."),
-        ("setting", comparison.settings, "more settings; --format json has all."),
-    ):
+    for head, rows in _tables(comparison):
         table = Table(head, *map(one_line, comparison.names), box=None, padding=(0, 3, 0, 0))
         for row in rows[:LISTED]:
             table.add_row(*(one_line(cell, 90) for cell in row))
-        if rows:
-            console.print(table, "")
+        console.print(table, "")
         if len(rows) > LISTED:
-            console.print(f"And {len(rows) - LISTED} {more}", style="dim")
+            console.print(f"And {len(rows) - LISTED} more; --format json has all.", style="dim")
 
 
 def _markdown(comparison: Comparison) -> str:
     lines = [comparison.parted, ""]
-    for head, rows in (("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)):
+    for head, rows in _tables(comparison):
         lines += [f"| {head} | {' | '.join(map(escape, comparison.names))} |", "| --- | --- | --- |"]
         lines += ["| " + " | ".join(map(escape, row)) + " |" for row in rows] + [""]
     return "\n".join(lines)

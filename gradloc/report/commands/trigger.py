@@ -16,7 +16,7 @@ from ..errors import ReportError
 from ..pages import terminal
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
-from ..runs.trigger import require_norm, settings_of
+from ..runs.trigger import missing_norm, settings_of
 
 SHOWN = 30
 """Flagged steps that the terminal lists."""
@@ -79,7 +79,8 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
             raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
         notes += folder.notes
         for run in folder.runs:
-            require_norm(run.metrics, run.name)
+            if missing := missing_norm(run.metrics, run.name):
+                raise ReportError(missing)
             name = run.name
             if len(folder.runs) == 1:
                 name = str(path) if path.stem in runs else path.stem

@@ -9,10 +9,9 @@ from statistics import median
 
 from ...words.numbers import number
 from ...words.text import plural
-from ..logs.names import listed
 from ..logs.segments import LoggedRun, Segment, surviving
 from .health import RunHealth, ranges
-from .trigger import EARLY, Judged, judge_run
+from .trigger import EARLY, Judged, judge_run, missing_norm
 
 AROUND = 5
 """Values whose median stands for the time before an explosion."""
@@ -112,9 +111,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: 
         near: the folder or file that the user named; checkpoints are looked for around it.
     """
     if all(part.norm is None for part in run.parts):
-        there = listed(run.parts[-1].own_names)
-        headline = f"{run.name} has no gradient norm: --metric NAME takes another metric for it; there is {there}."
-        return Diagnosis(run, headline, limits=_overwritten(run))
+        return Diagnosis(run, missing_norm(run.parts[-1], run.name), limits=_overwritten(run))
     judged = judge_run(run, settings)
     explosions = [
         explosion

@@ -50,13 +50,13 @@ class Judged:
         return self.spike or self.is_early
 
 
-def require_norm(metrics: Metrics, name: str) -> None:
-    """Raises ReportError where a run has no gradient norm, or several fit; names what there is."""
-    if metrics.norm is None:
-        known = [own for own in metrics.own_names if is_norm(own)]
-        why = "has several gradient norms" if known else f"has no gradient norm ({MEAN}, grad_norm or the like)"
-        there = listed(known or metrics.own_names)
-        raise ReportError(f"{name} {why}: name one with --metric; there is {there}.")
+def missing_norm(metrics: Metrics, name: str) -> str:
+    """That a run has no gradient norm, or several fit, and what there is; empty where it has one."""
+    if metrics.norm is not None:
+        return ""
+    known = [own for own in metrics.own_names if is_norm(own)]
+    why = "has several gradient norms" if known else f"has no gradient norm ({MEAN}, grad_norm or the like)"
+    return f"{name} {why}: name one with --metric; there is {listed(known or metrics.own_names)}."
 
 
 def settings_of(given: Sequence[str]) -> dict[str, float]:
