@@ -103,14 +103,13 @@ class Share(Measure):
 
 
 class Streak(Measure):
-    """Steps in a row, this one included, whose value is above a limit."""
+    """Steps in a row, this one included, whose value is above 0."""
 
-    def __init__(self, limit: float = 0.0):
+    def __init__(self) -> None:
         super().__init__(streak=1)
-        self._limit = limit
 
     def observe(self, value: float) -> Reading:
-        count = (self._kept["streak"] or [0.0])[0] + 1 if value > self._limit else 0.0
+        count = (self._kept["streak"] or [0.0])[0] + 1 if value > 0 else 0.0
         self._kept["streak"].append(count)
         return Reading(count, value)
 

@@ -5,6 +5,3 @@
 layer's gradient by its own history, ``skip_step`` skips a step whose norm is far above the last ones. ``stabilizer``
 is what the actor calls, ``memory`` what the trainer calls.
 """
-
-STABILIZER_KEY = "gradloc_stabilizer"
-"""Meta info on verl 0.7: what was learned, for the first update after a resume."""

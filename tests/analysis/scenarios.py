@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 from tests.world.harness import part as ours
 
 UNEVEN = [0, 2, 1, 2, 2, 1, 2, 2, 1, 2, 2, 2, 1, 2, 2, 1]
@@ -34,7 +34,7 @@ def training_step(trainer: Any, batch: Any) -> tuple[torch.Tensor, float]:
 
 
 def flat(gradient: list[Any]) -> torch.Tensor:
-    return torch.cat([_local(grad).flatten().double() for grad in gradient if grad is not None])
+    return torch.cat([local_of(grad).flatten().double() for grad in gradient if grad is not None])
 
 
 def norm(shard: torch.Tensor) -> float:
@@ -196,7 +196,7 @@ def leave_as_found(kind: str, overrides: list[str], dump_dir: str) -> dict[str, 
     return {
         "was_moved": all(step.update_norm > 0 for step in record.get("steps", {}).values()),
         "gradients": all(old is new for old, new in zip(before, after, strict=True)),
-        "values": all(bool((local == 1).all()) for local in map(_local, after)),
+        "values": all(bool((local == 1).all()) for local in map(local_of, after)),
         "weights": trainer.weights_hash() == weights,
         "optimizer": not trainer.optimizer.state,
         "groups": options(trainer) == groups,
@@ -210,7 +210,3 @@ def options(trainer: Any) -> list[dict[str, Any]]:
     """Everything in the optimizer's groups but the parameters."""
     groups = trainer.optimizer.param_groups
     return [{key: group[key] for key in group if key != "params"} for group in groups]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

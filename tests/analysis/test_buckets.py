@@ -46,8 +46,3 @@ def test_fixed_buckets_are_intervals_closed_below_and_leave_out_empty_ones():
         "bucket_5": [3],
         "bucket_6": [4, 5],
     }
-
-
-def test_zero_one_rewards_all_fall_into_the_first_fixed_bucket():
-    std = group_rows(["a", "a", "b", "b"], [0, 1, 1, 1], [1] * 4).reward_std
-    assert list(split_groups(std, "fixed_rv", 6)) == ["bucket_1"]

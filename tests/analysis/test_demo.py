@@ -2,14 +2,11 @@
 """The whole way on the real trainer, in minutes: `pytest -m slow tests/analysis/test_demo.py`."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from gradloc.report.cli import main
-from tests.world import REPO
+from tests.experiments.real import run_to_the_end
 from tests.world.events import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -17,15 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 def run(tmp_path, patched_tree, name, experiment, *overrides):
     folder = tmp_path / name
-    environ = {"VERL_REPO": str(patched_tree), "RUN_DIR": str(folder), "PYTHON": sys.executable}
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), experiment, *overrides],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_to_the_end(experiment, *overrides, run_dir=folder, VERL_REPO=str(patched_tree))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return folder, {entry["step"]: entry["data"] for entry in map(json.loads, lines)}
 
@@ -33,10 +22,8 @@ def run(tmp_path, patched_tree, name, experiment, *overrides):
 def test_the_demo_is_analysed_at_steps_one_and_five_and_trains_as_if_it_were_not(tmp_path, patched_tree):
     folder, on = run(tmp_path, patched_tree, "on", "buckets-demo")
     analyses = folder / "gradloc" / "gradient_analysis"
-    assert {path.name for path in analyses.iterdir()} == {
-        *(f"step_{step}.json" for step in (1, 5)),
-        *(f"group_rv_table_step_{step}.csv" for step in (1, 5)),
-    }
+    names = ("step_1.json", "step_5.json", "group_rv_table_step_1.csv", "group_rv_table_step_5.csv")
+    assert {path.name for path in analyses.iterdir()} == set(names)
     for step in (1, 5):
         record = json.loads((analyses / f"step_{step}.json").read_text())
         validate("gradient_analysis", record)
@@ -48,15 +35,8 @@ def test_the_demo_is_analysed_at_steps_one_and_five_and_trains_as_if_it_were_not
 
 
 def test_ppo_with_a_critic_analyses_a_batch_of_its_own_and_ends_before_the_update(tmp_path, patched_tree):
-    folder, metrics = run(
-        tmp_path,
-        patched_tree,
-        "ppo",
-        "buckets-demo-ppo",
-        "trainer.gradient_analysis_env_groups=8",
-        "trainer.exit_after_gradient_analysis=True",
-        "trainer.save_freq=1",
-    )
+    keys = ("gradient_analysis_env_groups=8", "exit_after_gradient_analysis=True", "save_freq=1")
+    folder, metrics = run(tmp_path, patched_tree, "ppo", "buckets-demo-ppo", *(f"trainer.{key}" for key in keys))
     assert list(metrics) == [1]
     assert metrics[1]["trainer/exited_after_gradient_analysis"] == 1.0
     assert metrics[1]["grad_analysis/uses_training_batch"] == 0.0

@@ -151,13 +151,9 @@ def test_a_norm_is_right_whatever_its_size_and_length(size, count):
         assert found == pytest.approx(wanted, rel=1e-14 if are_weights else 1e-6)
 
 
-def test_a_plain_models_weights_and_gradients_are_counted_added_and_put_back():
-    torch.manual_seed(0)
+def test_a_plain_models_gradients_are_added_and_put_back():
     module = torch.nn.Linear(3, 2)
     space = GradientSpace(module)
-    square, count = space.weight_square_and_count()
-    wanted = sum(float(param.detach().double().square().sum()) for param in module.parameters())
-    assert count == 8 and square == pytest.approx(wanted, rel=1e-14)
     ones = [torch.ones(2, 3), None]
     space.add(ones, alpha=2.0)
     assert torch.equal(module.weight.grad, 2 * ones[0]) and module.bias.grad is None

@@ -34,12 +34,6 @@ def test_spikes_fire_and_neither_healthy_norms_nor_a_slow_drift_over_two_orders_
     assert fires(norms) == [200, 300], "and leave the threshold alone"
 
 
-def test_a_new_level_is_learned_after_a_few_steps():
-    norms = healthy(0, 100) + [50 * norm for norm in healthy(1, 300)]
-    fired = fires(norms)
-    assert fired == list(range(100, 108))
-
-
 def test_nothing_but_non_finite_fires_before_the_warm_up_is_over():
     norms = [0.5, 900.0, float("nan"), 0.6, float("inf")] + healthy(0, 20)
     assert fires(norms) == [2, 4]

@@ -19,45 +19,39 @@ def mean_of_last(history, count=5):
     return fmean(history[-count:]) if len(history) >= count else None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_mean_share_and_streak_are_what_they_are_called(seed):
-    mean, share, streak = measures.Mean(5), measures.Share(1.2, 20), measures.Streak(1.2)
-    history, row = [], 0
-    for value in values(seed):
-        history.append(value)
-        row = row + 1 if value > 1.2 else 0
-        found = mean.observe(value)
-        assert (found and found.found) == mean_of_last(history)
-        found = share.observe(value)
-        is_full = len(history) >= 20
-        assert (found is not None) == is_full
-        if is_full:
-            assert found.found == pytest.approx(sum(v > 1.2 for v in history[-20:]) / 20)
-        assert streak.observe(value).found == row
+def streak_of(history):
+    quiet = [index for index, value in enumerate(history) if value <= 0]
+    return len(history) - 1 - max(quiet, default=-1)
+
+
+MEASURES = {
+    "mean": (lambda: measures.Mean(5), 5, mean_of_last),
+    "share": (lambda: measures.Share(1.2, 20), 20, lambda history: sum(value > 1.2 for value in history[-20:]) / 20),
+    "streak": (lambda: measures.Streak(), 1, streak_of),
+    "against the start": (
+        lambda: measures.AgainstStart(10, 5),
+        15,
+        lambda history: mean_of_last(history) / median(history[:10]),
+    ),
+    "against the window": (
+        lambda: measures.AgainstWindow(10, 5, 50),
+        15,
+        lambda history: mean_of_last(history) / median(history[:-5][-50:]),
+    ),
+}
+"""Each measure, how many values it needs, and what it then says of all values so far."""
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_against_the_start_is_the_last_mean_over_the_median_of_the_first(seed):
-    measure, history = measures.AgainstStart(10, 5), []
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_measure_is_what_it_is_called_once_it_has_enough_values(name, seed):
+    make, least, slow = MEASURES[name]
+    measure, history = make(), []
     for value in values(seed):
-        history.append(value)
-        found = measure.observe(value)
-        if len(history) < 15:
-            assert found is None
-        else:
-            assert found.found == pytest.approx(mean_of_last(history) / median(history[:10]))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_against_the_window_is_the_last_mean_over_the_median_before_it(seed):
-    measure, history = measures.AgainstWindow(10, 5, 50), []
-    for value in values(seed):
-        history.append(value)
-        before, found = history[:-5][-50:], measure.observe(value)
-        if len(before) < 10:
-            assert found is None
-        else:
-            assert found.found == pytest.approx(mean_of_last(history) / median(before))
+        history.append(value - 1.2 if name == "streak" else value)
+        found = measure.observe(history[-1])
+        assert (found is not None) == (len(history) >= least)
+        assert found is None or found.found == pytest.approx(slow(history))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -44,11 +44,8 @@ def test_it_adds_the_state_and_the_share_of_prompts_with_equal_rewards():
     assert not any("min" in name or "max" in name for name in set(found) if "health" in name)
 
 
-def test_a_share_that_is_logged_already_is_left_as_it_is():
+def test_a_share_that_is_logged_is_left_as_it_is_and_there_is_none_where_rollouts_are_not_compared():
     assert observed(PAIRS, {SHARE: 0.125})[SHARE] == 0.125
-
-
-def test_there_is_no_share_where_rollouts_are_not_compared():
     assert SHARE not in observed([("a", 1.0), ("b", 1.0)])  # one rollout per prompt
     assert SHARE not in observed(PAIRS, compares_rollouts=False)
     assert observed([("a", 1.0), ("a", 0.0), ("b", 1.0)])[SHARE] < 1  # of some prompts there are more
@@ -129,25 +126,14 @@ def test_what_was_told_before_a_checkpoint_is_not_told_again(capsys):
 # ---- in verl's trainer
 
 
-@pytest.fixture(scope="module")
-def probe(single):
-    return single.run("tests.health.monitor_probe.answer")[0]
-
-
-def test_a_checkpoint_holds_the_step_that_it_was_saved_in(probe):
-    assert probe["checkpointed"] == [3, 3, ["gradloc.json"]]
-
-
-def test_the_clip_limit_is_the_one_that_the_actor_clips_to(probe):
-    assert probe["fsdp"] == [1.0, True]
-    assert probe["megatron"] == probe["engine"] == [0.7, True]
-    assert probe["layers"] == [None, True]  # each layer has a limit of its own
-    assert probe["unclipped"] == [None, True]
-
-
-def test_an_estimator_that_does_not_compare_rollouts_is_known(probe):
-    assert probe["gae"] == [1.0, False]
-
-
-def test_it_is_none_while_off_and_for_a_trainer_without_the_block(probe):
-    assert probe["off"] == [True, True]
+def test_it_takes_the_clip_limit_and_the_estimator_from_the_config_and_is_saved_in_the_step_s_checkpoint(single):
+    assert single.run("tests.health.monitor_probe.answer")[0] == {
+        "checkpointed": [3, 3, ["gradloc.json"]],
+        "fsdp": [1.0, True],
+        "megatron": [0.7, True],
+        "engine": [0.7, True],
+        "layers": [None, True],  # each layer has a limit of its own
+        "unclipped": [None, True],
+        "gae": [1.0, False],
+        "off": [True, True],
+    }

@@ -61,3 +61,4 @@ def test_without_the_patchs_own_metrics_the_same_runs_get_the_same_worst_state(r
     unpatched = judge(type(recording)(recording.source, recording.steps, kept))
     assert unpatched.worst.state == judge(recording).worst.state
     assert unpatched.worst.step == judge(recording).worst.step
+    assert "spikes" in unpatched.silent

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The health command and the strip in the page, as a user meets them."""
 
-import csv
 import json
 import re
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.cli import main
-from gradloc.report.runs.health import HealthConfig, judge, ranges
+from gradloc.report.runs.health import judge, ranges
 from gradloc.report.runs.metrics import build
 from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
@@ -111,21 +110,6 @@ def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run
     assert "has no metrics that can be judged" in capsys.readouterr().err
 
 
-def test_a_run_of_unpatched_verl_in_a_csv_is_judged(tmp_path, capsys):
-    metrics = read_run(RECORDINGS / "collapsed.jsonl").metrics
-    own = ("gradloc/", "health/", "rollout/zero", "actor/grad_norm_max")
-    names = [name for name in metrics.series if not name.startswith(own)]
-    with (tmp_path / "history.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["_step", *(f"run - {name}" for name in names)])
-        for index, step in enumerate(metrics.steps):
-            writer.writerow([step, *(metrics.series[name][index] for name in names)])
-    assert main(["health", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["state"] == "danger" and found["worst"]["step"] == 10
-    assert "spikes" in found["not_judged"]
-
-
 def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, capsys):
     assert main(["health", str(run_of([(7, healthy(7))]))]) == 0
     out = capsys.readouterr().out
@@ -208,8 +192,3 @@ def test_a_page_without_metrics_has_no_strip(tmp_path):
     folder = write_run(tmp_path / "run", [make_event()])
     text = page_of(folder, tmp_path)
     assert '"bands":[]' in text and "The run's health" not in text
-
-
-def test_the_defaults_of_the_report_are_the_trainers():
-    rows = {step: healthy(step) for step in range(1, 20)}
-    assert judge(build(rows, "x")).verdicts == judge(build(rows, "x"), HealthConfig()).verdicts

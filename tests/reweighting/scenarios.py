@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import log_probs, make_batch, make_trainer
+from tests.world.harness import local_of, log_probs, make_batch, make_trainer
 from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
@@ -69,8 +69,7 @@ def recorded_steps(trainer: Any) -> list[torch.Tensor]:
         parts = []
         for param in trainer.module.parameters():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
-            parts.append(local.detach().flatten().double().clone())
+            parts.append(local_of(grad).flatten().double().clone())
         steps.append(torch.cat(parts))
         return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
 

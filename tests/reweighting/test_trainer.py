@@ -2,13 +2,10 @@
 """Both methods in the real trainer, whatever makes the advantages: `pytest -m slow`."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.world import REPO
+from tests.experiments.real import run_to_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -34,16 +31,7 @@ RUNS = {
 @pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS.keys())
 def test_both_methods_run_with_every_kind_of_advantage(tmp_path, patched_tree, arguments):
     folder = tmp_path / "run"
-    environ = {"VERL_REPO": str(patched_tree), "RUN_DIR": str(folder), "PYTHON": sys.executable}
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), *arguments, *METHODS],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_to_the_end(*arguments, *METHODS, run_dir=folder, VERL_REPO=str(patched_tree))
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)["data"]
         assert 0 < metrics["advantage_reweighting/kept_share"] < 1

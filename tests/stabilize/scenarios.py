@@ -3,7 +3,6 @@
 
 import copy
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +11,18 @@ import torch
 import torch.distributed as dist
 
 from tests.stabilize import slow
-from tests.world.harness import log_probs, make_batch, make_config, make_trainer
-from tests.world.harness import part as ours
+from tests.world.harness import local_of, log_probs, make_batch, make_config, make_trainer
 from tests.world.spikes import plant
 
 STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
 LAYER_CLIP = f"{STABILIZE}.layer_clip"
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def gather(trainer: Any) -> dict[str, list[float]]:
     """The whole gradient in ``.grad`` over all ranks: parameter name -> plain list."""
     gathered = {}
     for name, param in trainer.module.named_parameters():
-        mine = None if param.grad is None else local(param.grad).detach().flatten().clone()
+        mine = None if param.grad is None else local_of(param.grad).flatten().clone()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
         parts = [part for part in parts if part is not None]
@@ -150,7 +144,7 @@ def resume(overrides: list[str], dump_dir: str, num_steps: int, cut: int) -> dic
     second = make_trainer(overrides, dump_dir)
     with torch.no_grad():
         for new, old in zip(second.module.parameters(), whole.module.parameters(), strict=True):
-            local(new).copy_(local(old))
+            local_of(new).copy_(local_of(old))
     second.optimizer.load_state_dict(copy.deepcopy(whole.optimizer.state_dict()))
     second.hook.load(str(folder))
     norms = [update(whole, seed) for seed in range(cut, num_steps)]
@@ -172,31 +166,6 @@ def update(trainer: Any, seed: int) -> dict[str, Any]:
 
 
 # ---- clips on ratios
-
-
-def weigh(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``ratio_weights`` of random log-ratios, and the answers of verl's own function."""
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
-
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = torch.randn((6, 9), generator=generator)
-    log_ratio[0, 0], log_ratio[1, 1], log_ratio[5] = 30.0, -30.0, 3.0
-    mask = (torch.rand((6, 9), generator=generator) < 0.7).long()
-    mask[4] = 0
-    log_ratio[4] = float("nan")  # padding may hold anything
-    answers = []
-    for case in cases:
-        weights, metrics = ours("stabilize.ratio_clip").ratio_weights(log_ratio, mask, **case)
-        bounds = [math.inf if case["upper"] is None else case["upper"], case["lower"] or 0.0]
-        kept, of_verl = compute_rollout_rejection_mask(log_ratio, mask, case["level"], *bounds)
-        verl_metrics = {
-            "share": of_verl["rollout_rs_masked_fraction"],
-            "ratio_max": of_verl["rollout_rs_max"],
-            "ratio_min": of_verl["rollout_rs_min"],
-        }
-        found = {"weights": weights[mask.bool()].tolist(), "verl_keeps": kept[mask.bool()].tolist()}
-        answers.append({**found, "metrics": metrics, "verl_metrics": verl_metrics})
-    return answers
 
 
 def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[str, Any]:

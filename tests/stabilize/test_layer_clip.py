@@ -6,7 +6,6 @@ import math
 import random
 
 import pytest
-import torch
 
 from gradloc.stabilize import config
 from gradloc.stabilize.layer_clip import LayerClip
@@ -34,6 +33,7 @@ def run(clip, steps):
 def close(ours, slow_ones):
     for step, (found, expected) in enumerate(zip(ours, slow_ones, strict=True)):
         assert found == pytest.approx(expected, rel=1e-12), step
+        assert [factor == 1 for factor in found.values()] == [factor == 1 for factor in expected.values()], "exactly"
 
 
 RULES = {
@@ -50,35 +50,6 @@ def test_a_rule_is_its_slow_version_through_warm_up_spikes_and_a_new_level(rule,
     steps = histories(80, seed, SPIKES)
     clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=8, **given), grad_clip)
     close(run(clip, steps), slow_one(steps, warmup=8, grad_clip=grad_clip, **its))
-
-
-@pytest.mark.parametrize("rule", ["adagc", "zscore"])
-def test_a_spiking_layer_is_cut_to_its_history_and_the_others_keep_exactly_their_step(rule):
-    clip = LayerClip(config.LayerClipConfig(rule=rule, warmup=20, relative_factor=3.0), 1e9)
-    steps = histories(21, spikes=[(20, 1, 1e4)])
-    factors = run(clip, steps)[-1]
-    assert factors[LAYERS[1]] < 1e-2
-    assert [factors[layer] for layer in LAYERS if layer != LAYERS[1]] == [1.0, 1.0, 1.0]
-
-
-def test_under_the_global_clip_one_spiking_layer_would_shrink_all_others():
-    layers = [torch.nn.Parameter(torch.zeros(4)) for _ in range(12)]
-    for number, layer in enumerate(layers):
-        layer.grad = torch.full_like(layer, (50.0 if number == 1 else 1.0) / 2)
-    torch.nn.utils.clip_grad_norm_(layers, math.sqrt(12))  # the norm without the spike
-    expected = 1 / math.sqrt(1 + (50**2 - 1) / 12)
-    assert float(layers[0].grad.norm()) == pytest.approx(expected, rel=1e-4) and expected < 0.07
-
-
-@pytest.mark.parametrize("rule", ["adagc", "zscore"])
-def test_one_spike_does_not_change_what_later_steps_may_be_by_more_than_it_was_allowed(rule):
-    settings = config.LayerClipConfig(rule=rule, warmup=20, relative_factor=3.0)
-    with_spike, without = LayerClip(settings, 1e9), LayerClip(settings, 1e9)
-    run(with_spike, histories(40, spikes=[(30, 1, 1e9)]))
-    run(without, histories(40))
-    probe = dict.fromkeys(LAYERS, 1e12)
-    ours, theirs = with_spike.clip(probe), without.clip(probe)
-    assert ours[LAYERS[1]] == pytest.approx(theirs[LAYERS[1]], rel=0.5)
 
 
 @pytest.mark.parametrize("rule", ["adagc", "zscore"])

@@ -203,8 +203,6 @@ def odd(dump_dir: str, what: str) -> dict[str, Any]:
         lowest = tensors["old_log_probs"].masked_fill(tensors["response_mask"] == 0, 1.0)
         place = divmod(int(lowest.argmin()), lowest.shape[1])
         tensors["advantages"][place] = float("nan")
-    elif what == "no advantage":
-        tensors["advantages"].zero_()
     elif what == "ties":
         tensors["old_log_probs"].fill_(-1.0)
     elif what == "three tokens":

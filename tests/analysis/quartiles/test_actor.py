@@ -78,15 +78,6 @@ def test_a_broken_token_spoils_its_quartile_and_no_other(world, dump_dir):
     assert out["largest_change"]["highest"] > 0
 
 
-def test_tokens_without_advantage_have_no_gradient_and_no_update(world, dump_dir):
-    out = world.run(RUN + "odd", dump_dir=dump_dir, what="no advantage")[0]
-    assert out["record"]["norms"] == [0.0] * 4
-    assert out["record"]["closure"] is None
-    assert out["record"]["steps"]["lowest"] is None
-    assert all(token["log_prob_norm"] > 0 for token in out["record"]["tokens"])
-    assert all(token["loss_norm"] == 0 for token in out["record"]["tokens"])
-
-
 @pytest.mark.parametrize(
     "what, counts",
     [("ties", None), ("three tokens", [1, 1, 1, 0])],
