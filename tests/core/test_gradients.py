@@ -151,7 +151,8 @@ def test_a_norm_is_right_whatever_its_size_and_length(size, count):
         assert found == pytest.approx(wanted, rel=1e-14 if are_weights else 1e-6)
 
 
-def test_a_plain_models_gradients_are_added_and_put_back():
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_plain_models_gradients_are_added_kept_and_put_back(on_host):
     module = torch.nn.Linear(3, 2)
     space = GradientSpace(module)
     ones = [torch.ones(2, 3), None]
@@ -162,8 +163,12 @@ def test_a_plain_models_gradients_are_added_and_put_back():
     space.scale_each([0.5, 3.0])
     assert torch.equal(module.weight.grad, ones[0])
     space.scale_each([2.0, 3.0])
+    space.keeps_on_host = on_host
     kept = space.keep()
     assert module.weight.grad is None and space.norm(kept) == pytest.approx(24**0.5)
+    space.add(kept, alpha=2.0)
+    assert space.norm() == pytest.approx(2 * 24**0.5)
+    assert float(space.dots(space.current(), kept).sum()) == pytest.approx(2 * 24.0)
     space.put(kept)
     assert module.weight.grad is kept[0] and module.bias.grad is None and not space.is_offloaded
     assert space.are_summed

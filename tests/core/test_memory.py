@@ -208,21 +208,6 @@ def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a
     assert not space.keeps_on_host and space.room is None
 
 
-def test_a_gradient_that_is_kept_on_the_host_adds_up_and_comes_back():
-    model = torch.nn.Linear(8, 4)
-    model(torch.randn(3, 8)).square().sum().backward()
-    space = GradientSpace(model)
-    wanted, norm = [param.grad.clone() for param in model.parameters()], space.norm()
-    space.keeps_on_host = True
-    kept = space.keep()
-    assert all(param.grad is None for param in model.parameters()) and space.norm(kept) == norm
-    space.add(kept, alpha=2.0)
-    assert space.norm() == pytest.approx(2 * norm)
-    assert float(space.dots(space.current(), kept).sum()) == pytest.approx(2 * norm**2)
-    space.put(kept)
-    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), wanted, strict=True))
-
-
 @pytest.mark.parametrize("is_contiguous", [True, False])
 def test_parts_are_runs_of_the_same_elements(monkeypatch, is_contiguous):
     monkeypatch.setattr(gradients, "PART", 10)
@@ -241,9 +226,6 @@ def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
     module(torch.randn(5, 33)).square().sum().backward()
     squares = [param.grad.double().square().sum() for param in module.parameters()]
     torch.testing.assert_close(GradientSpace(module).squares(), torch.stack(squares))
-    for size in (1e30, 1e-30):  # the square is no float32
-        module.weight.grad.fill_(size)
-        assert float(GradientSpace(module).squares()[0]) == pytest.approx(33 * 17 * size**2, rel=1e-5, abs=0)
 
 
 def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(monkeypatch):

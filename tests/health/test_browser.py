@@ -51,9 +51,3 @@ def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(
     driver.switch_to.active_element.send_keys(Keys.TAB)
     assert note.text.startswith("Steps 10-11: danger. ")
     assert not driver.get_log("browser")
-
-
-def test_the_page_is_no_wider_than_the_phone(driver, collapsed_page):  # noqa: F811
-    open_page(driver, collapsed_page, 390)
-    size = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert size[0] <= size[1]
