@@ -54,16 +54,9 @@ def test_a_culprit_beside_louder_ones_is_named_with_no_backward_of_its_own():
     assert cost <= 2 * M + 3 * M, "no step is settled anew: no log-prob moves by more than a quarter"
 
 
-def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares():
-    healthy = random_batch(build("tiny"))
-    found, cost = search(healthy.edited(advantages=healthy.advantages * 1e3))
-    assert found.status == "not_found" and "the spike is spread" in found.result.stop_reason
-    assert cost <= 2 * M + 2
-
-
-@pytest.mark.parametrize("factor", [4.2, 5.0])
+@pytest.mark.parametrize("factor", [4.2, 5.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_loudest_rows_are_not_named_where_it_is_little_over_the_threshold(factor, dtype):
+def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares_and_its_loudest_rows_are_not_named(factor, dtype):
     healthy = random_batch(build("tiny"), length=64, seed=1)
     normal = float(Oracle(build("tiny"), healthy).gradient().norm())
     found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)

@@ -101,12 +101,7 @@ def test_a_replay_weighs_the_loss_as_the_run_did(event, models, replay, tmp_path
     assert record["norm"]["replay"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_bundle_without_the_rollouts_log_probs_is_refused(
-    event,  # noqa: F811
-    models,  # noqa: F811
-    replay,  # noqa: F811
-    tmp_path,
-):
+def test_a_bundle_without_the_rollouts_log_probs_is_refused(event, models, replay, tmp_path):  # noqa: F811
     bundle = shutil.copytree(event("clamped", overrides=CLAMPED, rollout_noise=1.0), tmp_path / "b")
     edit_tensors(bundle, lambda tensors: tensors.pop("rollout_log_probs"))
     done = replay(bundle, models / "model")
