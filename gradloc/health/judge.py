@@ -10,7 +10,7 @@ from ..words.numbers import number, percent
 from .advice import ADVICE
 from .config import FALLING, HealthConfig
 from .measures import Measure, Reading
-from .rules import RULES, Rule
+from .rules import MEASURES, RULES, Rule
 
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""
@@ -61,8 +61,8 @@ class Judge:
         """The rules whose metrics came at least once."""
         self._asked: list[tuple[Rule, Measure]] = []
         for rule in RULES:
-            measure = rule.measure(config, grad_clip) if getattr(config, rule.name) is not None else None
-            if measure is not None:
+            is_on = getattr(config, rule.name) is not None
+            if is_on and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
                 self._asked.append((rule, measure))
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Verdict | None:

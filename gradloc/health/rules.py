@@ -34,15 +34,11 @@ class Rule:
     reads: Read
     """Metrics of a step -> (the metric's name, its value), None where the step does not have it."""
     measured: str
-    """How: one of the measures below."""
+    """How: one of ``MEASURES``."""
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
     is_strict: bool = False
     """Whether a number at the limit is still within it, as in verl's alert rules."""
-
-    def measure(self, config: HealthConfig, clip: float | None) -> Measure | None:
-        """What remembers the run for this rule."""
-        return _MEASURES[self.measured](config, clip)
 
 
 def _first(*names: str) -> Read:
@@ -84,7 +80,7 @@ def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return "critic/score/{max,min}", float(ends[0] == ends[1])
 
 
-_MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
+MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
     "value": lambda config, clip: Value(),
     "size": lambda config, clip: Value(abs),
     "times away from 1": lambda config, clip: Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf),
@@ -97,7 +93,7 @@ _MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
     "against the start, if notable": lambda config, clip: AgainstStart(config.warmup, config.recent, _MISMATCH_FLOOR),
     "against the window": lambda config, clip: AgainstWindow(config.warmup, config.recent, config.window),
 }
-"""Of the settings and the clip limit; None where a rule has nothing to hold on to."""
+"""What remembers the run for a rule, of the settings and the clip limit; None where it has nothing to hold on to."""
 
 _TIMES_START = (
     "{metric} is {value} over the last {recent} steps, {found} times the {typical} of the start (limit {limit})."

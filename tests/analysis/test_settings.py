@@ -46,21 +46,14 @@ TRAINER, ROLLOUT, ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout
 REFUSED = [
     (buckets_of, TRAINER, "gradient_analysis_mode", "yes", "true or false"),
     (buckets_of, TRAINER, "gradient_analysis_every", 0, "an integer of at least 1"),
-    (buckets_of, TRAINER, "exit_after_gradient_analysis", 1, "true or false"),
     (buckets_of, TRAINER, "gradient_analysis_env_groups", -1, "null or an integer of at least 1"),
     (buckets_of, TRAINER, "gradient_analysis_group_size", 0.5, "null or an integer of at least 1"),
     (buckets_of, ROLLOUT, "gradient_analysis_num_buckets", 0, "an integer of at least 1"),
     (buckets_of, ROLLOUT, "gradient_analysis_bucket_mode", "decile", "one of quantile, fixed_rv"),
-    (quartiles_of, TRAINER, "quartile_analysis_mode", "yes", "true or false"),
     (quartiles_of, TRAINER, "quartile_analysis_every", 0, "an integer of at least 1"),
-    (quartiles_of, TRAINER, "quartile_analysis_split", "median", "one of quantile, range"),
     (quartiles_of, TRAINER, "quartile_analysis_num_tokens", -1, "an integer of at least 0"),
     (read_filter, ROLLOUT, "rollout_filter_strategy", "min_p", "one of top_p, top_k"),
     (read_filter, ROLLOUT, "rollout_filter_value", 1.5, "a number above 0 and at most 1"),
-    (read_filter, ROLLOUT, "rollout_filter_metric", "entropy", "one of reward_variance, reward, length"),
-    (read_filter, ROLLOUT, "rollout_filter_type", "std", "one of largest, smallest"),
-    (read_filter, ROLLOUT, "rollout_filter_include_zero", 0, "true or false"),
-    (read_filter, ROLLOUT, "rollout_filter_top_p_prob_mode", "x", "one of linear, softmax"),
     (read_filter, ACTOR, "filter_loss_scaling", "log", "one of none, linear, sqrt"),
 ]
 

@@ -34,11 +34,6 @@ def test_spikes_fire_and_neither_healthy_norms_nor_a_slow_drift_over_two_orders_
     assert fires(norms) == [200, 300], "and leave the threshold alone"
 
 
-def test_nothing_but_non_finite_fires_before_the_warm_up_is_over():
-    norms = [0.5, 900.0, float("nan"), 0.6, float("inf")] + healthy(0, 20)
-    assert fires(norms) == [2, 4]
-
-
 def test_a_history_goes_on_from_its_checkpoint_exactly_even_amid_a_new_level():
     one, two = History(64, 16, 6.0), History(64, 16, 6.0)
     for norm in healthy(3, 90):

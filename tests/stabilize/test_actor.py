@@ -23,13 +23,6 @@ CASES = {
     "FSDP2, by kind, zscore": ([], "kind", "zscore"),
     "FSDP2 with offload_policy, by layer, adagc": (OFFLOADED, "layer", "adagc"),
 }
-SLOW_CASES = {
-    "FSDP2, by layer, zscore": ([], "layer", "zscore"),
-    "FSDP2, by tensor, zscore": ([], "tensor", "zscore"),
-    "FSDP1, by layer, adagc": (FSDP1, "layer", "adagc"),
-    "FSDP1 with original parameters, by layer, zscore": (ORIGINAL, "layer", "zscore"),
-    "FSDP1 with original parameters, by kind, adagc": (ORIGINAL, "kind", "adagc"),
-}
 
 
 def rule(name, group, **settings):
@@ -43,9 +36,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+@pytest.mark.parametrize("case", CASES)
 def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dump_dir, case):
-    overrides, group, name = (CASES | SLOW_CASES)[case]
+    overrides, group, name = CASES[case]
     settings = dict(SETTINGS[name])
     expected = dict(settings)
     if name == "adagc":
@@ -168,10 +161,7 @@ ALL = [
 ]
 RESUMES = {
     "FSDP2, adagc": [*rule("adagc", "tensor", warmup=3)],
-    "FSDP2, z-score, two mini-batches": [
-        *rule("zscore", "layer", warmup=3),
-        f"{ACTOR}.ppo_mini_batch_size=8",
-    ],
+    "FSDP2, z-score, two mini-batches": [*rule("zscore", "layer", warmup=3), f"{ACTOR}.ppo_mini_batch_size=8"],
     "FSDP1, z-score": [*FSDP1, *rule("zscore", "layer", warmup=3)],
     "FSDP1, adagc, localization, too": [*FSDP1, *rule("adagc", "layer", warmup=6), *ON],
 }
@@ -179,13 +169,8 @@ RESUMES = {
 
 @pytest.mark.parametrize("case", RESUMES)
 def test_a_resumed_run_goes_on_bit_by_bit_with_everything_on(world, dump_dir, case):
-    for found in world.run(
-        "tests.stabilize.scenarios.resume",
-        overrides=ALL + RESUMES[case],
-        dump_dir=dump_dir,
-        num_steps=8,
-        cut=5,
-    ):
+    given = dict(overrides=ALL + RESUMES[case], dump_dir=dump_dir, num_steps=8, cut=5)
+    for found in world.run("tests.stabilize.scenarios.resume", **given):
         assert found["resumed"] == found["whole"]
         assert found["saved"]["stabilizers"][""].keys() == {"layer_clip", "skip_step"}
         json.dumps(found["saved"], allow_nan=False)
