@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gradloc.health.advice import ADVICE  # noqa: E402
+from gradloc.health.rules import ADVICE  # noqa: E402
 from gradloc.words.advice import ACTIONS, VERLS  # noqa: E402
 from gradloc.words.meanings import MEANINGS  # noqa: E402
 from gradloc.words.next_step import RULES  # noqa: E402

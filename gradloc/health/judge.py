@@ -7,10 +7,9 @@ from typing import Any
 
 from ..words.advice import actions_of
 from ..words.numbers import number, percent
-from .advice import ADVICE
 from .config import FALLING, HealthConfig
 from .measures import Measure, Reading
-from .rules import MEASURES, RULES, Rule
+from .rules import ADVICE, MEASURES, RULES, Rule
 
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""

@@ -14,7 +14,7 @@ from gradloc.words.advice import ACTIONS, actions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "health.md").read_text()
-ADVICE = importlib.import_module("gradloc.health.advice").ADVICE
+ADVICE = importlib.import_module("gradloc.health.rules").ADVICE
 
 LINES = sorted({line for names in ADVICE.values() for _, line in actions_of(names, "verl 0.7.0")})
 ASKED = {

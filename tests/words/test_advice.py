@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.health.advice import ADVICE
+from gradloc.health.rules import ADVICE
 from gradloc.words.advice import (
     ACTIONS,
     VERLS,
