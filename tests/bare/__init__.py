@@ -22,7 +22,7 @@ from tests.bare.amplifier import Amplified, Sharpened
 from tests.bare.batch import NUM_PROMPT, Batch, Place, healthy_batch, random_batch, shape_of
 from tests.bare.model import SIZES, Decoder, ModelSize, build, entropy_of, log_prob_of
 from tests.bare.oracle import Oracle
-from tests.bare.step import AGGREGATIONS, BareStep, Loss, clip_gradient, shard
+from tests.bare.step import AGGREGATIONS, BareStep, Loss, Powers, clip_gradient, shard
 
 __all__ = [
     "AGGREGATIONS",
@@ -36,6 +36,7 @@ __all__ = [
     "ModelSize",
     "Oracle",
     "Place",
+    "Powers",
     "Sharpened",
     "build",
     "clip_gradient",

@@ -36,34 +36,31 @@ class Sharpened:
 
 def edit_of(model: Decoder, edit: Amplified | Sharpened | None, rows: Sequence[int]) -> AbstractContextManager[None]:
     """Context in which the model does this while it reads these rows of the batch; nothing if the row is not there."""
-    if edit is None or edit.row not in rows:
-        return nullcontext()
-    kind = Amplifier if isinstance(edit, Amplified) else Sharpener
-    return kind(model, edit, rows.index(edit.row))
+    return nullcontext() if edit is None or edit.row not in rows else _Edited(model, edit, rows.index(edit.row))
 
 
-class Amplifier:
-    """Context in which some MLPs' output at one position is y + (factor - 1) (mlp(x0) - y0).
+class _Edited:
+    """Amplified, some MLPs' output at one position is y + (factor - 1) (mlp(x0) - y0).
 
     x0 and y0 are the input and output there at the first forward, kept as constants: the value is
     unchanged at those weights, the derivative by these MLPs' weights is ``factor`` times as large.
     """
 
-    def __init__(self, model: Decoder, amplified: Amplified, row: int):
-        self._mlps = [model.blocks[layer].mlp for layer in amplified.layers]
-        self._at = (row, amplified.position)
-        self._factor = amplified.factor
+    def __init__(self, model: Decoder, edit: Amplified | Sharpened, row: int):
+        self._at, self._factor = (row, edit.position), edit.factor
         self._first: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._handles = []
+        self._change, self._modules = self._sharpened, [model]
+        if isinstance(edit, Amplified):
+            self._change, self._modules = self._amplified, [model.blocks[layer].mlp for layer in edit.layers]
 
     def __enter__(self) -> None:
-        self._handles = [mlp.register_forward_hook(self._change) for mlp in self._mlps]
+        self._handles = [module.register_forward_hook(self._change) for module in self._modules]
 
     def __exit__(self, *_) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _change(self, mlp: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    def _amplified(self, mlp: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         run = type(mlp).forward  # calling the module itself would run this hook again
         if mlp not in self._first:
             x = inputs[0][self._at].detach().clone()
@@ -73,20 +70,7 @@ class Amplifier:
         extra[self._at] = (self._factor - 1) * (run(mlp, x) - y)
         return output + extra
 
-
-class Sharpener:
-    """Context in which the model's logits at one position are multiplied."""
-
-    def __init__(self, model: Decoder, sharpened: Sharpened, row: int):
-        self._model, self._at, self._factor = model, (row, sharpened.position), sharpened.factor
-
-    def __enter__(self) -> None:
-        self._handle = self._model.register_forward_hook(self._change)
-
-    def __exit__(self, *_) -> None:
-        self._handle.remove()
-
-    def _change(self, model: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
+    def _sharpened(self, model: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
         factors = torch.ones_like(logits[..., :1])
         factors[self._at] = self._factor
         return logits * factors

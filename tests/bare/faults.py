@@ -26,7 +26,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
-from tests.bare import BareStep, Batch, build, clip_gradient, random_batch, shard
+from tests.bare import BareStep, Batch, Powers, build, clip_gradient, random_batch, shard
 from tests.core.card import Card
 
 PLANT = {(3, 2): 1e4, (9, 1): 1e4}
@@ -163,19 +163,6 @@ def _failing_block(model: torch.nn.Module, place: str):
             handle.remove()
 
 
-class _Powers:
-    clip_limit, scales_loss, takes_what_is_not_finite = 1.0, False, False
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    def clip(self) -> torch.Tensor:
-        return clip_gradient(self.model, 1.0)
-
-    def save_weights(self, global_step: int) -> None:
-        return None
-
-
 @cache
 def _batch(seed: int) -> Batch:
     return random_batch(build("tiny"), seed=seed)
@@ -218,7 +205,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
     ranks = FailingRanks()
     ranks.arm(-1)
     settings = GradLocConfig(action=ActionConfig(mode), evidence=EvidenceConfig(bundle="full"))
-    localizer = Localizer(_Powers(model, optimizer), ranks, settings)
+    localizer = Localizer(Powers(model, optimizer), ranks, settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that pass through no token's log-prob, as routers of experts have them."""
+"""What a backward may add on its way: losses that no log-prob shows, as routers have them, and an overflow."""
 
 from typing import Any
 
@@ -18,6 +18,18 @@ class AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, ctx.gradient
+
+
+class Overflow(torch.autograd.Function):
+    """Nothing forward; backward a gradient beyond what float32 holds."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 1e30 * 1e30
 
 
 def add_router_loss(model: torch.nn.Module, factor: float) -> None:

@@ -63,6 +63,21 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+class Powers:
+    """What a localizer may ask of this trainer; its gradients are clipped to 1."""
+
+    clip_limit, scales_loss, takes_what_is_not_finite = 1.0, False, False
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def clip(self) -> torch.Tensor:
+        return clip_gradient(self.model, self.clip_limit)
+
+    def save_weights(self, global_step: int) -> None:
+        """Nobody needs them."""
+
+
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 """How tokens' losses make the step's, by verl's names."""
 

@@ -14,27 +14,10 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
-from tests.bare import BareStep, build, clip_gradient, random_batch, shard
+from tests.bare import BareStep, Powers, build, clip_gradient, random_batch, shard
 
 NUM_MICRO_BATCHES = 4
 PLANT = {(3, 2): 1e4}
-
-
-class Powers:
-    """A plain module's: clipped to 1."""
-
-    clip_limit = 1.0
-    takes_what_is_not_finite = False
-
-    def __init__(self, model: torch.nn.Module, scales_loss: bool = False):
-        self.model, self.scales_loss = model, scales_loss
-        self.optimizer = torch.optim.AdamW(model.parameters())
-
-    def clip(self) -> torch.Tensor:
-        return clip_gradient(self.model, 1.0)
-
-    def save_weights(self, global_step: int) -> str | None:
-        return None
 
 
 def policy(num_tokens: int, threshold: float | None = 20.0, **changes) -> Policy:
@@ -49,7 +32,8 @@ class Run:
     def __init__(self, mode: str = "observe", scales_loss: bool = False, **limits):
         self.model = shard(build("tiny"), "plain")
         self.space = GradientSpace(self.model)
-        powers = Powers(self.model, scales_loss)
+        powers = Powers(self.model, torch.optim.AdamW(self.model.parameters()))
+        powers.scales_loss = scales_loss
         settings = GradLocConfig(search=SearchConfig(layer_window=0), action=ActionConfig(mode, **limits))
         self.localizer = Localizer(powers, Ranks(), settings)
 

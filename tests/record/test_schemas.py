@@ -2,16 +2,13 @@
 """The published schemas are those of the dataclasses, and the published example keeps them."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import jsonschema
 import pytest
 
-from gradloc.record import fields
 from scripts.make_schemas import FILES, schema_of, text_of
-from tests.world.events import validate
+from tests.world.events import read_events, validate
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "examples" / "demo" / "gradloc"
@@ -29,50 +26,6 @@ def test_a_schema_is_what_its_dataclass_says(name):
 
 def test_no_schema_is_written_by_hand():
     assert {path.name for path in (REPO / "schema").iterdir()} == {f"{name}.v1.schema.json" for name in FILES}
-
-
-@dataclass(frozen=True)
-class Inner:
-    """Of two
-    lines."""
-
-    numbers: dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class Outer:
-    """A file."""
-
-    name: Annotated[str, ("enum", ("a", "b"))]
-    count: Annotated[int, ("minimum", 0)] | None = fields.never_null()
-    pair: tuple[int, bool] | None = fields.optional()
-    """Said of it."""
-    inner: tuple[Inner, ...] = ()
-
-
-def test_every_kind_of_field_has_its_schema():
-    made = schema_of(Outer)
-    assert made["properties"] == {
-        "name": {"type": "string", "enum": ("a", "b")},
-        "count": {"type": "integer", "minimum": 0},
-        "pair": {
-            "description": "Said of it.",
-            "anyOf": [
-                {
-                    "type": "array",
-                    "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
-                    "items": False,
-                    "minItems": 2,
-                },
-                {"type": "null"},
-            ],
-        },
-        "inner": {"type": "array", "items": {"$ref": "#/$defs/Inner"}},
-    }
-    assert (made["description"], made["required"]) == ("A file.", ["name", "count", "inner"])
-    assert made["$defs"]["Inner"]["description"] == "Of two lines."
-    number = {"anyOf": [{"$ref": "#/$defs/number"}, {"type": "null"}]}
-    assert made["$defs"]["Inner"]["properties"]["numbers"] == {"type": "object", "additionalProperties": number}
 
 
 @pytest.mark.parametrize(
@@ -94,9 +47,4 @@ def test_an_event_that_is_not_of_the_schema_is_told(change, why):
 
 
 def test_the_example_keeps_the_schemas():
-    for line in (DEMO / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        validate("event", event)
-        for file, name in (("sequences", "sequences"), ("meta", "bundle")):
-            document = json.loads((DEMO / event["folder"] / f"{file}.json").read_text())
-            validate(name, document)
+    assert read_events(DEMO)

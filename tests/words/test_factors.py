@@ -154,7 +154,14 @@ def engine(row=(), **changes):
         ({"rollout_log_prob": 0.0, "old_log_prob_stored": -1.11, "log_prob": -1.0}, "not_sampled"),
         ({"rollout_log_prob": 0.0, "old_log_prob_stored": 0.0, "log_prob": -5.01}, "not_sampled"),
         ({"rollout_log_prob": 0.0, "old_log_prob_stored": 0.0, "log_prob": -4.99}, "unknown"),
+        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, "not_sampled"),  # which none writes, wherever the policy is now
+        ({"rollout_log_prob": -math.inf}, "not_sampled"),
+        ({"old_log_prob_stored": -0.2}, "unknown"),  # bypass: drift or gap, nobody knows
+        ({"old_log_prob_stored": None}, "unknown"),
+        ({"rollout_log_prob": None}, "unknown"),
         ({"log_prob": None}, "unknown"),
+        ({"advantage": math.nan}, "non_finite"),
+        ({"advantage": 9.0}, "extreme_advantage"),
     ],
 )
 def test_each_bound_of_a_token_that_was_never_sampled(changes, found):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.bare.routers import AddLoss
+from tests.bare.routers import AddLoss, Overflow
 from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, lines_of, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 
@@ -100,20 +100,6 @@ def add_router_loss(model: torch.nn.Module, factor: float) -> None:
     getattr(model, "_fsdp_wrapped_module", model).register_forward_hook(add)
 
 
-class Overflow(torch.autograd.Function):
-    """Nothing forward; backward the gradients of some rows beyond what float32 holds."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(is_row)
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (is_row,) = ctx.saved_tensors
-        return torch.where(is_row[:, None, None], grad * 1e30 * 1e30, grad), None
-
-
 def break_row(module: torch.nn.Module, row: torch.Tensor, way: str) -> None:
     """Spoil one row of the batch: ``forward``, the last layer gives NaN from the response's position ``BROKEN_FROM``
     on; ``backward``, what comes back to the first layer's ``mlp`` overflows.
@@ -130,7 +116,7 @@ def break_row(module: torch.nn.Module, row: torch.Tensor, way: str) -> None:
 
     def spoil(part: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if way == "backward":
-            return Overflow.apply(output, is_row())
+            return torch.where(is_row()[:, None, None], Overflow.apply(output), output)
         is_late = torch.arange(seen[0].shape[1]) >= NUM_PROMPT - 1 + BROKEN_FROM
         return output.masked_fill((is_row()[:, None] & is_late)[..., None], math.nan)
 
