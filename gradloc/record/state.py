@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from . import SCHEMA_VERSION
 
@@ -14,18 +14,11 @@ logger = logging.getLogger(__name__)
 _FILE = "gradloc.json"
 
 
-class Stateful(Protocol):
-    """A part that remembers something."""
+def save_states(parts: Mapping[str, Any], folder: str) -> bool:
+    """Write the parts' states, by name, into ``global_step_N``; returns whether there is any and it was written.
 
-    def state(self) -> Any:
-        """JSON-ready content."""
-
-    def load_state(self, state: Any) -> None:
-        """Take over what :meth:`state` gave."""
-
-
-def save_states(parts: Mapping[str, Stateful], folder: str) -> bool:
-    """Write the parts' states, by name, into ``global_step_N``; returns whether there is any and it was written."""
+    Each part's ``state()`` is JSON-ready, and its ``load_state(state)`` takes it over.
+    """
     state = {name: part.state() for name, part in parts.items()}
     if not state:
         return False
@@ -40,7 +33,7 @@ def save_states(parts: Mapping[str, Stateful], folder: str) -> bool:
     return True
 
 
-def load_states(parts: Mapping[str, Stateful], folder: str) -> None:
+def load_states(parts: Mapping[str, Any], folder: str) -> None:
     """Give the parts what :func:`save_states` wrote; a part whose state is missing or not ours starts anew."""
     path = os.path.join(folder, _FILE)
     if not parts or not os.path.exists(path):

@@ -80,13 +80,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def first_of(names: Sequence[str], most: int = 3) -> str:
-    """The first few names in one line.
+def first_of(names: Sequence[str]) -> str:
+    """The first three names in one line.
 
     >>> first_of(["a", "b"]), first_of("abcd")
     ('a, b', 'a, b, c, ...')
     """
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def listed(words: Sequence[str]) -> str:

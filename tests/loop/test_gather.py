@@ -178,10 +178,3 @@ def test_what_the_optimizer_was_given_is_told(context, taken, limit, scale, is_t
     assert found.clip_scale == pytest.approx(min(1.0, limit / given), rel=1e-4)
     assert found.healthy_norm == pytest.approx(after * found.clip_scale)
     assert found.culprit_share == (0.0 if taken == "mask" else pytest.approx(event.culprits[0].share))
-
-
-@pytest.mark.parametrize("takes", [True, False])
-def test_a_norm_that_is_not_finite_is_taken_by_a_trainer_that_takes_such(context, takes):
-    spike = replace(context.spike, grad_norm=math.nan)
-    found = gathered(context, spike=spike, takes_what_is_not_finite=takes).event.consequence
-    assert found.is_taken is takes and found.clip_scale is None and found.grad_clip == 2.0

@@ -113,7 +113,8 @@ def test_the_record_says_whether_the_optimizer_took_what_is_not_finite(takes):
     run.localizer.powers.takes_what_is_not_finite = takes
     run.step({(3, 2): math.nan})
     (event,) = run.localizer.events
-    assert event.event.consequence.is_taken is takes
+    found = event.event.consequence
+    assert found.is_taken is takes and found.clip_scale is None and found.grad_clip == 1.0
 
 
 def test_a_policy_may_come_as_late_as_the_step():

@@ -77,10 +77,6 @@ META = {
         "event.culprits[0] is at no response token of the bundle.",
     ),
     "no dp_size": (lambda m: m["event"]["step"].pop("dp_size"), "event.step.dp_size must be at least 1, found None."),
-    "a temperature in words": (
-        lambda m: m.update(temperature="hot"),
-        "temperature must be a number, found 'hot'; docs/bundle.md says",
-    ),
     "a setting that verl does not know": (
         lambda m: m["actor"].update(ppo_micro_batch=2),
         "actor is no config of this verl's actor:",

@@ -23,22 +23,8 @@ from gradloc.tell.background import Background
 from gradloc.tell.config import NotifyConfig
 from gradloc.tell.lines import COLUMNS, announcement, opening_command, table_rows
 from gradloc.tell.teller import Teller
-from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit, make_event
-
-
-def event(**changes) -> Event:
-    return read(Event, make_event(**changes))
-
-
-def changed(part: str, changes: dict) -> Event:
-    document = make_event()
-    document[part].update(changes)
-    return read(Event, document)
-
-
-def clipped(scale: float) -> Event:
-    return read(Event, {**make_event(), "consequence": {"grad_clip": 1.0, "clip_scale": scale}})
-
+from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit
+from tests.words import event
 
 # ---- the line and the command
 
@@ -61,14 +47,17 @@ def test_the_line_is_the_headline_and_names_token_rank_share_both_norms_and_the_
         (event(culprits=[make_culprit(share_error=0.0)]), "carries 75%, norm 748"),
         (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1), norm 748'),
         (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75%, norm 748"),
-        (changed("certificate", {"norm_after": 1.38, "error_bound": 2.562}), "norm 748 -> at most 3.95 without it,"),
-        (changed("trigger", {"kind": "forced"}), "One token made most of step 5's gradient (a rehearsal): "),
-        (changed("trigger", {"grad_norm": "NaN"}), "norm NaN -> 0.77"),
-        (changed("certificate", {"norm_after": None, "verdict": "undecided"}), "-> – without it (undecided),"),
-        (clipped(0.00134), "norm 748 -> 0.77 without it, taken: observe, clipped to 0.00134 of it"),
+        (event(certificate={"norm_after": 1.38, "error_bound": 2.562}), "norm 748 -> at most 3.95 without it,"),
+        (event(trigger={"kind": "forced"}), "One token made most of step 5's gradient (a rehearsal): "),
+        (event(trigger={"grad_norm": "NaN"}), "norm NaN -> 0.77"),
+        (event(certificate={"norm_after": None, "verdict": "undecided"}), "-> – without it (undecided),"),
+        (
+            event(consequence={"grad_clip": 1.0, "clip_scale": 0.00134}),
+            "norm 748 -> 0.77 without it, taken: observe, clipped to 0.00134 of it",
+        ),
         (event(model="critic"), "One token made the step-5 spike of the critic: "),
         (event(model="critic"), "taken: observe, no replay bundle"),
-        (changed("certificate", {"verdict": "not_explained"}), "without it (not explained), taken"),
+        (event(certificate={"verdict": "not_explained"}), "without it (not explained), taken"),
     ],
 )
 def test_what_is_not_known_or_not_so_is_said(found, words):

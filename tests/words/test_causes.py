@@ -159,31 +159,19 @@ def unremarkable() -> Case:
     return case
 
 
-def broken_forward(also_weight: bool = False) -> Case:
-    """The last block gives NaN in one row, from a position on."""
-    case, seen = plain(), []
-    wanted = case.batch.tokens[ROW]
-
-    def spoil(block, inputs, output):
-        is_broken = (seen[-1] == wanted).all(-1)[:, None] & (torch.arange(len(wanted)) >= 8)
-        return output.masked_fill(is_broken[..., None], math.nan)
-
-    case.model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
-    case.model.blocks[-1].register_forward_hook(spoil)
-    return spoiled(case) if also_weight else case
-
-
-def broken_backward() -> Case:
-    """The first block's gradient overflows in one row."""
+def broken(way: str) -> Case:
+    """In one row the last block gives NaN from a position on, or the first block's gradient overflows."""
     case, seen = plain(), []
     wanted = case.batch.tokens[ROW]
 
     def spoil(block, inputs, output):
         is_row = (seen[-1] == wanted).all(-1)[:, None, None]
-        return torch.where(is_row, Overflow.apply(output), output)
+        if way == "backward":
+            return torch.where(is_row, Overflow.apply(output), output)
+        return output.masked_fill(is_row & (torch.arange(len(wanted))[:, None] >= 8), math.nan)
 
     case.model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
-    case.model.blocks[0].register_forward_hook(spoil)
+    case.model.blocks[-1 if way == "forward" else 0].register_forward_hook(spoil)
     return case
 
 
@@ -263,11 +251,11 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "a NaN advantage": (lambda: planted(math.nan), "non_finite"),
     "a NaN advantage and one beside the mask": (lambda: with_padding(planted(math.nan)), "non_finite"),
     "a NaN beside the mask": (lambda: with_padding(plain()), "non_finite_padding"),
-    "a forward that breaks": (broken_forward, "non_finite_forward"),
-    "a backward that breaks": (broken_backward, "non_finite_backward"),
+    "a forward that breaks": (lambda: broken("forward"), "non_finite_forward"),
+    "a backward that breaks": (lambda: broken("backward"), "non_finite_backward"),
     "a NaN weight": (lambda: spoiled(plain()), "non_finite_weights"),
     "a NaN weight and a NaN advantage": (lambda: spoiled(planted(math.nan)), "non_finite_weights"),
-    "a NaN weight and a forward that breaks": (lambda: broken_forward(also_weight=True), "non_finite_weights"),
+    "a NaN weight and a forward that breaks": (lambda: spoiled(broken("forward")), "non_finite_weights"),
     "a batch of 1e4 times the run's scale": (lambda: scaled(1e4), "batch_scale"),
     "a batch of 1e4 in a run of 1e4": (lambda: scaled(1e4, known=1e4), "unknown"),
     "a router's loss": (lambda: with_router(plain(), 3e4), "not_tokens"),
@@ -295,8 +283,8 @@ def test_a_spike_has_the_cause_of_its_kind_and_no_other(name):
 @pytest.mark.parametrize(
     ("make", "module", "way"),
     [
-        (broken_forward, "blocks.1", "forward"),
-        (broken_backward, "blocks.0.mlp.down", "backward"),
+        (lambda: broken("forward"), "blocks.1", "forward"),
+        (lambda: broken("backward"), "blocks.0.mlp.down", "backward"),
         (lambda: planted(math.nan), None, None),
         (lambda: spoiled(plain()), None, None),
         (lambda: with_padding(plain()), None, None),

@@ -3,13 +3,12 @@
 
 import pytest
 
-from gradloc.record import Event
-from gradloc.record.reading import read
 from gradloc.tell.lines import announcement
 from gradloc.words.culprits import by_size, leader
 from gradloc.words.story import cause_of
 from gradloc.words.verdict import verdict_sentences
-from tests.report.builder import make_culprit, make_event
+from tests.report.builder import make_culprit
+from tests.words import event
 
 FIRST = {"share": 0.2, "grad_norm": 3.0}
 CASES = {
@@ -26,11 +25,11 @@ def test_everyone_begins_with_the_same_token(larger, smaller):
         make_culprit(3, token=" one", **smaller, cause={"label": "ratio", "numbers": {}}),
         make_culprit(7, token=" other", **larger, cause={"label": "advantage", "numbers": {}}),
     ]
-    event = read(Event, make_event(culprits=culprits))
-    assert leader(event.culprits).positions == (7,)
-    assert '" other" (rank 1) and 1 more' in announcement(event)
-    assert 'The largest is the token " other"' in verdict_sentences(event)
-    assert cause_of(event) == "advantage"
+    found = event(culprits=culprits)
+    assert leader(found.culprits).positions == (7,)
+    assert '" other" (rank 1) and 1 more' in announcement(found)
+    assert 'The largest is the token " other"' in verdict_sentences(found)
+    assert cause_of(found) == "advantage"
 
 
 def test_without_any_there_is_none():

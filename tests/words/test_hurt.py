@@ -2,19 +2,15 @@
 """Whether a spike hurt is read off what came after it, and not said before that is there."""
 
 import math
+from functools import partial
 
 import pytest
 
-from gradloc.record import Event
-from gradloc.record.reading import read
 from gradloc.words.hurt import did_it_hurt
-from tests.report.builder import make_event
+from tests import words
 
 STEP = 40
-
-
-def event(**changes) -> Event:
-    return read(Event, make_event(STEP, **changes))
+event = partial(words.event, STEP)
 
 
 LEVELS = {
@@ -86,7 +82,7 @@ def test_a_step_that_was_not_taken_did_not_hurt_unless_something_did(taken):
     found = did_it_hurt(not_taken, series(last=STEP))
     assert (found.answer, found.why) == ("no", "The step was not taken.")
     assert did_it_hurt(not_taken, series(reward=0.03)).answer == "yes", "something did"
-    broken = event(trigger=make_event()["trigger"] | {"grad_norm": "NaN"})
+    broken = event(trigger={"grad_norm": "NaN"})
     assert did_it_hurt(broken, series(last=STEP)).why == "The step was not taken."
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from gradloc.record import Action, Consequence, Event
-from gradloc.record.reading import read
 from gradloc.words.evidence import Evidence
 from gradloc.words.next_step import RULES, next_step
 from gradloc.words.story import lede
-from tests.report.builder import make_culprit, make_event
+from tests import words
+from tests.report.builder import make_culprit
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
 MADE_BY = {"project": "a", "experiment": "b", "trainer": "verl 0.7.0"}
@@ -26,7 +26,7 @@ def event(culprit: dict | None = None, label: str = "", run: dict = MADE_BY, **c
     culprits = [make_culprit(**(culprit or {}))]
     if label:
         culprits[0]["cause"] = {"label": label, "numbers": {"advantage_over_typical": 9.0}}
-    return read(Event, {**make_event(), "culprits": culprits, "run": run, **changes})
+    return words.event(**{"culprits": culprits, "run": run, **changes})
 
 
 def beside(label: str, culprits: list[dict] = (), **numbers: float) -> Event:
@@ -35,20 +35,16 @@ def beside(label: str, culprits: list[dict] = (), **numbers: float) -> Event:
 
 
 def certified(verdict: str, **search) -> Event:
-    made = make_event()
-    return event(
-        certificate=made["certificate"] | {"verdict": verdict, "reason": "of the bound"}, search=made["search"] | search
-    )
+    return event(certificate={"verdict": verdict, "reason": "of the bound"}, search=search)
 
 
 def missed(**search) -> Event:
-    return event(culprits=[], search=make_event()["search"] | {"status": "not_found"} | search)
+    return event(culprits=[], search={"status": "not_found", **search})
 
 
 MOVED = {"log_prob": -1.0, "old_log_prob_used": -6.0, "old_log_prob_stored": -6.0, "rollout_log_prob": -6.0}
-LATER = make_event()["step"] | {"mini_batch": 1}
 SEEN = {
-    "A rehearsal: the step was asked for": event(trigger=make_event()["trigger"] | {"kind": "forced"}),
+    "A rehearsal: the step was asked for": event(trigger={"kind": "forced"}),
     "Weights that are not finite": beside("non_finite_weights", parameters=2),
     "Replicas whose weights differ": beside("replicas_differ", parameters=2),
     "NaN on padding": beside("non_finite_padding"),
@@ -86,7 +82,7 @@ SEEN = {
         "token_mismatch",
     ),
     "The ratio, at the step's first update": event(MOVED, "token_mismatch"),
-    "The ratio: the policy has moved (staleness)": event(MOVED, "token_mismatch", step=LATER),
+    "The ratio: the policy has moved (staleness)": event(MOVED, "token_mismatch", step={"mini_batch": 1}),
     "Low probability and a negative advantage": event({"advantage": -1.0, "log_prob": -9.0}, "low_probability"),
     "Low probability, rewarded": event({"log_prob": -9.0}, "spurious_token"),
     "Some layers explode while others stay calm": event(label="layer_heterogeneity"),

@@ -4,21 +4,9 @@
 import pytest
 
 from gradloc.record import Event
-from gradloc.record.reading import read
 from gradloc.words import story
-from tests.report.builder import UNTRUSTED, make_culprit, make_event
-
-
-def event(**changes) -> Event:
-    return read(Event, make_event(**changes))
-
-
-def certified(verdict: str) -> Event:
-    return event(certificate=make_event()["certificate"] | {"verdict": verdict})
-
-
-def triggered(**changes) -> Event:
-    return event(trigger=make_event()["trigger"] | changes)
+from tests.report.builder import UNTRUSTED, make_culprit
+from tests.words import event
 
 
 @pytest.mark.parametrize(
@@ -41,10 +29,10 @@ def test_the_headline_names_who_in_one_sentence(changes, said):
 
 def test_the_headline_claims_no_more_than_the_certificate():
     partly = "One token made part of the step-5 spike; something else spikes, too"
-    assert story.headline(certified("not_explained")) == partly
-    assert story.headline(certified("undecided")) == "One token may have made the step-5 spike"
-    assert story.headline(triggered(grad_norm="NaN")) == "One token made the gradient of step 5 not finite"
-    assert "a rehearsal" in story.headline(triggered(kind="forced"))
+    assert story.headline(event(certificate={"verdict": "not_explained"})) == partly
+    assert story.headline(event(certificate={"verdict": "undecided"})) == "One token may have made the step-5 spike"
+    assert story.headline(event(trigger={"grad_norm": "NaN"})) == "One token made the gradient of step 5 not finite"
+    assert "a rehearsal" in story.headline(event(trigger={"kind": "forced"}))
 
 
 def test_clipping_is_told_with_what_it_left_of_the_healthy_part():
@@ -54,7 +42,7 @@ def test_clipping_is_told_with_what_it_left_of_the_healthy_part():
         "That left the healthy part 0.13% of its usual size."
     )
     assert "0.1% of its usual size" in story.given(event(), 0.5)  # (0.5 / 747.66) / (0.5 / 0.77)
-    assert "healthy" not in story.given(certified("not_explained"), 1.0)
+    assert "healthy" not in story.given(event(certificate={"verdict": "not_explained"}), 1.0)
 
 
 def test_an_unknown_clip_limit_is_not_made_up():
@@ -87,7 +75,7 @@ def test_the_lede_has_the_number_that_makes_the_cause_one():
 def test_a_share_is_told_with_its_error_and_only_where_it_is_trusted_or_was_measured_by_itself():
     of_tokens, exact = make_culprit(is_exact=False, share_error=0.004), make_culprit(share_error=0.004)
     consequence = {"grad_clip": 1.0, "clip_scale": 0.00134, "culprit_share": 0.75, "healthy_norm": 0.001}
-    for culprit, shares in ((of_tokens, make_event()["shares"]), (exact, UNTRUSTED)):
+    for culprit, shares in ((of_tokens, {}), (exact, UNTRUSTED)):
         found = event(culprits=[culprit], consequence=consequence, shares=shares)
         assert story.lede(found).startswith("It carries 75% +- 0.4% of the gradient. ")
         assert "75% +- 0.4% of what the optimizer took was that token's" in story.given(found)
@@ -107,9 +95,9 @@ def test_a_share_is_told_with_its_error_and_only_where_it_is_trusted_or_was_meas
     ],
 )
 def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_taken, said):
-    broken = make_event()["trigger"] | {"grad_norm": "NaN"}
+    broken = {"grad_norm": "NaN"}
     assert story.given(event(trigger=broken, consequence={"grad_clip": 1.0, "is_taken": is_taken})) == said
-    assert "skipped the step" in story.given(triggered(grad_norm="NaN"), 1.0)
+    assert "skipped the step" in story.given(event(trigger=broken), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +110,13 @@ def test_what_became_of_a_step_that_is_not_finite_is_a_fact_of_the_record(is_tak
     ],
 )
 def test_the_norm_without_it_is_told_as_well_as_it_is_known(bound, figure):
-    found = event(certificate=make_event()["certificate"] | {"error_bound": bound})
+    found = event(certificate={"error_bound": bound})
     assert story.figures(found)[1] == figure
 
 
 def test_the_norm_of_a_masked_step_is_told_as_well_as_it_is_known():
     action = {"requested": "mask", "taken": "mask", "reason": ""}
-    found = event(action=action, certificate=make_event()["certificate"] | {"error_bound": 0.5})
+    found = event(action=action, certificate={"error_bound": 0.5})
     assert story.given(found) == "The optimizer took the step without it, of norm at most 1.27."
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.world import REPO
+from tests.world.actions import ACTOR, NUM_BEFORE, NUM_GROWING
 from tests.world.events import read_events
-from tests.world.trigger import ACTOR, NUM_BEFORE, NUM_GROWING
 
 ON = [f"{ACTOR}.spike_detection=True"]
 
@@ -18,7 +18,7 @@ def run(world, tmp_path_factory):
     """Runs of the same batches whose one token's advantage quadruples from step to step, by action; and the twin."""
     modes = ("healthy", "observe", "mask", "skip")
     return {
-        mode: world.run("trigger.collapse", mode=mode, growth=4.0, dump_dir=str(tmp_path_factory.mktemp(mode)))
+        mode: world.run("actions.collapse", mode=mode, growth=4.0, dump_dir=str(tmp_path_factory.mktemp(mode)))
         for mode in modes
     }
 
