@@ -91,11 +91,7 @@ def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
             "or those of a step nearby."
         )
     worst = max(off, key=lambda name: distances[name])
-    rms = [math.sqrt(max(square, 0.0) / max(count, 1)) for count, _, square in (before[worst], now[worst])]
-    return (
-        f"{said}{f', in {worst} most' if worst else ''}: the sum there is {now[worst][1]:.9g} (root mean square "
-        f"{rms[1]:.9g}), it was {before[worst][1]:.9g} ({rms[0]:.9g})."
-    )
+    return f"{said}{f', in {worst} most' if worst else ''}."
 
 
 def _entry(row: list[float]) -> Weights:

@@ -17,7 +17,6 @@ from tests.bare.noise import unrepeatable
 
 TERMS = Loss(entropy=0.01, kl=0.05)
 NUM_MICRO_BATCHES = 4
-_THRESHOLD = 20.0  # healthy norms are near 1
 
 
 def search_planted(
@@ -26,6 +25,9 @@ def search_planted(
     dtype: str = "float32",
     masters: str = "float32",
     aggregation: str = TERMS.aggregation,
+    threshold: float = 20.0,
+    strategy: str = "auto",
+    scattered: float = 0.0,
 ) -> dict[str, Any]:
     """Train once on a batch with planted advantages and localize; what was found, as plain values.
 
@@ -35,6 +37,9 @@ def search_planted(
         dtype: of the computation.
         masters: of the weights and their gradient.
         aggregation: of the loss.
+        threshold: healthy norms are near 1.
+        strategy: of the search.
+        scattered: how far every forward of the search is off, see :func:`scatter`.
     """
     model, precision = build("tiny").to(getattr(torch, masters)), getattr(torch, dtype)
     batch = random_batch(model).planted(plants)
@@ -44,10 +49,12 @@ def search_planted(
     step.train()
     before = [local_shard(grad).clone() for grad in space.current()]
     norm = space.norm()
-    spike = Spike("fixed", norm, _THRESHOLD, _THRESHOLD * batch.num_tokens**0.5, batch.num_tokens)
-    finding = localize(step, space, ranks, spike, 1.0)
+    spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    if scattered:
+        scatter(step, scattered, ranks.rank)
+    finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
     restored = all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True))
-    certificate = finding.certificate
+    certificate, shares = finding.certificate, finding.result.shares
     return {
         "norm": norm,
         "clipped_from": float(clip_gradient(step.model, 1.0)),
@@ -57,8 +64,10 @@ def search_planted(
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
-        "closure": finding.result.shares.closure,
+        "closure": None if shares is None else shares.closure,
         "restored": restored,
+        "status": finding.status,
+        "cost": finding.num_forwards + 2 * finding.num_backwards,
     }
 
 
@@ -70,26 +79,9 @@ def useless_shares(layout: str, strategy: str, dtype: str) -> dict[str, Any]:
         strategy: of the search.
         dtype: of the computation.
     """
-    model, precision = build("tiny"), getattr(torch, dtype)
     planted = {(3, 2): 300.0, (9, 1): -250.0, (14, 0): 280.0}
-    batch = random_batch(model).planted(planted)
-    step = BareStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision)
-    space, ranks = GradientSpace(step.model), Ranks()
-    step.train()
-    before = [local_shard(grad).clone() for grad in space.current()]
-    scatter(step, 4.0, ranks.rank)
-    threshold = 4.0
-    spike = Spike("fixed", space.norm(), threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
-    finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
-    return {
-        "cost": finding.num_forwards + 2 * finding.num_backwards,
-        "planted": sorted(planted),
-        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.result.tokens),
-        "restored": all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True)),
-        "status": finding.status,
-        "verdict": finding.certificate.verdict,
-        "norm_after": finding.certificate.norm_after,
-    }
+    found = search_planted(layout, planted, dtype, threshold=4.0, strategy=strategy, scattered=4.0)
+    return found | {"planted": sorted(planted)}
 
 
 def scatter(step: BareStep, size: float, seed: int) -> None:

@@ -42,13 +42,6 @@ def test_the_same_weights_are_the_same_and_one_changed_weight_is_named(model):
         other[1].bias[0] += 0.5
     said = differs(before, of(other))
     assert "in 2 of 4 parameters, in 1." in said and "rounding" not in said
-    worst = "1.weight" if "1.weight most" in said else "1.bias"
-    for found, made in (
-        (f"is {of(other).parameters[worst][1]:.9g}", other),
-        (f"was {before.parameters[worst][1]:.9g}", model),
-    ):
-        rms = float(made.get_parameter(worst).double().square().mean().sqrt())
-        assert found in said and f"{rms:.9g}" in said
 
 
 def test_without_names_the_totals_are_compared(model):
@@ -56,8 +49,7 @@ def test_without_names_the_totals_are_compared(model):
     assert differs(before, of(other)) is None
     with torch.no_grad():
         other[0].bias += 1.0
-    said = differs(before, of(other))
-    assert "in their totals: the sum there" in said
+    assert differs(before, of(other)) == "The weights differ from those of the event in their totals."
 
 
 def test_weights_that_were_rounded_to_bfloat16_are_said_to_be_that_and_a_step_is_not(model):
