@@ -80,9 +80,7 @@ def _norms(event: Event) -> str:
 
 def _rest(search: Search) -> str:
     """What is left where the norm is still over the threshold."""
-    if search.status != "max_culprits":
-        return "something else spikes, too"
     if not search.num_more:
-        return "as many culprits are named as search.max_culprits allows"
+        return "something else spikes, too"
     norm = f" of about {number(search.more_norm, 3)}" if search.more_norm else ""
     return f"search.max_culprits ended the search, and at least {search.num_more} culprits{norm} are left"

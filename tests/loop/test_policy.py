@@ -31,10 +31,11 @@ def test_the_adaptive_rule_has_a_threshold_for_each_position_once_it_is_warm():
     assert of(made, num_tokens=[100, 400]).thresholds == [None, None] == of(made, num_tokens=[100, 400]).tau
     for _ in range(8):
         made.learn([1.0, 3.0], 0)
-    found = of(made, num_tokens=[100, 400])
-    assert found.kind == "adaptive" and found.thresholds == pytest.approx([4.0, 12.0])
-    assert found.tau == pytest.approx([40.0, 240.0]), "what a token may have, under the same noise"
-    assert [summary["median_norm"] for summary in found.history] == pytest.approx([1.0, 3.0])
+    found = of(made, num_tokens=[100, 400], num_epochs=2)
+    assert found.kind == "adaptive" and found.thresholds[:2] == pytest.approx([4.0, 12.0])
+    assert found.tau[:2] == pytest.approx([40.0, 240.0]), "what a token may have, under the same noise"
+    places = [found.place(number) for number in range(3)]
+    assert [place.history["median_norm"] for place in places[:2]] == pytest.approx([1.0, 3.0]) and places[2].epoch == 1
     assert of(made, num_tokens=[0, 400]).tau[0] == pytest.approx(4.0)
 
 
@@ -112,13 +113,3 @@ def test_an_update_s_policy_says_of_each_optimizer_step_whether_and_where_it_spi
     assert (place.global_step, place.epoch, place.mini_batch, place.num_mini_batches) == (3, 1, 1, 2)
     assert place.stage == "low" and place.history is None
     assert of(maker(tau=10.0)).spike(0.5, 0) is None
-
-
-def test_each_position_s_history_goes_with_its_place():
-    made = maker(warmup=2, window=8)
-    for _ in range(2):
-        of(made, num_tokens=[100, 400])
-        made.learn([1.0, 3.0], 0)
-    found = of(made, num_tokens=[100, 400], num_epochs=2)
-    medians = [found.place(number).history["median_norm"] for number in range(2)]
-    assert medians == pytest.approx([1.0, 3.0]) and found.place(2).epoch == 1

@@ -18,8 +18,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
 MADE_BY = {"project": "a", "experiment": "b", "trainer": "verl 0.7.0"}
 
 
-def sibling(reward: float, advantage: float = 0.8) -> dict:
-    return {"row": 1, "sequence_id": "u:2", "reward": reward, "advantage": advantage, "num_tokens": 9}
+def sibling(reward: float) -> dict:
+    return {"row": 1, "sequence_id": "u:2", "reward": reward, "advantage": 0.8, "num_tokens": 9}
 
 
 def event(culprit: dict | None = None, label: str = "", run: dict = MADE_BY, **changes) -> Event:
@@ -29,9 +29,9 @@ def event(culprit: dict | None = None, label: str = "", run: dict = MADE_BY, **c
     return words.event(**{"culprits": culprits, "run": run, **changes})
 
 
-def beside(label: str, culprits: list[dict] = (), **numbers: float) -> Event:
+def beside(label: str, **numbers: float) -> Event:
     cause = {"label": label, "reason": "so it is", "numbers": numbers, "names": ["a.weight"], "places": []}
-    return event(culprits=list(culprits), cause=cause)
+    return event(culprits=[], cause=cause)
 
 
 def certified(verdict: str, **search) -> Event:
