@@ -17,33 +17,10 @@ the ranks of a process group, unsharded, under FSDP2 or under FSDP1. Needs torch
 On several ranks every rank builds the same model and batch, shards with "fsdp2" or "fsdp1", and takes its own rows: the
 fixture `bare_world` (two ranks, no verl) runs a function by its name on both, as tests/bare/scenarios.py has one.
 """
+# ruff: noqa: F401 (what tests and benchmarks import from here)
 
 from tests.bare.amplifier import Amplified, Sharpened
 from tests.bare.batch import NUM_PROMPT, Batch, Place, healthy_batch, random_batch, shape_of
 from tests.bare.model import SIZES, Decoder, ModelSize, build, entropy_of, log_prob_of
 from tests.bare.oracle import Oracle
 from tests.bare.step import AGGREGATIONS, BareStep, Loss, Powers, clip_gradient, shard
-
-__all__ = [
-    "AGGREGATIONS",
-    "NUM_PROMPT",
-    "SIZES",
-    "Amplified",
-    "BareStep",
-    "Batch",
-    "Decoder",
-    "Loss",
-    "ModelSize",
-    "Oracle",
-    "Place",
-    "Powers",
-    "Sharpened",
-    "build",
-    "clip_gradient",
-    "entropy_of",
-    "healthy_batch",
-    "log_prob_of",
-    "random_batch",
-    "shape_of",
-    "shard",
-]

@@ -297,7 +297,7 @@ def model_of(overrides: list[str], seed: int = 0, dropout: float = 0.0) -> torch
     return add_adapters(model) if "lora" in overrides else model
 
 
-def experts_of(overrides: list[str], seed: int = 0) -> torch.nn.Module | None:
+def experts_of(overrides: list[str], seed: int) -> torch.nn.Module | None:
     """The mixture of experts that is asked for by ``experts=KIND``; None without."""
     from tests.world.models.experts import make_experts
 

@@ -58,15 +58,22 @@ class Oracle:
     def __getitem__(self, place: Place) -> torch.Tensor:
         return self._backward(self._roots[place])
 
-    def of(self, culprit: dict[str, Any]) -> torch.Tensor:
-        """That of an event's culprit, by its first token."""
-        return self[place_of(culprit)]
+    def account(self, culprits: list[dict[str, Any]]) -> dict[str, Any]:
+        """What an event should say of these culprits, each of one token, by its names; and the whole ``gradient``.
 
-    def without(self, culprits: list[dict[str, Any]]) -> torch.Tensor:
-        """Of all other tokens together; of a spike's in one backward, half precision would round the others away."""
-        places = {place_of(culprit) for culprit in culprits}
+        All other tokens have a backward together: of all in one, half precision would round the others away.
+        """
+        places = [place_of(culprit) for culprit in culprits]
         others = [root for place, root in self._roots.items() if place not in places]
-        return self._backward(torch.stack(others).sum())
+        named, without = [self[place] for place in places], self._backward(torch.stack(others).sum())
+        total = without + sum(named)
+        return {
+            "gradient": total,
+            "norm": float(total.norm()),
+            "norm_without": float(without.norm()),
+            "shares": [float(g @ total / (total @ total)) for g in named],
+            "culprit_norms": [float(g.norm()) for g in named],
+        }
 
     def _backward(self, root: torch.Tensor) -> torch.Tensor:
         grads = torch.autograd.grad(root, self._params, retain_graph=True)

@@ -53,19 +53,14 @@ def localize_planted(
     event = out["events"][0] if out["events"] else None
     if oracle is None:
         return {"event": event}
-    named = event["culprits"] if event else []
-    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
-    total = without + sum(culprits)
+    found = oracle.account(event["culprits"] if event else [])
     lengths = batch.batch["response_mask"].sum(1).tolist()
     return {
         "event": event,
         "metrics": out["metrics"],
         "planted": sorted((row, position % int(lengths[row])) for row, position, _ in plants),
-        "oracle_norm": float(total.norm()),
-        "oracle_norm_without": float(without.norm()),
-        "oracle_head_norm": _head_norm(model, total),
-        "oracle_shares": [float(g @ total / (total @ total)) for g in culprits],
-        "oracle_culprit_norms": [float(g.norm()) for g in culprits],
+        "oracle_head_norm": _head_norm(model, found.pop("gradient")),
+        **{f"oracle_{name}": value for name, value in found.items()},
     }
 
 

@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny mixtures of experts, transformers' own."""
 
-from typing import Any
-
 import torch
 
 from tests.world.harness import make_batch, make_trainer, model_config
 
-KINDS = ("qwen3_moe", "mixtral")
 
-
-def make_experts(kind: str = "qwen3_moe", seed: int = 0) -> torch.nn.Module:
+def make_experts(kind: str, seed: int = 0) -> torch.nn.Module:
     """A random model of four experts a layer, two of them active; its forward computes the routers' balancing loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    names: dict[str, Any] = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32}, "mixtral": {}}
-    names["qwen3_moe"]["norm_topk_prob"] = True  # as in the published ones
-    if kind == "mixtral":
-        names[kind] = {"num_local_experts": 4, "intermediate_size": 32}
+    own = {"num_local_experts": 4, "intermediate_size": 32}
+    if kind == "qwen3_moe":
+        own = {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}  # as in the published ones
     plain = {
         name: value
         for name, value in model_config().to_diff_dict().items()
         if name not in ("model_type", "architectures", "transformers_version")
     }
-    config = AutoConfig.for_model(kind, **{**plain, **names[kind]}, num_experts_per_tok=2, output_router_logits=True)
+    config = AutoConfig.for_model(kind, **{**plain, **own}, num_experts_per_tok=2, output_router_logits=True)
     config._attn_implementation = "sdpa"
     return AutoModelForCausalLM.from_config(config)
 

@@ -107,14 +107,8 @@ def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: boo
     if oracle is None:
         return found
     named = [culprit for event in events for culprit in event["culprits"]]
-    culprits, without = [oracle.of(culprit) for culprit in named], oracle.without(named)
-    total = without + sum(culprits)
-    return {
-        **found,
-        "norm": float(total.norm()),
-        "norm_without": float(without.norm()),
-        "shares": [float(g @ total / (total @ total)) for g in culprits],
-    }
+    account = oracle.account(named)
+    return {**found, **{name: account[name] for name in ("norm", "norm_without", "shares")}}
 
 
 def save_model(folder: str) -> None:
