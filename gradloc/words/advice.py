@@ -181,7 +181,7 @@ def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
 
 def _by_verl(lines: Mapping[str, str], trainer: str | None) -> dict[str, str]:
     if is_trl(trainer):
-        settings = trl_settings(lines["0.9"] or lines["0.7"])
+        settings = trl_settings(lines["0.7"]) or trl_settings(lines["0.9"])
         return {"": settings} if settings else {}
     verl = verl_of(trainer)
     if verl is not None:
@@ -224,7 +224,6 @@ _IN_TRL = {
     f"{_ACTOR}.optim.lr": "learning_rate",
     f"{_ACTOR}.optim.lr_warmup_steps": "warmup_steps",
     f"{_ACTOR}.ppo_epochs": "num_iterations",
-    f"{_ACTOR}.use_torch_compile": "torch_compile",
     f"{_ROLLOUT}.n": "num_generations",
     f"{_ROLLOUT}.temperature": "temperature",
     f"{_ROLLOUT}.top_p": "top_p",

@@ -48,6 +48,7 @@ def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
 def test_a_run_that_says_its_verl_is_told_that_one_s_line():
     assert lines_of("clip", "verl 0.9.1") == {"": "actor_rollout_ref.actor.optim.clip_grad=0.5"}
     assert lines_of("clip", "verl 0.7.0") == {"": "actor_rollout_ref.actor.grad_clip=0.5"}
+    assert lines_of("clip", "trl 1.16.0") == {"": "max_grad_norm=0.5"}
 
 
 def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
@@ -72,9 +73,10 @@ def test_a_trainer_is_of_the_verl_that_its_lines_are_for(trainer, verl):
     assert verl_of(trainer) == verl
 
 
-def test_the_replay_is_the_command_of_the_verl_that_ran():
+def test_the_replay_is_the_command_of_the_trainer_that_ran():
     assert replay_lines("run/e", "verl 0.9.1") == {"": "python -m gradloc.replay run/e --model MODEL_PATH"}
     assert replay_lines("run/e", "verl 0.7.0") == {"": "python -m verl.gradloc.replay run/e --model MODEL_PATH"}
+    assert replay_lines("run/e", "trl 1.16.0") == replay_lines("run/e", "verl 0.9.1")
     assert list(replay_lines("run/e", None)) == ["verl 0.9", "verl 0.7"]
 
 
@@ -109,8 +111,3 @@ IN_TRLS_WORDS = {
 @pytest.mark.parametrize("line, said", IN_TRLS_WORDS.items())
 def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(line, said):
     assert trl_settings(line) == said
-
-
-def test_an_action_and_a_replay_are_those_of_the_records_trainer():
-    assert lines_of("mask", "trl 1.16.0") == {"": 'gradloc="mask"'}
-    assert replay_lines("events/a", "trl 1.16.0") == {"": "python -m gradloc.replay events/a --model MODEL_PATH"}

@@ -52,10 +52,6 @@ def test_a_standard_error_is_said_where_it_can_be_seen(value, error, said):
     assert with_error(value, error) == said
 
 
-def test_a_share_s_error_is_a_percentage_too():
-    assert with_error(0.98765, 0.0123, 3, percent) == "98.8% +- 1.2%"
-
-
 @pytest.mark.parametrize(
     ("norm", "bound", "said"),
     [

@@ -45,10 +45,6 @@ def test_clipping_is_told_with_what_it_left_of_the_healthy_part():
     assert "healthy" not in story.given(event(certificate={"verdict": "not_explained"}), 1.0)
 
 
-def test_an_unknown_clip_limit_is_not_made_up():
-    assert story.given(event()) == "The optimizer took the step with the spike in it."
-
-
 @pytest.mark.parametrize(
     ("taken", "said"),
     [
@@ -208,10 +204,3 @@ def test_a_norm_within_the_limit_is_not_called_clipped():
 def test_the_newest_checkpoint_is_named():
     found = event(consequence={"grad_clip": 1.0, "last_checkpoint": "/runs/a/global_step_4"})
     assert story.tell(found, 1.0).given[-1] == "The newest checkpoint before it: /runs/a/global_step_4."
-
-
-def test_a_number_stands_out_where_it_is_known():
-    first = event().culprits[0]
-    assert story.odd_number(first) == "14,578 times typical"
-    other = event(culprits=[make_culprit(cause={"label": "extreme_advantage", "numbers": {}})]).culprits[0]
-    assert story.odd_number(other) == ""
