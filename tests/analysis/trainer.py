@@ -168,8 +168,6 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
 
 def prepare_separate(dump_dir: str) -> dict[str, Any]:
     """verl's loop on a twin: what the twin sees, and what the trainer looks like afterwards."""
-    from verl.gradloc.adapters.verl07.analysis_trainer import prepare_batch
-
     own = [f"trainer.{key}" for key in ("gradient_analysis_mode=True", "gradient_analysis_env_groups=4")]
     trainer = StandIn([*own, "trainer.n_gpus_per_node=1"], dump_dir)
     trainer.train_dataset = list(range(100, 200))
@@ -177,7 +175,7 @@ def prepare_separate(dump_dir: str) -> dict[str, Any]:
     trainer.val_reward_fn = len
     trainer.global_steps = 7
     loader = trainer.train_dataloader
-    batches = [prepare_batch(trainer, 4, 3, seed) for seed in (5, 5, 6)]
+    batches = [trainer.analysis.prepare(trainer, 4, 3, seed) for seed in (5, 5, 6)]
     return {
         "batches": batches,
         "seen": trainer.seen[0],

@@ -10,7 +10,7 @@ import torch
 from verl import DataProto
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
-from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
+from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows
 from ...analysis.measure import measure
 from ...touched import replaced
 from ..verl_common.analyses import VerlAnalysed
@@ -61,11 +61,6 @@ class AnalysisActor(VerlAnalysed):
         if self._config.use_dynamic_bsz:
             return prepare_dynamic_batch(mini_batch, max_token_len=self._config.ppo_max_token_len_per_gpu)[0]
         return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
-
-    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
-        config = self._config
-        num_tokens = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
-        return cut_runs(lengths, num_tokens, config.ppo_micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)

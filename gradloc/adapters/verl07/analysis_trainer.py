@@ -11,9 +11,9 @@ import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from ...analysis.config import check_geometry, geometry
+from ...analysis.config import check_geometry
 from ...analysis.reporter import Batch
-from ...rollout_filter.choose import advantage_scale, kept_groups
+from ...rollout_filter.choose import kept_groups
 from ...rollout_filter.groups import groups_of
 from ..verl_common.analyses import (
     FILLER,
@@ -30,8 +30,6 @@ from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
 from .refusals import check_run, settings_of
 
-_FILTER_KEY = "gradloc_filter"
-"""In a filtered batch's meta info: what the filter did, in numbers."""
 _ACTOR_KEYS = (
     "responses",
     "response_mask",
@@ -69,9 +67,6 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
 class Analysis(VerlAnalyses):
     """See there."""
 
-    _trainer: Any
-    """verl's, of the step that is analysed."""
-
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
         """Keep the groups of rollouts that the filter chooses.
 
@@ -89,7 +84,7 @@ class Analysis(VerlAnalyses):
         choice = kept_groups(groups, self.chosen, _num_ranks(trainer), metrics)
         if choice is None:
             return batch, rewards, extras
-        kept, batch.meta_info[_FILTER_KEY] = choice
+        kept, self.counts = choice
         if len(kept) == len(groups):
             return batch, rewards, extras
         rows = np.flatnonzero(np.isin(groups.of_row, kept))
@@ -105,31 +100,43 @@ class Analysis(VerlAnalyses):
     def run(self, trainer: Any, batch: DataProto, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due.
         Adds to the step's metrics and timings; returns whether the run is to end here."""
-        self._trainer = trainer
-        self._scale_advantages(batch)
-        return self.analyse(lambda feature: self._seen(batch, feature), trainer.global_steps, metrics, timing_raw)
+        self.trainer = trainer
+        self.scale_advantages(batch)
+        return self.analyse(lambda feature: self.seen(batch, feature), trainer.global_steps, metrics, timing_raw)
 
-    def _separate(self, seed: int) -> Batch:
-        num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
-        batch = prepare_batch(self._trainer, num_groups, group_size, seed)
-        self._scale_advantages(batch)
-        return self._seen(batch, BUCKETS)
+    def scale_advantages(self, batch: DataProto) -> None:
+        if self.scale != 1.0:
+            batch.batch["advantages"] = batch.batch["advantages"] * self.scale
 
-    def _scale_advantages(self, batch: DataProto) -> None:
-        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
-        kept_ratio = batch.meta_info.get(_FILTER_KEY, {}).get("kept_ratio", 1.0)
-        scale = advantage_scale(self.chosen.loss_scaling, kept_ratio)
-        if scale != 1.0:
-            batch.batch["advantages"] = batch.batch["advantages"] * scale
-
-    def _seen(self, batch: DataProto, feature: str) -> Batch:
-        """verl's batch as an analysis sees it."""
-
+    def seen(self, batch: DataProto, feature: str) -> Batch:
         def ask(tensors: dict[str, torch.Tensor], meta_info: dict[str, Any]) -> list[dict[str, Any]]:
             refuse_pictures(feature, batch.non_tensor_batch.get("multi_modal_inputs", ()))
-            return _ask_workers(self._trainer, batch, tensors, meta_info)
+            return _ask_workers(self.trainer, batch, tensors, meta_info)
 
-        return Batch(batch.batch, batch.non_tensor_batch["uid"], batch.meta_info.get(_FILTER_KEY), ask)
+        return Batch(batch.batch, batch.non_tensor_batch["uid"], self.counts, ask)
+
+    @staticmethod
+    def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+        prompts = drawn_prompts(trainer, num_groups, seed)
+        changes = {
+            "actor_rollout_ref.rollout.n": group_size,
+            "actor_rollout_ref.rollout.skip_rollout": False,
+            "trainer.logger": [],
+            "trainer.critic_warmup": 0,
+            "trainer.val_before_train": False,
+            "trainer.total_epochs": trainer.global_steps + 1,
+            "global_profiler.steps": None,
+        }
+        twin = twin_of(trainer, changes)
+        twin.train_dataloader = [prompts]
+        twin.val_reward_fn = None
+        # fit() counts from what the checkpoint says to the step that comes after it
+        twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
+        twin.gradloc = copy.copy(trainer.gradloc)
+        twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
+        twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
+        twin._update_critic = hand_over
+        return prepared_by(twin.fit)
 
 
 def _num_ranks(trainer: Any) -> int:
@@ -153,37 +160,3 @@ def _ask_workers(
             data.batch[key][-num_filling:] = FILLER
     data.meta_info = {"temperature": trainer.config.actor_rollout_ref.rollout.temperature, **meta_info}
     return checked(trainer.actor_rollout_wg.analyze_gradients(data).meta_info["metrics"][RECORD_KEY])
-
-
-def prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
-
-    Args:
-        trainer: verl's ``RayPPOTrainer``, inside a step.
-        num_groups: prompts.
-        group_size: rollouts per prompt.
-        seed: of the prompts' draw; one per step.
-
-    Returns:
-        The batch with advantages, filtered as training batches are.
-    """
-    prompts = drawn_prompts(trainer, num_groups, seed)
-    changes = {
-        "actor_rollout_ref.rollout.n": group_size,
-        "actor_rollout_ref.rollout.skip_rollout": False,
-        "trainer.logger": [],
-        "trainer.critic_warmup": 0,
-        "trainer.val_before_train": False,
-        "trainer.total_epochs": trainer.global_steps + 1,
-        "global_profiler.steps": None,
-    }
-    twin = twin_of(trainer, changes)
-    twin.train_dataloader = [prompts]
-    twin.val_reward_fn = None
-    # fit() counts from what the checkpoint says to the step that comes after it
-    twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
-    twin.gradloc = copy.copy(trainer.gradloc)
-    twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
-    twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
-    twin._update_critic = hand_over
-    return prepared_by(twin.fit)

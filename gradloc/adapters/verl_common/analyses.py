@@ -9,11 +9,14 @@ import torch
 from omegaconf import OmegaConf, open_dict
 from ray.exceptions import RayError
 
+from ...analysis.actor import cut_runs
 from ...analysis.analyses import Analyses
-from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
+from ...analysis.config import BucketSettings, QuartileSettings, geometry, read_if_on
 from ...analysis.reporter import Batch, Run
+from ...rollout_filter.choose import advantage_scale
 from ...rollout_filter.config import FilterSettings, read_filter
 from .losses import aggregation_of
+from .needs import BUCKETS
 
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
@@ -36,13 +39,52 @@ class VerlAnalyses(Analyses):
     ``settings`` are from :func:`analyses_in`; what is found is written under ``root``.
     """
 
+    trainer: Any = None
+    """verl's, of the step that is analysed."""
+    counts: dict[str, float] | None = None
+    """What the filter did with the step's batch."""
+
     def __init__(self, config: Any, root: str, settings: tuple):
         buckets, quartiles, self.chosen = settings
         super().__init__(_run_of(config, root), buckets, quartiles, self._separate)
 
-    def _separate(self, seed: int) -> Batch:
-        """A batch for the analysis by bucket that no update will see."""
+    @staticmethod
+    def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+        """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+
+        Args:
+            trainer: verl's, inside a step.
+            num_groups: prompts.
+            group_size: rollouts per prompt.
+            seed: of the prompts' draw; one per step.
+
+        Returns:
+            verl's batch with advantages, filtered as training batches are.
+        """
         raise NotImplementedError
+
+    def scale_advantages(self, batch: Any) -> None:
+        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+        raise NotImplementedError
+
+    def seen(self, batch: Any, feature: str) -> Batch:
+        """verl's batch as an analysis sees it; ``feature`` is the setting that switches that on."""
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        """The factor on a filtered batch's advantages."""
+        return advantage_scale(self.chosen.loss_scaling, 1.0 if self.counts is None else self.counts["kept_ratio"])
+
+    def _separate(self, seed: int) -> Batch:
+        """A batch of its own for the analysis by bucket."""
+        counts, self.counts = self.counts, None
+        try:
+            batch = self.prepare(self.trainer, *geometry(self.buckets.settings, self.trainer.config), seed)
+            self.scale_advantages(batch)
+            return self.seen(batch, BUCKETS)
+        finally:
+            self.counts = counts
 
 
 class VerlAnalysed:
@@ -61,6 +103,11 @@ class VerlAnalysed:
     @property
     def loss_scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
+        config = self._config
+        num_tokens = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
+        return cut_runs(lengths, num_tokens, config.ppo_micro_batch_size_per_gpu)
 
     def aggregation(self, term: str) -> str:
         return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode

@@ -10,7 +10,6 @@ same scenario can be run on this and on verl 0.7's actor.
 import contextlib
 import copy
 import io
-import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -332,38 +331,13 @@ def train_in_a_cycle(
     return {"metrics": metrics, "weights": made.weights_hash(), "rng": torch.get_rng_state().numpy().tobytes()}
 
 
-def resume(overrides: list[str], model_dir: str, folder: str) -> dict[str, Any]:
-    """Train, save beside a checkpoint as the trainer does, and take it up in another one."""
-    overrides = [*overrides, f"trainer.default_local_dir={folder}", f"{ACTOR}.gradloc.dump_dir={folder}/events"]
-    first, second = (make_trainer(overrides, model_dir) for _ in range(2))
-    for step in range(1, 7):
-        metrics = first.update(make_batch(seed=step))
-        with first.store:
-            meta = first.store.add(make_batch(seed=step))
-            first.trainer.gradloc.after_metrics(meta, metrics, step)
-    at = os.path.join(folder, "global_step_6")
-    os.makedirs(at, exist_ok=True)
-    dist.barrier()
-    fresh = second.trainer.gradloc.spikes.policies.adaptive.threshold(0)
-    if dist.get_rank() == 0:
-        first.trainer.gradloc.save(at)
-    dist.barrier()
-    second.trainer.gradloc.load(at)
-    return {
-        "fresh": fresh,
-        "saved": first.trainer.gradloc.spikes.policies.adaptive.threshold(0),
-        "loaded": second.trainer.gradloc.spikes.policies.adaptive.threshold(0),
-        "last_checkpoint": second.trainer.gradloc.spikes.writer.last_checkpoint,
-        "health": metrics["health/state"],
-    }
-
-
 def judged(overrides: list[str], model_dir: str) -> dict[str, float]:
     """The metrics of one step, as the trainer leaves them."""
     made = make_trainer(overrides, model_dir)
-    metrics = made.update(make_batch())
+    batch = make_batch(seed=6)
+    metrics = made.update(batch)
     with made.store:
-        made.trainer.gradloc.after_metrics(made.store.add(make_batch()), metrics, 1)
+        made.trainer.gradloc.after_metrics(made.store.add(batch), metrics, 1)
     return metrics
 
 
@@ -400,7 +374,7 @@ def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
         meta = made.store.add(batch)
         places = {key: index for index, key in enumerate(meta.keys)}
         made.trainer._balance_batch(meta, metrics)
-        made.trainer.gradloc.analysis._scale_advantages(dealt_out[0])
+        made.trainer.gradloc.analysis.scale_advantages(dealt_out[0])
         after = [made.store.rows[key]["advantages"].sum() for key in dealt_out[0].keys]
     return {
         "rows": [places[key] for key in dealt_out[0].keys],

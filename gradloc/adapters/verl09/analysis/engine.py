@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from ....analysis.actor import BUCKET_KEY, MicroBatch, Rows, cut_runs
+from ....analysis.actor import BUCKET_KEY, MicroBatch, Rows
 from ....analysis.measure import measure
 from ....analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
 from ....core.ranks import Ranks
@@ -119,11 +119,6 @@ class AnalysisEngine(VerlAnalysed):
                 inputs = {key: values[chosen].to(self.device) for key, values in rows.items()}
                 inputs[_WIDTH_KEY] = self._lengths[chosen].max().expand(len(chosen))
                 yield MicroBatch(inputs, chosen if is_real.any() else chosen[:0], on_policy=False)
-
-    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
-        config = self._engine.engine_config
-        num_tokens = config.max_token_len_per_gpu if config.use_dynamic_bsz else None
-        return cut_runs(lengths, num_tokens, config.micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         output: dict[str, torch.Tensor] = {}

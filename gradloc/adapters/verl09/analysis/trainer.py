@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import transfer_queue as tq
 
-from ....analysis.config import check_geometry, check_separate, geometry
+from ....analysis.config import check_geometry, check_separate
 from ....analysis.reporter import Batch
-from ....rollout_filter.choose import advantage_scale, kept_groups
+from ....rollout_filter.choose import kept_groups
 from ....rollout_filter.groups import groups_of
 from ...verl_common.analyses import (
     FILLER,
@@ -28,7 +28,6 @@ from ...verl_common.analyses import (
     refuse_pictures,
     twin_of,
 )
-from ...verl_common.needs import BUCKETS
 from ...verl_common.reports import reports_of
 from ..batch import fetch, put, view_of
 from .engine import ASKED_KEY, Asked, record_of_actor
@@ -63,10 +62,7 @@ class Analysis(VerlAnalyses):
         super().__init__(config, settings.root, of_analyses)
         self.settings = settings
         self._temperature = config.actor_rollout_ref.rollout.temperature
-        self._counts: dict[str, float] | None = None
-        """What the filter did with the step's batch."""
         self._last_step = 0
-        self._trainer: Any = None
         self._afterwards = ExitStack()
 
     def check_data(self, config: Any, num_prompts: int) -> None:
@@ -83,7 +79,7 @@ class Analysis(VerlAnalyses):
         choice = kept_groups(groups, self.chosen, num_ranks=1, metrics=metrics)  # verl fills up to whole mini-batches
         if choice is None:
             return batch
-        kept, self._counts = choice
+        kept, self.counts = choice
         keys, dropped = _parted(batch.keys, np.isin(groups.of_row, kept))
         if dropped:
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
@@ -93,34 +89,24 @@ class Analysis(VerlAnalyses):
     def run(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> bool:
         """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due, of
         several updates before the first. Adds to the step's metrics; returns whether the run is to end here."""
-        self._scale_advantages(batch)
+        self.scale_advantages(batch)
         step = trainer.global_steps
         if step == self._last_step:
             return False
-        self._trainer, self._last_step = trainer, step
-        timing = getattr(trainer, "timing_raw", {})
+        self.trainer, self._last_step = trainer, step
         with ExitStack() as self._afterwards:
-            return self.analyse(lambda feature: self._seen(trainer, batch, feature), step, metrics, timing)
+            timing = getattr(trainer, "timing_raw", {})
+            return self.analyse(lambda feature: self.seen(batch, feature), step, metrics, timing)
 
     def _separate(self, seed: int) -> Batch:
-        num_groups, group_size = geometry(self.buckets.settings, self._trainer.config)
         self._afterwards.callback(_clear_all_but, _keys_in_queue())
-        counts, self._counts = self._counts, None
-        try:
-            batch = _prepare_batch(self._trainer, num_groups, group_size, seed)
-            self._scale_advantages(batch)
-            return self._seen(self._trainer, batch, BUCKETS)
-        finally:
-            self._counts = counts
+        return super()._separate(seed)
 
-    def _scale_advantages(self, batch: Any) -> None:
-        kept_ratio = 1.0 if self._counts is None else self._counts["kept_ratio"]
-        scale = advantage_scale(self.chosen.loss_scaling, kept_ratio)
-        if scale != 1.0:
-            put(batch, {"advantages": fetch(batch, ["advantages"])["advantages"] * scale})
+    def scale_advantages(self, batch: Any) -> None:
+        if self.scale != 1.0:
+            put(batch, {"advantages": fetch(batch, ["advantages"])["advantages"] * self.scale})
 
-    def _seen(self, trainer: Any, batch: Any, feature: str) -> Batch:
-        """verl's batch as an analysis sees it."""
+    def seen(self, batch: Any, feature: str) -> Batch:
         fillers, real = _parted(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
         view, whole = view_of(batch.select_keys(real)), batch.select_keys([*real, *fillers])
 
@@ -129,42 +115,31 @@ class Analysis(VerlAnalyses):
             put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
             whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
             whole.extra_info[ASKED_KEY] = Asked(dict(request), self.settings)
-            trainer.actor_rollout_wg.compute_log_prob(whole)
-            return checked(reports_of(trainer.actor_rollout_wg, record_of_actor))
+            self.trainer.actor_rollout_wg.compute_log_prob(whole)
+            return checked(reports_of(self.trainer.actor_rollout_wg, record_of_actor))
 
-        return Batch(view.tensors, view.labels["uid"], self._counts, ask)
+        return Batch(view.tensors, view.labels["uid"], self.counts, ask)
 
-
-def _prepare_batch(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-    """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
-
-    Args:
-        trainer: verl's synchronous ``PPOTrainer``, inside a step, its rollouts asleep.
-        num_groups: prompts.
-        group_size: rollouts per prompt.
-        seed: of the prompts' draw; one per step.
-
-    Returns:
-        verl's ``KVBatchMeta``, with advantages, filtered as training batches are; its rows stay in verl's queue until
-        they are cleared from it.
-    """
-    prompts = drawn_prompts(trainer, num_groups, seed)
-    prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
-    changes = {
-        "actor_rollout_ref.rollout.n": group_size,
-        "data.train_batch_size": num_groups,
-        "data.gen_batch_size": None,
-        "algorithm.filter_groups": None,  # which would have further training prompts rolled out
-        "trainer.v1.sampler.sync_refill_failed_groups": False,
-    }
-    twin = twin_of(trainer, changes)
-    twin.train_dataloader_it = iter([prompts])
-    twin.replay_buffer = twin._build_replay_buffer()
-    twin.curr_step_profile = False
-    twin._update_critic = twin._update_actor = hand_over
-    # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
-    trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
-    return prepared_by(lambda: twin.step({}, {}))
+    @staticmethod
+    def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+        """The rollouts are asleep before; the batch's rows stay in verl's queue until they are cleared from it."""
+        prompts = drawn_prompts(trainer, num_groups, seed)
+        prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
+        changes = {
+            "actor_rollout_ref.rollout.n": group_size,
+            "data.train_batch_size": num_groups,
+            "data.gen_batch_size": None,
+            "algorithm.filter_groups": None,  # which would have further training prompts rolled out
+            "trainer.v1.sampler.sync_refill_failed_groups": False,
+        }
+        twin = twin_of(trainer, changes)
+        twin.train_dataloader_it = iter([prompts])
+        twin.replay_buffer = twin._build_replay_buffer()
+        twin.curr_step_profile = False
+        twin._update_critic = twin._update_actor = hand_over
+        # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
+        trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
+        return prepared_by(lambda: twin.step({}, {}))
 
 
 def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
