@@ -85,6 +85,7 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     second.hook.load(dump_dir)
     return {
         "empty": before,
+        "last_checkpoint": second.driver.writer.last_checkpoint,
         "saved": first.driver.policies.adaptive.state(),
         "loaded": second.driver.policies.adaptive.state(),
         "thresholds": (first.driver.policies.adaptive.threshold(0), second.driver.policies.adaptive.threshold(0)),

@@ -53,11 +53,3 @@ def test_abort_stops_the_run_before_the_step_with_the_event_on_disk(run, tmp_pat
     assert aborted["step"] == 2 and aborted["weights"] == two["weights"]
     (event,) = events_in(tmp_path / "watched")
     assert event["action"]["taken"] == "abort" and event["consequence"]["is_taken"] is False
-
-
-def test_past_its_budgets_mask_skips_instead(run, tmp_path):
-    action = {"mode": "mask", "max_masked_tokens": 1}
-    skipped = run("watched", plant={"what": "sequence", "factor": 1e3}, gradloc={"action": action})
-    (event,) = events_in(tmp_path / "watched")
-    assert event["action"]["taken"] == "skip" and "tokens would be masked" in event["action"]["reason"]
-    assert skipped["norms"][2] == 0.0

@@ -161,6 +161,6 @@ def test_resuming_from_a_checkpoint_goes_on_with_the_same_history(world, dump_di
     adaptive = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.trigger.warmup=8"]
     answer, _ = world.run("failures.resume", overrides=adaptive, dump_dir=dump_dir)
     assert answer["empty"] is None
-    assert answer["loaded"] == answer["saved"]
+    assert answer["loaded"] == answer["saved"] and answer["last_checkpoint"] == dump_dir
     assert [len(position["log_norms"]) for position in answer["saved"]["positions"]] == [12]
     assert answer["thresholds"][0] == answer["thresholds"][1] is not None

@@ -33,17 +33,9 @@ def test_the_adaptive_trigger_learns_from_the_run_and_a_rehearsal_looks_at_a_hea
     assert [event["trigger"]["kind"] for event in read_events(tmp_path)] == ["adaptive", "forced"]
 
 
-def test_a_resumed_run_goes_on_with_what_it_had_learned(call, tmp_path):
-    settings = ["+gradloc=on", "trainer.health.enable=true", f"{ACTOR}.gradloc.trigger.warmup=4"]
-    found, _ = call("resume", settings, folder=str(tmp_path))
-    assert found["fresh"] is None and found["saved"] == found["loaded"] > 0
-    assert found["last_checkpoint"] == str(tmp_path / "global_step_6")
-    assert found["health"] == 0, "the monitor judged the step healthy"
-
-
 def test_the_health_monitor_works_where_nothing_is_searched(call):
     found, _ = call("judged", ["+gradloc=off", "trainer.health.enable=true"])
-    assert "health/state" in found and "gradloc/spikes" not in found
+    assert found["health/state"] == 0 and "gradloc/spikes" not in found
 
 
 def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
