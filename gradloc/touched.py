@@ -4,7 +4,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,11 @@ def find(place: str) -> Any:
     """The thing at ``module:name``, the name dotted."""
     module, _, path = place.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def differences(touched: Mapping[str, str | None]) -> list[str]:
+    """How these places differ from what is known of them, a sentence's start each: see :func:`difference`."""
+    return [said for place, expected in touched.items() if (said := difference(place, expected)) is not None]
 
 
 def difference(place: str, expected: str | None) -> str | None:

@@ -63,7 +63,7 @@ class StandIn:
         self.global_steps = 1
         self.num_balanced = 0
         self.seen: list[dict[str, Any]] = []
-        self.analysis = build_analysis(self)
+        self.analysis = build_analysis(self, dump_dir)
         self.gradloc = TrainerHook(analysis=self.analysis)
         self.wandb = Wandb()
         self.gradloc.begin_fit(SimpleNamespace(logger={"wandb": self.wandb}))

@@ -124,11 +124,12 @@ def actor(config: Any) -> dict[str, Any]:
 
 def settings(config: Any) -> dict[str, Any]:
     """GradLoc's settings, its two names each resolved, as the trainer sees them."""
-    from verl.gradloc.adapters.verl07.refusals import settings_of
     from verl.gradloc.adapters.verl07.trainer import clip_limit
     from verl.gradloc.adapters.verl_common.trainer import limit_of_all
+    from verl.gradloc.config import settings_in
+    from verl.utils.config import omega_conf_to_dataclass
 
-    found = settings_of(config)
+    found = settings_in(config, omega_conf_to_dataclass)
     return {
         "enable": found.enable,
         "mode": found.action.mode,

@@ -3,7 +3,7 @@
 
 from importlib.metadata import version
 
-from ...touched import difference
+from ...touched import differences
 
 KNOWN = ("1.16.0",)
 """The releases that were tested."""
@@ -48,8 +48,7 @@ def check_trl() -> None:
     """
     trainers = ("GRPOTrainer", "RLOOTrainer")
     touched = {f"trl:{name}.{method}": takes for name in trainers for method, takes in _OF_TRAINER.items()} | _OTHERS
-    changed = [said for place, takes in touched.items() if (said := difference(place, takes)) is not None]
-    if changed:
+    if changed := differences(touched):
         raise RuntimeError(
             f"TRL {version('trl')} or what it stands on changed what gradloc hangs on (it knows {', '.join(KNOWN)}): "
             f'{changed[0]}; pip install trl=={KNOWN[-1]}, or train with gradloc="off".'

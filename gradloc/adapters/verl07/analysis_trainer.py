@@ -28,7 +28,7 @@ from ..verl_common.analyses import (
 )
 from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
-from .refusals import check_run, settings_of
+from .refusals import check_run
 
 _ACTOR_KEYS = (
     "responses",
@@ -45,8 +45,9 @@ _ACTOR_KEYS = (
 """What the actor's loss may read."""
 
 
-def build_analysis(trainer: Any) -> Optional["Analysis"]:
-    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded; None while all are off.
+def build_analysis(trainer: Any, root: str) -> Optional["Analysis"]:
+    """The analyses and rollout filter of verl's ``RayPPOTrainer``, its data loaded; None while all are off. What is
+    found is written under ``root``.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
@@ -61,7 +62,7 @@ def build_analysis(trainer: Any) -> Optional["Analysis"]:
         check_geometry(buckets, config, len(trainer.train_dataset))
     if quartiles is not None:
         check_run(QUARTILES, config)
-    return Analysis(config, settings_of(config).root, settings)
+    return Analysis(config, root, settings)
 
 
 class Analysis(VerlAnalyses):

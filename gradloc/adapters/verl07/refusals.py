@@ -4,7 +4,7 @@
 from typing import Any
 
 from ...checks import SEARCHABLE, Requirement, check_requirements
-from ...config import GradLocConfig, settings_in, settle
+from ...config import settle
 from ..verl_common import needs
 from ..verl_common.needs import ACTOR, BUCKETS, FSDP, LOPTI, QUARTILES, STABILIZE, WHOLE_SEQUENCES, features_on
 
@@ -38,13 +38,6 @@ def check_critic(config: Any) -> None:
     """Refuse a run in which spikes of the critic could not be localized: as :func:`check_run`."""
     keys = "critic.ulysses_sequence_parallel_size", "critic.model.fsdp_config.offload_policy"
     needs.check_critic(config, *keys, _LEGACY)
-
-
-def settings_of(config: Any) -> GradLocConfig:
-    """See :func:`~...config.settings_in`; ``config`` is the trainer's whole config."""
-    from verl.utils.config import omega_conf_to_dataclass
-
-    return settings_in(config, omega_conf_to_dataclass)
 
 
 def settle_actor_config(actor: Any) -> None:

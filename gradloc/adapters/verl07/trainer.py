@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import fix_dump_dir
+from verl.utils.config import omega_conf_to_dataclass
+
+from ...config import fix_dump_dir, settings_in
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
@@ -17,7 +19,7 @@ from ...stabilize.memory import build_memory
 from ..verl_common.needs import LOPTI, features_on
 from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
 from .analysis_trainer import build_analysis
-from .refusals import SPIKES, check_critic, check_run, settings_of
+from .refusals import SPIKES, check_critic, check_run
 from .worker import report_of_actor, report_of_critic
 
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor)
@@ -32,7 +34,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     """
     config = trainer.config
     refuse_unknown_names(config)
-    settings = settings_of(config)
+    settings = settings_in(config, omega_conf_to_dataclass)
     alpha, lopti = reweighting_of(config)
     features = features_on(settings, config.actor_rollout_ref.actor.get("strategy"), SPIKES)
     for feature in features if lopti is None else [*features, LOPTI]:
@@ -47,7 +49,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
         lopti=lopti,
         stabilizers=build_memory(settings.stabilize, "actor_rollout_ref.actor.grad_clip", clip),
         monitor=build_monitor(config, clip),
-        analysis=build_analysis(trainer),
+        analysis=build_analysis(trainer, settings.root),
     )
     hook.build_drivers(config, trainer.tokenizer)
     hook.trainer = trainer

@@ -7,10 +7,11 @@ import inspect
 import logging
 import re
 import textwrap
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ...touched import difference, find
+import verl
+
+from ...touched import differences, find
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ _BY_MEGATRON = {
     "megatron.core.transformer.module:param_is_not_shared": "param",
     "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale": "scale",
 }
-_TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_REPLAY}
+TOUCHED = {"megatron": _BY_MEGATRON, "worker": _BY_WORKER, "trainer": _BY_TRAINER, "replay": _BY_REPLAY}
 """By who touches it: ``module:name`` and its parameters; None: it only has to be there."""
 
 _BODIES: dict[str, str] = {
@@ -132,21 +133,6 @@ _BODIES: dict[str, str] = {
 0.10's development (1dda039b, August 2026). Another one is a warning."""
 
 
-def verl_version() -> str:
-    """The installed verl's."""
-    try:
-        return version("verl")
-    except PackageNotFoundError:
-        import verl
-
-        return verl.__version__
-
-
-def differences(who: str) -> list[str]:
-    """What of verl is not as ``worker``, ``trainer``, ``replay`` or ``megatron`` know it, a sentence each."""
-    return [said for place, expected in _TOUCHED[who].items() if (said := difference(place, expected)) is not None]
-
-
 def changed_bodies() -> list[str]:
     """What the installed verl does in another way than any that is known."""
     return [place for place, known in _BODIES.items() if _digest_at(place) not in known.split()]
@@ -169,25 +155,23 @@ def _digest_at(place: str) -> str:
 def check_verl(who: str) -> None:
     """Refuse a verl that this adapter does not fit: what decides is what it touches, not how the release is called.
 
-    To the trainer, changes that may be harmless are a warning. ``who`` is as for :func:`differences`.
+    To the trainer, changes that may be harmless are a warning. ``who`` is one of ``TOUCHED``.
 
     Raises:
         RuntimeError: one sentence that names the version, what changed, and what to do.
     """
-    release = verl_version()
+    release = verl.__version__
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < (0, 9):
         raise RuntimeError(
             f"gradloc's plug-in is for verl 0.9, found verl {release}: on 0.7.0 and 0.7.1 apply the patch "
             "(gradloc-patch --repo VERL), from 0.8 move on to 0.9, and leave +gradloc out until then."
         )
-    changed = differences(who)
-    if changed:
+    if changed := differences(TOUCHED[who]):
         raise RuntimeError(
             f"verl {release} changed what gradloc hangs on (it knows {', '.join(KNOWN)}): {changed[0]}; "
             "install one of these, or leave +gradloc out."
         )
-    changed = changed_bodies() if who == "trainer" else []
-    if changed:
+    if who == "trainer" and (changed := changed_bodies()):
         logger.warning(
             "gradloc: verl %s changed the code of %s, which gradloc knows of %s: it goes on; a rehearsal "
             "(actor_rollout_ref.actor.gradloc.trigger.force_step=1) shows whether it still measures what it should",

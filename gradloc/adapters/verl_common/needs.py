@@ -23,25 +23,12 @@ def only(key: str, value: Any, because: str) -> Requirement:
 
 FSDP = Requirement(f"{ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it")
 WHOLE_SEQUENCES = only(f"{ACTOR}.ulysses_sequence_parallel_size", 1, "sequence parallelism is not supported yet")
+_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+_PARAMS = f"{ACTOR}.fsdp_config.use_orig_params"
+_MERGES = "FSDP1 merges a layer's parameters into one without it"
 NEEDS = {
-    RATIO_CLIPS: (
-        Requirement(
-            "actor_rollout_ref.rollout.calculate_log_probs",
-            (True,),
-            False,
-            "true",
-            "its weights come from the rollout's log-probs",
-        ),
-    ),
-    FINE_LAYER_CLIP: (
-        Requirement(
-            f"{ACTOR}.fsdp_config.use_orig_params",
-            (True,),
-            False,
-            "true with strategy=fsdp",
-            "FSDP1 merges a layer's parameters into one without it",
-        ),
-    ),
+    RATIO_CLIPS: (Requirement(_LOG_PROBS, (True,), False, "true", "its weights come from the rollout's log-probs"),),
+    FINE_LAYER_CLIP: (Requirement(_PARAMS, (True,), False, "true with strategy=fsdp", _MERGES),),
 }
 """Of the features that need the same on every verl."""
 

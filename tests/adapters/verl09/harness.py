@@ -421,7 +421,7 @@ def with_verl(release: str | None = None) -> str:
         raise AssertionError
 
     changed = mock.patch.object(FSDPEngineWithLMHead, "optimizer_step", optimizer_step)
-    renamed = mock.patch("gradloc.adapters.verl09.touches.version", lambda name: release)
+    renamed = mock.patch("verl.__version__", release)
     with renamed if release else changed:
         try:
             check_verl("worker")

@@ -150,6 +150,7 @@ def make_side(overrides: list[str]) -> None:
 
 def differences() -> list[str]:
     """What of the installed verl and Megatron is not as the adapter knows it."""
-    from gradloc.adapters.verl09.touches import differences
+    from gradloc.adapters.verl09.touches import TOUCHED
+    from gradloc.touched import differences
 
-    return differences("megatron")
+    return differences(TOUCHED["megatron"])
