@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import time
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -92,25 +91,6 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     }
 
 
-def fail_repeatedly(overrides: list[str], dump_dir: str) -> list[int]:
-    """Five spiking steps whose localization always fails on rank 1: how many failures are counted after each."""
-    step = step_class()
-    original = step.token_mask
-
-    def failing(self, *args):
-        if torch.distributed.get_rank() == 1:
-            raise RuntimeError("made to fail")
-        return original(self, *args)
-
-    trainer, counts = make_trainer(overrides, dump_dir), []
-    with mock.patch.object(step, "token_mask", failing):
-        for seed in range(5):
-            batch = make_batch(seed=seed)
-            plant(batch, 6, 2, 1e4)
-            counts.append(trainer.update(batch)["metrics"]["gradloc/failures"][0])
-    return counts
-
-
 def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """A spike whose event cannot be written, or not be told; then a healthy step."""
     trainer = make_trainer(overrides, dump_dir)
@@ -119,9 +99,6 @@ def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[s
     if kind == "file in the way":
         root.parent.mkdir(parents=True, exist_ok=True)
         root.write_text("not a folder")
-    elif kind == "tracker raises":
-        log = mock.Mock(side_effect=RuntimeError("no connection"))
-        trainer.driver.teller.trackers = {"file": SimpleNamespace(log=log)}
     elif kind == "disk full":
         store.append = mock.Mock(side_effect=OSError(28, "No space left on device"))
     elif kind == "folder vanishes":

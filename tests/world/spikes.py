@@ -128,11 +128,7 @@ PLANTED = {"nan": (10, 3, float("nan")), "inf": (1, 0, float("inf")), "spike": (
 def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """One update on a batch of the given kind, and a healthy one after it."""
     batch = make_batch()
-    if kind == "spread":
-        batch.batch["advantages"] *= 300
-    elif kind == "sequence":
-        batch.batch["advantages"][3] *= 3000
-    elif kind in PLANTED:
+    if kind in PLANTED:
         plant(batch, *PLANTED[kind])
     trainer = make_trainer(overrides, dump_dir)
     out = trainer.update(batch)

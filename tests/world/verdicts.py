@@ -3,10 +3,7 @@
 
 import logging
 import math
-import pickle
-import time
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -138,36 +135,3 @@ def corrupt_once(trainer: Any) -> None:
         return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
 
     setattr(owner, name, corrupted)
-
-
-def cost_of_nan_weight(overrides: list[str], dump_dir: str, num_tries: int = 5) -> dict[str, float]:
-    """What a NaN weight adds to an update, writing its event included.
-
-    Returns:
-        Seconds of CPU of this rank, the least of several: ``healthy`` and ``spiked`` updates; ``search``, seconds of
-        the clock of one search; ``sent``, the largest number of bytes that this rank hands to one gather.
-    """
-    Ranks = part("core.ranks").Ranks
-    trainer = make_trainer(ON + overrides, dump_dir)
-    gather, sent = Ranks.gather, [0]
-
-    def counting(self, value):
-        sent.append(len(pickle.dumps(value)))
-        return gather(self, value)
-
-    def update() -> tuple[float, list]:
-        started = time.process_time()
-        events = trainer.update(make_batch())["events"]
-        return time.process_time() - started, events
-
-    healthy = [update()[0] for _ in range(num_tries)]
-    spoil_weight(trainer.module)
-    with mock.patch.object(Ranks, "gather", counting):
-        spiked = [update() for _ in range(num_tries)]
-    assert all(len(events) == 1 for _, events in spiked)
-    return {
-        "healthy": min(healthy[1:]),
-        "spiked": min(seconds for seconds, _ in spiked),
-        "search": min(events[0]["search"]["seconds"] for _, events in spiked),
-        "sent": max(sent),
-    }

@@ -24,18 +24,8 @@ from .step import TrlStep
 from .touches import check_trl
 from .trainer import GRPOTrainer, RLOOTrainer
 
-_OF_RUN = (
-    "gradloc",
-    "health",
-    "generation_batch_size",
-    "report_to",
-    "logging_dir",
-    "beta",
-    "use_vllm",
-    "deepspeed",
-    "fsdp",
-    "fsdp_config",
-)
+_OF_RUN = ("gradloc", "health", "generation_batch_size", "report_to", "logging_dir", "beta", "use_vllm")
+_OF_RUN += ("deepspeed", "fsdp", "fsdp_config")
 """Of the run's arguments: no part of the loss, or put in afterwards."""
 
 
@@ -111,7 +101,7 @@ def build_actor(bundle: Bundle, model_path: str) -> Any:
     """
     given = bundle.meta.actor
     kind, of_args = (RLOOTrainer, trl.RLOOConfig) if "normalize_advantages" in given else (GRPOTrainer, trl.GRPOConfig)
-    names = {field.name for field in fields(of_args) if field.init} - {*_OF_RUN}
+    names = {field.name for field in fields(of_args) if field.init}.difference(_OF_RUN)
     kept = {name: value for name, value in given.items() if name in names and not name.endswith("token")}
     kept |= {"output_dir": tempfile.mkdtemp(), "report_to": "none", "use_cpu": not torch.cuda.is_available()}
     kept |= {"beta": 0.0, "save_strategy": "no", "push_to_hub": False}

@@ -154,7 +154,8 @@ class TrlStep(LossOfGiven):
             with _float32_head(self.compute_dtype):
                 self._loss(micro_batch, _take)
         except _Taken as taken:
-            return taken.log_probs, taken.entropies
+            log_probs, entropies = taken.args
+            return log_probs, entropies
         raise AssertionError("TRL's loss did not ask for log-probs")
 
     def entropies(self, micro_batch: int) -> torch.Tensor:
@@ -221,11 +222,7 @@ class TrlStep(LossOfGiven):
 
 
 class _Taken(Exception):
-    """A forward has given what it was run for."""
-
-    def __init__(self, log_probs: torch.Tensor, entropies: torch.Tensor | None):
-        super().__init__()
-        self.log_probs, self.entropies = log_probs, entropies
+    """A forward has given what it was run for: log-probs and entropies."""
 
 
 def _take(call: Callable[[], Forwarded]) -> Forwarded:

@@ -30,18 +30,8 @@ from ..verl_common.needs import BUCKETS, QUARTILES
 from .analysis_actor import RECORD_KEY
 from .refusals import check_run
 
-_ACTOR_KEYS = (
-    "responses",
-    "response_mask",
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "old_log_probs",
-    "advantages",
-    "ref_log_prob",
-    "rollout_is_weights",
-    "rollout_log_probs",
-)
+_ACTOR_KEYS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids", "old_log_probs")
+_ACTOR_KEYS += ("advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
 """What the actor's loss may read."""
 
 

@@ -138,11 +138,7 @@ def _add(of_update: dict[str, Any], metrics: dict[str, Any]) -> None:
 
 
 class _Ended(Exception):
-    """The run is to end here, with these metrics of the step."""
-
-    def __init__(self, metrics: dict[str, Any]):
-        super().__init__("exit_after_gradient_analysis")
-        self.metrics = metrics
+    """The run is to end here (``exit_after_gradient_analysis``), with these metrics of the step."""
 
 
 class _Watched:
@@ -176,7 +172,7 @@ class _Watched:
         try:
             super().fit(agent_loop_manager)
         except _Ended as ended:
-            self.logger.log(data=ended.metrics, step=self.global_steps)
+            self.logger.log(data=ended.args[0], step=self.global_steps)
             self._shutdown_dump_executor()
 
     def _balance_batch(self, batch: Any, metrics: dict, *args: Any, **given: Any) -> Any:

@@ -23,23 +23,10 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
         settings = _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
     of_run: Any = OmegaConf.to_container(config)
-    driver = VerlDriver(
-        settings,
-        tokenizer=tokenizer,
-        run=origin(
-            Run(
-                config.trainer.project_name,
-                config.trainer.experiment_name,
-                model=path,
-                estimator=_estimator(config.algorithm),
-                rollouts=num_rollouts,
-            ),
-            of_run,
-        ),
-        trained=plain,
-        num_epochs=trained.ppo_epochs,
-        model=model,
-    )
+    names = config.trainer.project_name, config.trainer.experiment_name
+    run = origin(Run(*names, model=path, estimator=_estimator(config.algorithm), rollouts=num_rollouts), of_run)
+    epochs = trained.ppo_epochs
+    driver = VerlDriver(settings, tokenizer=tokenizer, run=run, trained=plain, num_epochs=epochs, model=model)
     driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * num_rollouts
     driver.action_key = f"actor_rollout_ref.actor.gradloc.{action_key}"
     return driver

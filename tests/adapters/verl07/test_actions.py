@@ -37,12 +37,3 @@ def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_witho
     assert "The optimizer took the step without it" in event["verdict"]
     for name in ("clip_scale", "culprit_share", "healthy_norm"):
         assert metrics[f"gradloc/{name}"] == [done[name]]
-
-
-def test_skipping_needs_no_event_to_be_written(world, dump_dir):
-    settings = [TAU, f"{ACTOR}.gradloc.action.mode=skip", f"{ACTOR}.gradloc.trigger.max_events=0"]
-    found, _ = world.run("actions.train_epochs", twin="as_spiked", overrides=settings, dump_dir=dump_dir)
-    metrics = found["metrics"]
-    assert not any(name in metrics for name in ("gradloc/clip_scale", "gradloc/healthy_norm")), "no step was taken"
-    assert (metrics["gradloc/skip"], metrics["gradloc/unwritten"], metrics["gradloc/events"]) == ([2], [2], [0])
-    assert not found["is_same"]

@@ -38,10 +38,6 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     raise AssertionError("the search never ended")
 
 
-def test_after_three_failures_it_switches_itself_off_on_all_ranks_together(world, dump_dir):
-    assert world.run("failures.fail_repeatedly", overrides=ON, dump_dir=dump_dir) == [[1, 2, 3, 3, 3]] * 2
-
-
 @pytest.mark.parametrize("method", ["loss", "forward"])
 def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, method):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
@@ -64,10 +60,7 @@ def untroubled(world, tmp_path_factory):
         ("file in the way", 1, []),
         ("disk full", 1, []),
         ("folder vanishes", 0, []),
-        ("tracker raises", 0, []),
         ("webhook hangs", 0, [f"{NOTIFY}.webhook=env:HOOK", f"{NOTIFY}.timeout_s=60"]),
-        ("command fails", 0, [f"{NOTIFY}.command=/no/such/command"]),
-        ("command hangs", 0, [f"{NOTIFY}.command='sleep 60'", f"{NOTIFY}.timeout_s=60"]),
     ],
 )
 def test_trouble_with_telling_never_reaches_training(world, dump_dir, untroubled, kind, failures, settings):
@@ -98,23 +91,6 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
         assert answer["message"].startswith("AbortedBySpike: gradloc stopped the run")
         assert answer["before"] == answer["after"]
     assert read_events(dump_dir)[0]["action"]["taken"] == "abort"
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ([f"{ACTOR}.gradloc.action.max_masked_tokens=1"], "2 tokens would be masked"),
-        ([f"{ACTOR}.gradloc.action.max_masked_share=0.001"], "of the tokens would be masked"),
-        ([f"{ACTOR}.gradloc.search.max_culprits=1"], "would not help"),
-    ],
-)
-def test_past_its_budgets_mask_skips_instead(world, dump_dir, settings, reason):
-    mask = [f"{ACTOR}.gradloc.action.mode=mask"]
-    plants = [(2, 3, 1e4), (11, 5, 8e3)]
-    world.run("spikes.localize_planted", plants=plants, overrides=ON + mask + settings, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
-    assert event["action"]["taken"] == "skip"
-    assert reason in event["action"]["reason"]
 
 
 EVIDENCE = f"{ACTOR}.gradloc.evidence"

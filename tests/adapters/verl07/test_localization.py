@@ -50,40 +50,6 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
     assert event["certificate"]["verdict"] == "explained"
 
 
-@pytest.mark.parametrize("kind", ["spread", "sequence"])
-def test_a_spike_without_a_single_culprit_is_an_event_that_says_how_far_the_search_got(world, dump_dir, kind):
-    tau = ["actor_rollout_ref.actor.grad_norm_threshold=" + ("100" if kind == "spread" else "4000")]
-    found, _ = world.run("spikes.update_batch", kind=kind, overrides=ON + tau, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
-    assert event["search"]["path"], "the way it went is recorded"
-    assert event["search"]["stop_reason"]
-    assert event["certificate"]["verdict"] != "explained" or event["culprits"]
-    assert found["next_norm"] > 0, "training goes on"
-
-
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_a_gradient_that_is_not_finite_is_traced_and_training_goes_on(world, dump_dir, kind):
-    found, _ = world.run("spikes.update_batch", kind=kind, overrides=ON + TAU, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
-    assert event["trigger"]["kind"] == "non_finite"
-    (culprit,) = event["culprits"]
-    assert (culprit["row"], culprit["positions"]) == {"nan": (10, [3]), "inf": (1, [0])}[kind]
-    assert culprit["cause"]["label"] == "non_finite"
-    assert event["certificate"]["verdict"] == "explained"
-    assert found["next_norm"] == pytest.approx(found["next_norm"]), "the next norm is a number"
-
-
-def test_an_exhausted_budget_leaves_an_event_that_says_so(world, dump_dir):
-    budget = ["actor_rollout_ref.actor.bisect_budget_steps=7"]
-    found, _ = world.run("spikes.update_batch", kind="spike", overrides=ON + TAU + budget, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
-    assert event["search"]["status"] == "budget_exhausted"
-    assert event["search"]["stop_reason"] == "the budget of 7 probes was used up"
-    assert event["culprits"] == []
-    assert event["certificate"]["verdict"] == "not_explained"
-    assert found["next_norm"] > 0
-
-
 def test_a_rehearsal_localizes_on_a_healthy_step(world, dump_dir):
     force = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
     world.run("spikes.update_batch", kind="healthy", overrides=ON + TAU + force, dump_dir=dump_dir)

@@ -74,6 +74,9 @@ def test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_m
     )
     (event,) = read_events(dump_dir)
     assert event["trigger"]["kind"] == "non_finite" and event["trigger"]["threshold"] is None
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["positions"]) == {"nan": (10, [3]), "inf": (1, [0])}[kind]
+    assert culprit["cause"]["label"] == "non_finite"
     assert event["certificate"]["verdict"] == "explained" and event["certificate"]["norm_after"] < 10
     assert event["action"]["taken"] == "mask" and "rehearsal" not in event["verdict"]
     assert answer["metrics"]["gradloc/spikes"] == [1] and answer["metrics"]["gradloc/masked_tokens"] == [1]

@@ -64,23 +64,20 @@ def test_the_installed_verl_is_as_this_adapter_knows_it():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_change_in_verl_is_named(world):
-    said = world.run(f"{HARNESS}.with_verl")[0]
-    assert said == (
+RELEASES = {
+    None: (  # with a method that takes something else
         "verl 0.9.1 changed what gradloc hangs on (it knows 0.9.0, 0.9.1): verl.workers.engine.fsdp.transformer_impl:"
         "FSDPEngineWithLMHead.optimizer_step takes (self, closure), expected (self); install one of these, or leave "
         "+gradloc out."
-    )
+    ),
+    "0.8.0": "gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 and 0.7.1 apply the patch",
+    **dict.fromkeys(("0.9.0", "0.9.7", "0.10.0.dev0", "1.0.0"), "nothing"),
+}
 
 
-def test_another_verl_is_refused_with_what_fits_it(world):
-    said = world.run(f"{HARNESS}.with_verl", release="0.8.0")[0]
-    assert said.startswith("gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 and 0.7.1 apply the patch")
-
-
-@pytest.mark.parametrize("release", ["0.9.0", "0.9.7", "0.10.0.dev0", "1.0.0"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_what_decides_is_what_is_touched_and_not_the_releases_name(world, release):
-    assert world.run(f"{HARNESS}.with_verl", release=release)[0] == "nothing"
+    assert world.run(f"{HARNESS}.with_verl", release=release)[0].startswith(RELEASES[release])
 
 
 def test_code_that_does_something_else_is_a_warning_that_names_it(world):

@@ -20,7 +20,6 @@ BY_DEFAULT: dict[str, tuple[str, ...]] = {
     "found_and_nothing_else[": ("weights kept after forward by auto]", "FSDP1, original parameters by auto]"),
     "heard_by_all_and_recovered[bisect]": (),
     "never_reaches_training": ("[file in the way",),  # trouble with telling is not the engine's
-    "past_its_budgets": ("[settings0",),  # nor are budgets
     "under_every_loss": ("[cispo]",),
     "add_up_however_they_are_grouped": ("[FSDP1]", "[FSDP2, entropy and KL]"),
     "without_the_culprits_bit_for_bit": ("[dropout-",),
