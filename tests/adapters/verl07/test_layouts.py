@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, check_oracle
+from tests.adapters.verl07.layouts.checks import ACTOR, check_planted
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
@@ -57,11 +57,10 @@ CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case in REPEATED), id="
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, strategy):
     overrides = [*TAU, f"{ACTOR}.gradloc.search.strategy={strategy}", *LAYOUTS[name]]
-    found, _ = world.run("spikes.localize_planted", plants=PLANTS, overrides=overrides, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
     half = any("float16" in key for key in LAYOUTS[name])
     within = {"share": 0.03, "norm": 0.03, "before": None, "after": 0.05} if half else {}
-    check_oracle(event, found, **within, closure=None if half or strategy != "auto" else 0.05)
+    within["closure"] = None if half or strategy != "auto" else 0.05
+    event, found = check_planted(world, dump_dir, PLANTS, overrides, **within)
     assert strategy != "auto" or event["shares"]["is_trusted"]
     check_consequence(event, found, 0.05 if half else 0.002)
 
@@ -122,11 +121,8 @@ def test_a_loss_scale_that_overflows_is_no_spike(world, dump_dir):
 def test_hybrid_sharding_does_not_count_replicas_twice(four_ranks, dump_dir, strategy):
     """Four ranks in two replicas: norms, shares and culprits are the oracle's."""
     hybrid = [f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
-    given = {"plants": PLANTS, "overrides": TAU + hybrid + strategy, "dump_dir": dump_dir}
-    found, *_ = four_ranks.run("spikes.localize_planted", **given)
-    (event,) = read_events(dump_dir)
+    event, found = check_planted(four_ranks, dump_dir, PLANTS, TAU + hybrid + strategy)
     assert event["step"]["dp_size"] == 4
-    check_oracle(event, found)
     check_consequence(event, found, 0.002)
 
 

@@ -3,10 +3,21 @@
 
 import pytest
 
+from tests.world.events import read_events
+
 ACTOR = "actor_rollout_ref.actor"
 TAU = f"{ACTOR}.grad_norm_threshold=640"
 PLANTS = [(2, 3, -1e4), (11, 5, -8e3)]
 MODES = pytest.mark.parametrize("mode", ["mask", pytest.param("observe", marks=pytest.mark.slow)])
+
+
+def check_planted(world, dump_dir, plants, overrides, answered=None, **within):
+    """Plant and update once; returns the event, held against the oracle as below, and what the scenario found."""
+    given = {"plants": plants, "overrides": overrides, "dump_dir": dump_dir, "answered": answered}
+    found, *_ = world.run("spikes.localize_planted", **given)
+    (event,) = read_events(dump_dir)
+    check_oracle(event, found, **within)
+    return event, found
 
 
 def check_oracle(event, found, share=1e-3, norm=1e-3, before=1e-4, after=2e-3, closure=0.05):

@@ -3,8 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, PLANTS, TAU, check_oracle, check_training
-from tests.world.events import read_events
+from tests.adapters.verl07.layouts.checks import ACTOR, PLANTS, TAU, check_planted, check_training
 
 QWEN, MIXTRAL = ["experts=qwen3_moe"], ["experts=mixtral", f"{ACTOR}.strategy=fsdp"]
 
@@ -14,9 +13,7 @@ QWEN, MIXTRAL = ["experts=qwen3_moe"], ["experts=mixtral", f"{ACTOR}.strategy=fs
 )
 def test_the_planted_culprits_are_the_oracles_and_the_whole_gradient_is_the_tokens(world, dump_dir, layout):
     """Their forward computes the balancing loss, too; verl takes the logits alone, so it is no part of the step."""
-    found, _ = world.run("spikes.localize_planted", plants=PLANTS, overrides=[TAU, *layout], dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
-    check_oracle(event, found, closure=2e-3)
+    check_planted(world, dump_dir, PLANTS, [TAU, *layout], closure=2e-3)
 
 
 @pytest.mark.parametrize(("layout", "mode"), [(MIXTRAL, "mask"), pytest.param(QWEN, "observe", marks=pytest.mark.slow)])

@@ -8,8 +8,7 @@ import os
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_oracle, check_training
-from tests.world.events import read_events
+from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
 
 MODEL = "actor_rollout_ref.model"
 BF16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
@@ -50,11 +49,9 @@ class UnderKernels:
     "name", ["fused, FSDP1, bf16", *(pytest.param(name, marks=marks(name)) for name in list(LAYOUTS)[1:])]
 )
 def test_the_planted_culprits_are_the_oracles(world, dump_dir, name):
-    given = {"plants": PLANTS, "overrides": [TAU, *LAYOUTS[name]], "dump_dir": dump_dir}
-    found, _ = UnderKernels(world, name).run("spikes.localize_planted", **given)
-    (event,) = read_events(dump_dir)
     half = {"share": 0.03, "norm": 0.03, "before": None, "after": 0.05, "closure": 0.2}
-    check_oracle(event, found, **(half if "bf16" in name else {"share": 2e-3, "closure": 0.01}))
+    within = half if "bf16" in name else {"share": 2e-3, "closure": 0.01}
+    event, _ = check_planted(UnderKernels(world, name), dump_dir, PLANTS, [TAU, *LAYOUTS[name]], **within)
     assert event["shares"]["is_trusted"]
 
 

@@ -4,19 +4,15 @@
 import json
 from pathlib import Path
 
-from tests.adapters.verl07.layouts.checks import MODES, TAU, check_oracle, check_training
-from tests.world.events import read_events
+from tests.adapters.verl07.layouts.checks import MODES, TAU, check_planted, check_training
 
 ANSWERED = (3, 6)
 
 
 def test_a_culprit_is_placed_in_its_turn_and_a_tools_answer_is_none(world, dump_dir):
     """The answer's own advantages are a million, and its old log-probs are -30."""
-    given = {"plants": [(12, 8, -1e4), (6, 1, 2e3)], "overrides": [TAU], "answered": ANSWERED}
-    found, _ = world.run("spikes.localize_planted", dump_dir=dump_dir, **given)
-    (event,) = read_events(dump_dir)
+    event, _ = check_planted(world, dump_dir, [(12, 8, -1e4), (6, 1, 2e3)], [TAU], answered=ANSWERED)
     named = {(c["row"], c["positions"][0]): c for c in event["culprits"]}
-    check_oracle(event, found)
     assert named[12, 8]["turn"] == {"number": 2, "num_turns": 2, "num_before": 3}
     assert named[6, 1]["turn"] == {"number": 1, "num_turns": 2, "num_before": 0}
     assert "in turn 2 " in event["verdict"]

@@ -3,8 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_oracle, check_training
-from tests.world.events import read_events
+from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
 
 ULYSSES = ["actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
 
@@ -12,10 +11,8 @@ ULYSSES = ["actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.ulysses_
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_shares_and_certificate_are_the_oracles(four_ranks, dump_dir, strategy):
     settings = [TAU, *ULYSSES, f"{ACTOR}.strategy={strategy}", f"{ACTOR}.entropy_coeff=0.05"]
-    found, *_ = four_ranks.run("spikes.localize_planted", plants=PLANTS, overrides=settings, dump_dir=dump_dir)
-    (event,) = read_events(dump_dir)
+    event, _ = check_planted(four_ranks, dump_dir, PLANTS, settings, share=2e-3, closure=0.01)
     assert event["step"]["sp_size"] == 2 and event["step"]["dp_size"] == 2
-    check_oracle(event, found, share=2e-3, closure=0.01)
 
 
 @MODES
