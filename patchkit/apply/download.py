@@ -36,7 +36,8 @@ def fetch(url: str, limit: int, size: int | None = None) -> bytes:
         except (OSError, http.client.HTTPException, _Transient) as error:
             if attempt == ATTEMPTS or time.monotonic() > ends:
                 what, cause = f"{url} could not be read, in {attempt} attempts", "No network, a proxy or the server."
-                raise DownloadError("net-failed", what, cause, _BY_HAND, found=_said(error)) from error
+                found = str(error)[:200] or type(error).__name__
+                raise DownloadError("net-failed", what, cause, _BY_HAND, found=found) from error
             wait_s = getattr(error, "wait_s", None) or float(attempt)
             time.sleep(min(wait_s, max(0.0, ends - time.monotonic())))
     if size is not None and len(data) != size:
@@ -120,10 +121,3 @@ def _body(response: Any, url: str, limit: int, ends: float) -> bytes:
     if announced.isdigit() and int(announced) != len(body):
         raise _Transient(f"{len(body)} of {announced} bytes arrived")
     return bytes(body)
-
-
-def _said(error: BaseException) -> str:
-    """What happened, without the library's nesting."""
-    while not isinstance(error, _Transient) and (error.__cause__ or error.__context__):
-        error = error.__cause__ or error.__context__ or error
-    return str(error)[:200] or type(error).__name__

@@ -79,7 +79,7 @@ def judge(file: FilePatch, place: Path) -> tuple[str, str]:
             if shift:
                 moved.append(f"hunk {number} by {shift:+d} lines" + (f" ({len(places)} places)" if places[1:] else ""))
         else:
-            said.append(f"hunk {number} " + _mismatch(hunk, lines, start + shift))
+            said.append(f"hunk {number}, at about line {start + shift + 1}")
     return ("conflict", "; ".join(said + moved)) if said else ("moved", ", ".join(moved)) if moved else ("fits", "")
 
 
@@ -87,13 +87,3 @@ def _places(hunk: Hunk, lines: list[str]) -> list[int]:
     """Where the hunk's old lines stand, all of them, counted from 0."""
     count, old = len(hunk.old), list(hunk.old)
     return [at for at in range(len(lines) - count + 1) if lines[at] == old[0] and lines[at : at + count] == old]
-
-
-def _mismatch(hunk: Hunk, lines: list[str], start: int) -> str:
-    """Says where the hunk stops to fit, at the place where most of its lines stand near ``start``."""
-    near = range(max(0, start - 200), min(len(lines), start + 200) + 1)
-    fits = {at: sum(a == b for a, b in zip(hunk.old, lines[at:], strict=False)) for at in near}
-    at = max(near, key=lambda at: (fits[at], -abs(at - start)))
-    index = next((i for i, line in enumerate(hunk.old) if lines[at + i : at + i + 1] != [line]), 0)
-    found = (lines[at + index : at + index + 1] or ["the file's end"])[0].strip()[:50]
-    return f"at line {at + index + 1}: expects {hunk.old[index].strip()[:50]!r}, there is {found!r}"
