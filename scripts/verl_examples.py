@@ -28,7 +28,7 @@ REASONS = {
     "VeOmni's engine": rf"{_SETS}veomni",
     "automodel's engine": rf"{_SETS}automodel",
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
-    "distillation's loss (`distillation.enabled`)": r"distillation\.enabled=true",
+    "distillation's losses on logits (`loss_mode=forward_kl_topk`)": r"distillation_loss\.loss_mode=forward_kl_topk",
     "the prefix grouper's forward (`use_prefix_grouper`)": r"use_prefix_grouper=true",
     "activation offload (`enable_activation_offload`)": r"enable_activation_offload=true",
 }

@@ -26,11 +26,15 @@ class BatchView:
     row. A sequence may fetch a row when it is first asked for."""
     is_critics: bool = False
     """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""
+    is_distilled: bool = False
+    """Whether the loss is distillation's alone: ``teacher_log_probs`` (R, T) is there, too."""
 
     def signal(self) -> tuple[str, torch.Tensor]:
         """What the loss pulls a token with: its name, and (R, T)."""
         if self.is_critics:
             return "value_error", self.tensors["returns"] - self.tensors["values"]
+        if self.is_distilled:
+            return "teacher_gap", self.tensors["teacher_log_probs"] - self.tensors["old_log_probs"]
         return "advantage", self.tensors["advantages"]
 
 
@@ -43,7 +47,8 @@ def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, fl
 
     Returns:
         The median |advantage| and coefficient of tokens whose is not zero, the median number of response tokens of a
-        row, and that of all rows together. Of a critic, |return - value| in the advantage's place.
+        row, and that of all rows together. In the advantage's place of a critic |return - value|, under distillation
+        how far the teacher's log-prob is from the old one.
     """
     mask = batch.tensors["response_mask"].bool()
     known = sorted(value for value in coefficients if value > 0)

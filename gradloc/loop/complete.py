@@ -49,6 +49,7 @@ BUNDLE_KEYS = (
     "ref_log_prob",
     "rollout_log_probs",
     "rollout_is_weights",
+    "teacher_log_probs",
     "lopti_mask",
     "num_items_in_batch",
 )
@@ -66,6 +67,11 @@ _COLUMNS = {
 """Further ones, and the batch's tensors (R, T) that they come from."""
 _CRITICS_COLUMNS = {"response_mask": "response_mask", "advantage": "advantages", "value_target": "returns"}
 """Those that say something of a critic's gradient."""
+_DISTILLED_COLUMNS = {
+    **{name: key for name, key in _COLUMNS.items() if name not in ("advantage", "ref_log_prob")},
+    "teacher_log_prob": "teacher_log_probs",
+}
+"""Likewise where distillation is the whole loss."""
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _PLACEHOLDERS = 8
 """More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
@@ -244,7 +250,7 @@ class _Texts:
 
 def _columns(batch: BatchView) -> dict[str, torch.Tensor]:
     """The batch's tensors (R, T) by the record's fields: those that there are, and that concern this model."""
-    names = _CRITICS_COLUMNS if batch.is_critics else _COLUMNS
+    names = _CRITICS_COLUMNS if batch.is_critics else _DISTILLED_COLUMNS if batch.is_distilled else _COLUMNS
     return {name: batch.tensors[key] for name, key in names.items() if key in batch.tensors.keys()}
 
 
@@ -321,6 +327,7 @@ def _complete_culprit(culprit: Culprit, batch: BatchView, texts: _Texts) -> Culp
         reward=_reward(tensors, row),
         advantage=at.get("advantage"),
         value_target=at.get("value_target"),
+        teacher_log_prob=at.get("teacher_log_prob"),
         old_log_prob_stored=stored,
         rollout_log_prob=rollout,
         ref_log_prob=at.get("ref_log_prob"),

@@ -41,6 +41,8 @@ class Sequence:
     """The critic's; null where the event is the actor's, as the next one."""
     value_target: tuple[float, ...] | None = optional()
     """The returns."""
+    teacher_log_prob: tuple[float, ...] | None = optional()
+    """Where distillation is the whole loss."""
     pictures: tuple[str, ...] | None = optional()
     """PNG files in the event's folder, in the order of the prompt; null for text, and when the run keeps no text."""
     pictures_note: str | None = optional()

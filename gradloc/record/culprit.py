@@ -18,6 +18,7 @@ CAUSES = (
     "entropy_term",
     "is_weight",
     "value_outlier",
+    "teacher_gap",
     "non_finite",
     "spurious_token",
     "not_sampled",
@@ -178,6 +179,8 @@ class Culprit:
     """Before the update."""
     value_target: float | None = optional()
     """The return that the value is fitted to."""
+    teacher_log_prob: float | None = optional()
+    """The teacher's, where distillation is the whole loss; no advantage is then part of it."""
     turn: Turn | None = optional()
     """The one that the span begins in; null where the response has a single one."""
 

@@ -143,6 +143,8 @@ class BatchStatistics:
     """Root sum of squares of d loss / d entropy over that of d loss / d log_prob, over all tokens."""
     value_error: float | None = optional()
     """Of a critic: median |return - value before the update| over the response tokens."""
+    teacher_gap: float | None = optional()
+    """Under distillation: the same of the teacher's log-prob less the student's before the update."""
     kl_over_policy: float | None = optional()
     """The same of the KL term's part over the rest."""
 
@@ -186,3 +188,8 @@ class Event:
     lower bound on how far such a step moves the policy (arXiv 2605.19425)."""
     folder: str | None = None
     """Folder with batch.safetensors, meta.json and sequences.json, relative to events.jsonl."""
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether distillation is the whole loss: no reward or advantage is part of it."""
+        return self.batch.teacher_gap is not None

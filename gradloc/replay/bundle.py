@@ -18,9 +18,9 @@ from ..record.reading import read
 
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
 _SHORT = ("responses", "response_mask", "old_log_probs", "advantages")  # (R, T)
-_OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights")  # (R, T)
+_OPTIONAL = ("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "teacher_log_probs")  # (R, T)
 _INTEGERS = (*_LONG, "responses")
-_LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
+_LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "teacher_log_probs")
 
 
 class ReplayError(Exception):
@@ -132,6 +132,8 @@ def _check_tensors(tensors: dict[str, torch.Tensor], meta: BundleMeta) -> None:
         needed.append("ref_log_prob")
     if (meta.actor.get("policy_loss") or {}).get("loss_mode") == "bypass_mode":
         needed.append("rollout_log_probs")
+    if meta.actor.get("distillation_loss"):
+        needed.append("teacher_log_probs")
     for name in needed:
         if name not in tensors:
             raise ReplayError(f"batch.safetensors has no tensor {name}.")

@@ -93,6 +93,11 @@ ACTIONS = {
         "Do not divide advantages by the group's standard deviation, which can be tiny.",
         "algorithm.norm_adv_by_std_in_grpo=false",
     ),
+    "clamp_teacher": Action(
+        "Bound what one token's distance from the teacher counts.",
+        "",
+        "distillation.distillation_loss.loss_max_clamp=2.0",
+    ),
     "bound_value": Action("Bound how far a value may move in one update.", "critic.cliprange_value=0.2"),
     "critic_first": Action("Train the critic alone at first.", "trainer.critic_warmup=20"),
     # ---- rollouts and data
@@ -142,6 +147,13 @@ ACTIONS = {
     ),
 }
 """By a name of our own, which the other tables here use."""
+
+
+OF_REWARDS = {
+    *("reweight", "lopti", "mean_only", "pay_entropy", "no_entropy", "kl_mse", "less_kl", "use_kl", "plain_loss"),
+    *("dual_clip", "clip_high", "clip_higher", "gspo", "kl_cov", "clip_tokens", "clip_sequences", "weigh_tokens"),
+}
+"""Of these, settings of the loss on rewards: they do nothing where distillation is the whole loss."""
 
 
 def verl_of(trainer: str | None) -> str | None:

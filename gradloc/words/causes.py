@@ -5,7 +5,7 @@ A token's gradient is a product: its loss weight, times |advantage|, times the i
 correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own
 coefficients. Each factor is compared with what is typical in the batch; the one that is furthest above is the cause,
 unless the entropy term outweighs them all. A critic's gradient has two factors: how far the value is from the return,
-and the value's own gradient.
+and the value's own gradient. Under distillation, how far the teacher's log-prob is stands where the advantage stands.
 
 If no sampling can have given the log-prob that came with the rollout, every factor that rests on a log-prob is an
 effect: the token was inserted or retokenized, or the row's log-probs are shifted.
@@ -35,9 +35,17 @@ _SHIFTED = 5.0  # times closer to the neighbours' log-probs than to a row's own
 _LEAST_PAIRS = 5
 _EFFECTS_OF_LOG_PROBS = (
     *("token_mismatch", "sequence_mismatch", "is_weight", "low_probability", "spurious_token", "large_jacobian"),
-    *("non_finite", "unknown"),
+    *("teacher_gap", "non_finite", "unknown"),
 )
 """What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
+_LABELS = {
+    "advantage": "extreme_advantage",
+    "gap": "teacher_gap",
+    "kl": "kl_term",
+    "error": "value_outlier",
+    "jacobian": "large_jacobian",
+}
+"""What a factor's cause is called, where not like the factor."""
 GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
 """Estimators of an advantage from a group's rewards, and what they are called."""
 
@@ -78,12 +86,15 @@ def classify(
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     coefficients, norm = culprit.coefficients, culprit.grad_norm
     coefficient, is_critics = coefficients.log_prob, culprit.value is not None
+    is_distilled = culprit.teacher_log_prob is not None
+    output, pull = culprit.log_prob, culprit.advantage
+    numbers: dict[str, float | None] = {"log_prob": output, "advantage": pull, "coefficient": coefficient}
     if is_critics:
         output, pull = culprit.value, culprit.value_target
-        numbers: dict[str, float | None] = {"value": output, "value_target": pull, "coefficient": coefficient}
-    else:
-        output, pull = culprit.log_prob, culprit.advantage
-        numbers = {"log_prob": output, "advantage": pull, "coefficient": coefficient}
+        numbers = {"value": output, "value_target": pull, "coefficient": coefficient}
+    elif is_distilled:
+        pull = culprit.teacher_log_prob
+        numbers = {"log_prob": output, "teacher_log_prob": pull, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
         ("non_finite", [coefficient, pull]),
@@ -93,14 +104,15 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
             return Cause(label, numbers)
     jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
     excess = {"jacobian": _over(jacobian, batch.jacobian)}
+    distance = None if output is None or pull is None else pull - output
     if is_critics:
-        error = None if output is None or pull is None else pull - output
-        excess = {"error": _over(error, batch.value_error), **excess}
+        excess = {"error": _over(distance, batch.value_error), **excess}
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)
     kl, weight = coefficients.kl or 0.0, abs(culprit.loss_weight or 0.0)
+    pulled = _over(distance, batch.teacher_gap) if is_distilled else _over(pull, batch.advantage)
     excess = {
-        "advantage": _over(culprit.advantage, batch.advantage),
+        "gap" if is_distilled else "advantage": pulled,
         "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
         "is_weight": _over(culprit.is_weight, 1.0),
         **excess,
@@ -138,8 +150,7 @@ def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], n
         predicted = (1 - math.exp(min(culprit.log_prob or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
         numbers["jacobian_predicted_by_probability"] = predicted
         return "low_probability" if excess[name] <= NOTABLE * predicted else "large_jacobian"
-    labels = {"advantage": "extreme_advantage", "kl": "kl_term", "error": "value_outlier", "jacobian": "large_jacobian"}
-    return labels.get(name, name)
+    return _LABELS.get(name, name)
 
 
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:

@@ -90,6 +90,7 @@ class Evidence:
         event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
+        advantage, teacher = number(first.advantage, 3), number(first.teacher_log_prob, 3)
         probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
         numbers = {
             "reward": first.reward,
@@ -101,9 +102,10 @@ class Evidence:
             "weight": first.is_weight,
             "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
             "scale": self.number("coefficient_over_typical"),
-            "over_run": self.number("advantage_over_run"),
+            "over_run": self.number("advantage_over_run") or self.number("teacher_gap_over_run"),
             "value": first.value,
             "target": first.value_target,
+            "teacher": first.teacher_log_prob,
             "threshold": certificate.threshold,
         }
         return {name: number(value, 3) for name, value in numbers.items()} | {
@@ -120,6 +122,8 @@ class Evidence:
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),
+            "pull": "distance from the teacher" if event.is_distilled else "advantage",
+            "Pull": f"The teacher's ({teacher})" if event.is_distilled else f"Advantage ({advantage})",
         }
 
 

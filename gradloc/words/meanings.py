@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from ..record import Culprit, Event
-from .advice import actions_of
+from .advice import OF_REWARDS, actions_of
 from .causes import GROUPED
 from .culprits import leader
 from .numbers import number
@@ -28,10 +28,12 @@ class Meaning:
     actions: tuple[str, ...]
     """By name, the likeliest to help first."""
 
-    def advice(self, trainer: str | None, strategy: str = "") -> list[tuple[str, str]]:
-        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy."""
+    def advice(self, trainer: str | None, strategy: str = "", is_distilled: bool = False) -> list[tuple[str, str]]:
+        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy;
+        ``is_distilled``: without what is about rewards."""
         more = "more_probes" if strategy == "bisect" else "more_steps"  # bisection alone counts probes
-        return actions_of([more if name == "more_steps" else name for name in self.actions], trainer)
+        names = [name for name in self.actions if not is_distilled or name not in OF_REWARDS]
+        return actions_of([more if name == "more_steps" else name for name in names], trainer)
 
 
 MEANINGS = {
@@ -85,6 +87,11 @@ MEANINGS = {
         "The value is far from the return",
         "The critic predicted something else than what came; its gradient is proportional to the difference.",
         ("mask_critic", "keep_rollouts", "bound_value", "critic_first", "clip_critic"),
+    ),
+    "teacher_gap": Meaning(
+        "Student and teacher disagree about a token",
+        "The teacher's log-prob of this token is far from the student's, and distillation's gradient grows with that.",
+        ("mask", "clamp_teacher", "keep_rollouts"),
     ),
     "non_finite": Meaning(
         "A loss without a finite gradient",

@@ -4,13 +4,14 @@
 A rule says why it follows and what would show that it was right. Pure, standard library only.
 """
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..record import Event
-from .advice import ACTIONS, in_force, is_trl, lines_of
+from .advice import ACTIONS, OF_REWARDS, in_force, is_trl, lines_of
 from .causes import APART, NOTABLE
 from .evidence import Evidence
 from .meanings import group
@@ -115,10 +116,17 @@ RULES = (
         "The advantages are back at their usual size.",
     ),
     Rule(
+        "The whole batch is scaled, and so is its distance from the teacher",
+        lambda at: at.label == "batch_scale" and (at.number("teacher_gap_over_run") or 0.0) >= NOTABLE,
+        ("clamp_teacher", "skip", "clip"),
+        "No token stands out: student and teacher are {over_run} times as far apart as usual.",
+        "actor/distillation/abs_loss is back at its usual size.",
+    ),
+    Rule(
         "The whole batch is scaled, but not its advantages",
         _is("batch_scale"),
         ("skip", "clip"),
-        "No token stands out: the typical token weighs {scale} times as much as usual, and not by its advantage.",
+        "No token stands out: the typical token weighs {scale} times as much as usual, and not by its {pull}.",
         "The typical token weighs as much as before.",
         "Look at what scales the loss: loss_agg_mode, the ratios. Meanwhile skip such steps.",
     ),
@@ -156,6 +164,13 @@ RULES = (
         ("bound_value", "mask_critic", "clip_critic"),
         "The critic said {value}, the return is {target}.",
         "The value loss falls again, and the critic has no further spike.",
+    ),
+    Rule(
+        "Student and teacher disagree about the token",
+        _is("teacher_gap"),
+        ("clamp_teacher", "mask", "keep_rollouts"),
+        "The teacher's log-prob is {teacher}, the student's {now} now.",
+        "actor/distillation/abs_loss falls, and no further event has this cause.",
     ),
     Rule(
         "Undecided, since the search ran out",
@@ -228,10 +243,18 @@ RULES = (
         "The saved rollout shows whether its reward is as large.",
     ),
     Rule(
+        "The teacher's log-prob is not finite",
+        lambda at: at.label == "non_finite" and not math.isfinite(at.first.teacher_log_prob or 0.0),
+        ("keep_rollouts", "mask"),
+        "The teacher's log-prob of this token is {teacher}.",
+        "All further norms are finite.",
+        "Look at what the teacher's server answers for such a response. Save the rollouts, to ask it again.",
+    ),
+    Rule(
         "A loss without a finite gradient, from a finite advantage",
         _is("non_finite"),
         ("kl_mse", "dual_clip", "fp32"),
-        "Advantage ({advantage}) and log-prob ({now}) are finite, the gradient is not: an exponential overflows.",
+        "{Pull} and log-prob ({now}) are finite, the gradient is not: an exponential overflows.",
         "All further norms are finite.",
     ),
     Rule(
@@ -265,6 +288,14 @@ RULES = (
         "actor/ppo_kl falls, and no further event has this cause.",
     ),
     Rule(
+        "Low probability, under distillation",
+        lambda at: at.label == "low_probability" and at.event.is_distilled,
+        ("less_tail", "clamp_teacher", "mask"),
+        "Its probability is {probability}: unlikely tokens have the largest gradients. Student and teacher are no "
+        "further apart than usual.",
+        "Events with a low probability become rare.",
+    ),
+    Rule(
         "Low probability and a negative advantage",
         lambda at: at.label == "low_probability" and (at.first.advantage or 0.0) < 0,
         ("reweight", "lopti", "less_tail"),
@@ -289,7 +320,7 @@ RULES = (
         "The model is extremely sensitive there",
         _is("large_jacobian"),
         ("mask", "smaller_steps", "clip"),
-        "Neither advantage nor ratio is odd: the gradient of the log-prob alone is {odd}.",
+        "Neither {pull} nor ratio is odd: the gradient of the log-prob alone is {odd}.",
         "No further event has this cause.",
     ),
     Rule(
@@ -342,7 +373,7 @@ def _lines(name: str, evidence: Evidence) -> dict[str, str]:
     """An action's config lines; empty where the run has it already, or where it cannot help."""
     event = evidence.event
     trainer, requested = event.run.trainer, event.action.requested
-    if name in (requested, f"{requested}_critic"):
+    if name in (requested, f"{requested}_critic") or (event.is_distilled and name in OF_REWARDS):
         return {}
     if name == "mean_only" and event.run.estimator not in (None, "grpo"):  # which divides by nothing
         return {}

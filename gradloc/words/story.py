@@ -26,6 +26,7 @@ ODD = {
     "kl_term": ("kl_over_typical", "its force is "),
     "is_weight": ("is_weight_over_typical", ""),
     "value_outlier": ("error_over_typical", "the value is off by "),
+    "teacher_gap": ("gap_over_typical", "the log-probs are apart by "),
 }
 """The number that makes each cause a cause, and what it is a number of where the cause's title does not say."""
 _TRIGGERS = {

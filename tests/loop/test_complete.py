@@ -187,6 +187,15 @@ def test_a_critic_s_culprit_has_its_target_and_no_log_probs():
     assert event.batch.value_error == 5.0 and event.batch.one_minus_prob == 0.0
 
 
+def test_a_distilled_culprit_has_the_teachers_log_prob_and_no_advantage():
+    old = batch_of().tensors["old_log_probs"]
+    batch = replace(batch_of(teacher_log_probs=old - 2.0), is_distilled=True)
+    found, event = one(batch), completed(batch, CULPRIT)
+    assert found.teacher_log_prob == pytest.approx(found.old_log_prob_stored - 2.0) and found.advantage is None
+    assert event.is_distilled and event.batch.teacher_gap == pytest.approx(2.0) and event.batch.advantage == 0.0
+    assert not completed(batch_of(), CULPRIT).is_distilled
+
+
 # ---- the batch, and what is the step's own
 
 

@@ -301,8 +301,8 @@ def test_the_first_module_that_is_not_finite_is_named_where_it_is_the_model_s(ma
 
 
 def test_every_cause_is_in_the_matrix():
-    # The critic's has a test of its own, below; replicas take several ranks, see tests/adapters.
-    assert {cause for _, cause in CASES.values()} | {"value_outlier", "replicas_differ"} == set(CAUSES)
+    # The critic's and the teacher's have tests of their own, below; replicas take several ranks, see tests/adapters.
+    assert {cause for _, cause in CASES.values()} | {"value_outlier", "teacher_gap", "replicas_differ"} == set(CAUSES)
 
 
 SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
@@ -349,3 +349,19 @@ def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradie
     assert cause(value=float("nan")).label == "non_finite_forward"
     assert cause(value_target=float("inf")).label == "non_finite"
     assert cause(grad_norm=float("inf")).label == "non_finite_backward"
+
+
+def test_a_distilled_culprit_is_explained_by_its_distance_from_the_teacher_and_by_no_advantage():
+    typical = BatchStatistics(advantage=0.1, teacher_gap=0.5, jacobian=1.0)
+
+    def cause(**changed):
+        given = dict(log_prob=-1.0, teacher_log_prob=-1.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
+        return classify(Culprit(**{**given, **changed}), typical)
+
+    assert cause().label == cause(log_prob=None).label == "unknown"
+    far = cause(teacher_log_prob=-21.0)
+    assert far.label == "teacher_gap" and far.numbers["gap_over_typical"] == pytest.approx(40)
+    assert "advantage" not in far.numbers and "advantage_over_typical" not in far.numbers
+    assert cause(teacher_log_prob=-21.0, old_log_prob_used=-9.0).label == "token_mismatch", "the ratio is further off"
+    assert cause(teacher_log_prob=float("-inf")).label == "non_finite"
+    assert cause(rollout_log_prob=0.0, log_prob=-12.0).label == "not_sampled"

@@ -9,6 +9,7 @@ import pytest
 
 from gradloc.record import Action, Consequence, Event
 from gradloc.words.evidence import Evidence
+from gradloc.words.meanings import MEANINGS
 from gradloc.words.next_step import RULES, next_step
 from gradloc.words.story import lede
 from tests import words
@@ -43,6 +44,8 @@ def missed(**search) -> Event:
 
 
 MOVED = {"log_prob": -1.0, "old_log_prob_used": -6.0, "old_log_prob_stored": -6.0, "rollout_log_prob": -6.0}
+TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
+DISTILLED = {"teacher_gap": 0.1}
 SEEN = {
     "A rehearsal: the step was asked for": event(trigger={"kind": "forced"}),
     "Weights that are not finite": beside("non_finite_weights", parameters=2),
@@ -51,6 +54,9 @@ SEEN = {
     "It did not come back when run again (hardware)": beside("transient"),
     "A gradient that is not the tokens'": beside("not_tokens"),
     "The whole batch is scaled, and so are its advantages": beside("batch_scale", advantage_over_run=1e4),
+    "The whole batch is scaled, and so is its distance from the teacher": beside(
+        "batch_scale", teacher_gap_over_run=1e4
+    ),
     "The whole batch is scaled, but not its advantages": beside("batch_scale", advantage_over_run=1.1),
     "The entropy term": beside("entropy_term", entropy_term_over_policy=61.3),
     "The KL term": event(label="kl_term"),
@@ -60,6 +66,7 @@ SEEN = {
         first_not_finite={"module": "model.norm", "way": "backward", "before": {"lm_head": 3e38}},
     ),
     "The critic's value is far from the return": event(label="value_outlier", model="critic"),
+    "Student and teacher disagree about the token": event(TAUGHT, "teacher_gap"),
     "Undecided, since the search ran out": certified("undecided", status="budget_exhausted"),
     "More culprits than may be named": certified("not_explained", num_more=3),
     "The rest still spikes": certified("not_explained"),
@@ -75,6 +82,7 @@ SEEN = {
     "The reward is odd against its siblings'": event({"reward": 90.0, "siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd though the reward is not (the estimator)": event({"siblings": [sibling(1.0), sibling(0.0)]}),
     "The advantage is odd, and nothing is known of its siblings": event(),
+    "The teacher's log-prob is not finite": event({"teacher_log_prob": float("nan")}, "non_finite"),
     "A loss without a finite gradient, from a finite advantage": event(label="non_finite"),
     "The weight of the rollout correction": event({"is_weight": 40.0}, "is_weight"),
     "The ratio: trainer and rollout engine disagree": event(
@@ -83,6 +91,7 @@ SEEN = {
     ),
     "The ratio, at the step's first update": event(MOVED, "token_mismatch"),
     "The ratio: the policy has moved (staleness)": event(MOVED, "token_mismatch", step={"mini_batch": 1}),
+    "Low probability, under distillation": event(TAUGHT, "low_probability", batch=DISTILLED),
     "Low probability and a negative advantage": event({"advantage": -1.0, "log_prob": -9.0}, "low_probability"),
     "Low probability, rewarded": event({"log_prob": -9.0}, "spurious_token"),
     "Some layers explode while others stay calm": event(label="layer_heterogeneity"),
@@ -120,6 +129,17 @@ def test_a_run_without_a_kl_loss_is_not_told_to_change_its_estimator():
     found = SEEN["A loss without a finite gradient, from a finite advantage"]
     assert next_step(found).lines == {"": "actor_rollout_ref.actor.kl_loss_type=mse"}
     assert next_step(found, {"use_kl_loss": False}).lines == {"": "actor_rollout_ref.actor.clip_ratio_c=2.0"}
+
+
+def test_a_distilled_run_is_not_told_of_rewards():
+    found = event(TAUGHT, "large_jacobian", batch=DISTILLED)
+    assert next_step(found).why.startswith("Neither distance from the teacher nor ratio is odd")
+    moved = event({**TAUGHT, **MOVED}, "token_mismatch", step={"mini_batch": 1}, batch=DISTILLED)
+    assert next_step(moved).lines == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
+    once = next_step(moved, {"ppo_epochs": 1})
+    assert once.lines == {"": "actor_rollout_ref.actor.gradloc.action.mode=mask"}, "its ratio has clips of its own"
+    told = [line for _, line in MEANINGS["low_probability"].advice("verl 0.9.1", is_distilled=True)]
+    assert len(told) == 3 and not any("reweighting" in line or "lopti" in line for line in told)
 
 
 def test_a_probability_is_said_as_it_was():

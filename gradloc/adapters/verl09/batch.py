@@ -13,6 +13,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
 
 from ...keys import SEQUENCE_KEY
 from ...loop.batch import BatchView
@@ -24,6 +25,7 @@ _BRIEF = ("response_mask", "advantages")
 _PER_TOKEN = (*_BRIEF, "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
 _PER_TOKEN += (STAGE_MASK_KEY,)
 _OF_CRITIC = ("values", "returns")
+_TEACHER = "teacher_logprobs"
 _LABELS = ("uid", "data_source", "index")
 
 
@@ -40,13 +42,14 @@ def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
         batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
 
 
-def view_of(batch: Any, is_critics: bool = False) -> BatchView:
-    """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns."""
+def view_of(batch: Any, is_critics: bool = False, is_distilled: bool = False) -> BatchView:
+    """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns, where distillation is the
+    actor's loss with the teacher's log-probs."""
     per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
 
     @cache
     def whole() -> tuple[dict[str, torch.Tensor], dict[str, Sequence[Any]]]:
-        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS])
+        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *[_TEACHER] * is_distilled])
         return _tensors(rows, per_token), _labels(batch, rows)
 
     @cache
@@ -54,7 +57,7 @@ def view_of(batch: Any, is_critics: bool = False) -> BatchView:
         rows = fetch(batch, _BRIEF)
         return {name: padded(rows[name]) for name in _BRIEF}
 
-    return BatchView(_Lazy(lambda: whole()[0], brief), _Lazy(lambda: whole()[1]), is_critics)
+    return BatchView(_Lazy(lambda: whole()[0], brief), _Lazy(lambda: whole()[1]), is_critics, is_distilled)
 
 
 class _Lazy(Mapping[str, Any]):
@@ -90,6 +93,8 @@ def _tensors(rows: Any, per_token: Sequence[str]) -> dict[str, torch.Tensor]:
         "responses": input_ids[:, prompt_width:],
         **{name: padded(rows[name]) for name in per_token if name in rows.keys()},
     }
+    if _TEACHER in rows.keys():
+        tensors["teacher_log_probs"] = no_padding_2_padding(rows[_TEACHER], rows).squeeze(-1)
     if "rm_scores" in tensors:
         tensors["token_level_scores"] = tensors.pop("rm_scores")
     return tensors

@@ -39,8 +39,15 @@ _ENGINE = (
     only(f"{ACTOR}.use_prefix_grouper", False, "its forward is another one"),
     only(f"{ACTOR}.qat.enable", False, _NO_DERIVATIVE),
     only(f"{ACTOR}.fsdp_config.qat.enable", False, _NO_DERIVATIVE),
-    only("distillation.enabled", False, "its loss is another one"),
 )
+_ESTIMATORS = ("kl", "k1", "mse", "k2", "low_var_kl", "k3")  # the gradient of "abs" says nothing of the distance
+_LOSS = "distillation.distillation_loss"
+_OF_LOG_PROBS = (
+    Requirement(f"{_LOSS}.loss_mode", _ESTIMATORS, "k3", "one of k1, k2, k3", "top-k losses read logits"),
+    only(f"{_LOSS}.use_task_rewards", False, "no search was run on the sum of both losses"),
+)
+_DISTILLED = tuple(replace(need, only_with="distillation.enabled") for need in _OF_LOG_PROBS)
+_OF_REWARDS = only("distillation.enabled", False, "it is about the loss on rewards")
 _WHOLE_SEQUENCES = (
     WHOLE_SEQUENCES,
     replace(WHOLE_SEQUENCES, key=f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
@@ -55,10 +62,11 @@ _MEAN = Requirement(
 _IN_ORDER = only(f"{ACTOR}.shuffle", False, "the trainer must know which mini-batch a row is in")
 _NEEDS = {
     **needs.NEEDS,
-    _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, _IN_ORDER, *SEARCHABLE),
-    STABILIZE: (_FSDP_OR_MEGATRON, *_ENGINE, *_WHOLE_SEQUENCES),
-    LOPTI: (FSDP, *_ENGINE),
-    **dict.fromkeys((BUCKETS, QUARTILES), (FSDP, *_ENGINE, *_WHOLE_SEQUENCES, _MEAN)),
+    _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, *_DISTILLED, _IN_ORDER, *SEARCHABLE),
+    STABILIZE: (_FSDP_OR_MEGATRON, *_ENGINE, *_DISTILLED, *_WHOLE_SEQUENCES),
+    RATIO_CLIPS: (*needs.NEEDS[RATIO_CLIPS], _OF_REWARDS),
+    LOPTI: (FSDP, *_ENGINE, _OF_REWARDS),
+    **dict.fromkeys((BUCKETS, QUARTILES), (FSDP, *_ENGINE, _OF_REWARDS, *_WHOLE_SEQUENCES, _MEAN)),
     _FILTER: (_V1,),
 }
 _MEGATRON = f"{ACTOR}.megatron"

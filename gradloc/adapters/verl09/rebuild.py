@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.nn.functional import pad
 
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.config import HFModelConfig
+from verl.workers.config import DistillationConfig, DistillationLossConfig, HFModelConfig
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
@@ -41,8 +43,8 @@ from .touches import check_verl
 _PER_TOKEN = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
 _PER_TOKEN += ("rollout_log_probs", STAGE_MASK_KEY)
 _OURS = ("gradloc", "spike_detection", "grad_norm_threshold", "bisect_budget_steps", "bisect_dump_dir")
-_OURS += ("filter_loss_scaling",)
-"""Of the actor's config: no part of the loss."""
+_OURS += ("filter_loss_scaling", "distillation_loss")
+"""Of the actor's config: no part of verl's own."""
 
 
 class ReplayEngine(FSDPEngineWithLMHead):
@@ -85,10 +87,24 @@ class ReplayStep(Replayed, EngineStep):
 
 def _loss_of(bundle: Bundle, config: Any) -> partial:
     """The run's loss: with the weights of its clips, and of its stage."""
-    loss, clips = partial(ppo_loss, config=config), clips_of(bundle)
+    loss, clips, distilled = partial(ppo_loss, config=config), clips_of(bundle), _distillation_of(bundle)
+    if distilled is not None:
+        loss = partial(distillation_ppo_loss, config=config, distillation_config=distilled)
     if clips.weighs_tokens:
         loss = weighed(loss, TokenWeigher(clips), dict)
     return within_stage(loss) if STAGE_MASK_KEY in bundle.tensors else loss
+
+
+def _distillation_of(bundle: Bundle) -> DistillationConfig | None:
+    """The run's, as far as it is part of the loss; None where its loss was that on rewards."""
+    given = bundle.meta.actor.get("distillation_loss")
+    if given is None:
+        return None
+    try:
+        loss = DistillationLossConfig(**{name: value for name, value in given.items() if name != "_target_"})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ReplayError(f"meta.json: actor.distillation_loss: {error}") from error
+    return DistillationConfig(distillation_loss=loss)
 
 
 def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDict:
@@ -106,6 +122,9 @@ def _micro_batch(engine: ReplayEngine, bundle: Bundle, entry: Entry) -> TensorDi
             "loss_mask": row["response_mask"],
             ROW_KEY: torch.tensor([number]),
         }
+        if "teacher_log_probs" in tensors:
+            of_answer = tensors["teacher_log_probs"][number][is_answer]
+            row["teacher_logprobs"] = pad(of_answer, (len(row["prompts"]) - 1, 1)).unsqueeze(-1)
         for name, values in row.items():
             rows.setdefault(name, []).append(values)
     data = nested_rows(rows)
@@ -135,7 +154,7 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayEngine:
         check_verl("replay")
     except RuntimeError as error:
         raise ReplayError(str(error)) from error
-    clips_of(bundle)  # refused before anything is loaded
+    clips_of(bundle), _distillation_of(bundle)  # refused before anything is loaded
     config = _actor_config(bundle)
     dtype = PrecisionType.to_dtype((config.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16"))  # as verl's
     module = load(model_path, bundle, dtype)

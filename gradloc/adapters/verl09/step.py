@@ -155,7 +155,7 @@ class EngineStep(LossOfGiven):
         return loss if scaler is None else scaler.scale(loss)
 
     def has_kl_term(self) -> bool:
-        return bool(self._config.use_kl_loss)
+        return bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
 
     def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
         pack, entropy, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch).entropy, self.loss_function

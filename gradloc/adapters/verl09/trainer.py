@@ -45,7 +45,9 @@ class KVUpdate(Update):
         put(self.batch, {name: response_to_nested(values, rows) for name, values in tensors.items()})
 
     def view(self) -> BatchView:
-        return view_of(self.batch, is_critics=self.workers is _CRITIC)
+        is_critics = self.workers is _CRITIC
+        is_distilled = bool(OmegaConf.select(self.trainer.config, "distillation.enabled"))
+        return view_of(self.batch, is_critics, is_distilled and not is_critics)
 
     def watch(self) -> None:
         """Have the engines of the model's workers be ours, from the first time on."""

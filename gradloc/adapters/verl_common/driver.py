@@ -23,6 +23,8 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
         settings = _of_critic(settings)
     plain: Any = OmegaConf.to_container(trained, resolve=True)
     of_run: Any = OmegaConf.to_container(config)
+    if model == "actor" and OmegaConf.select(config, "distillation.enabled"):
+        plain["distillation_loss"] = OmegaConf.to_container(config.distillation.distillation_loss, resolve=True)
     names = config.trainer.project_name, config.trainer.experiment_name
     run = origin(Run(*names, model=path, estimator=_estimator(config.algorithm), rollouts=num_rollouts), of_run)
     epochs = trained.ppo_epochs

@@ -37,11 +37,12 @@ ODD_FACTS = {
     "is_weight": "rollout-correction weight",
     "entropy_term": "d loss / d entropy",
     "value_outlier": "return",
+    "teacher_gap": "teacher's log-prob",
     "non_finite": "d loss / d log-prob",
 }
 """Which fact of a culprit each cause is about."""
 ESSENTIAL = ("value", "return", "advantage", "ratio new / old", "log-prob", "entropy", "reward of the sequence")
-_AMONG_FACTS = ("value", "value_target", "coefficient")
+_AMONG_FACTS = ("value", "value_target", "teacher_log_prob", "coefficient")
 """Numbers of a cause that stand among the facts by another name."""
 _REPLAYED = {
     "none": "the step",
@@ -92,6 +93,7 @@ def _facts(culprit: Culprit) -> dict[str, str]:
         "return": culprit.value_target,
         "advantage": culprit.advantage,
         "log-prob": culprit.log_prob,
+        "teacher's log-prob": culprit.teacher_log_prob,
         "old log-prob, used": culprit.old_log_prob_used,
         "old log-prob, stored": culprit.old_log_prob_stored,
         "rollout log-prob": culprit.rollout_log_prob,

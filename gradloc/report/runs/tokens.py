@@ -37,6 +37,7 @@ LABELS = {
     "entropy": "entropy",
     "value": "value",
     "value_target": "return",
+    "teacher_log_prob": "log-prob, teacher",
 }
 Interval = tuple[int, int]
 """Positions [start, end)."""

@@ -36,6 +36,13 @@ MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
 PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
+DISTILLED = [
+    "distillation.enabled=true",
+    "distillation.n_gpus_per_node=2",
+    "distillation.nnodes=1",
+    "distillation.teacher_models.teacher_model.model_path=asked",
+    *(f"distillation.distillation_loss.{name}" for name in ("use_task_rewards=false", "loss_max_clamp=null")),
+]
 PER_TOKEN += ("rm_scores", "values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
 
 
@@ -206,6 +213,8 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
     length = int(tensors["attention_mask"].sum()) - NUM_PROMPT
     ids = tensors["input_ids"][: NUM_PROMPT + length]
     mask = tensors["response_mask"][:length]
+    taught = tensors["advantages"] - 4.5  # as far from what a student is like as the advantages say
+    teacher = torch.nn.functional.pad(taught[:length], (NUM_PROMPT - 1, 1))
     return {
         "prompts": ids[:NUM_PROMPT],
         "responses": ids[NUM_PROMPT:],
@@ -213,6 +222,7 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
         "position_ids": torch.arange(len(ids)).expand(*tensors["position_ids"].shape[:-1], len(ids)),
         "response_mask": mask,
         "loss_mask": mask,
+        "teacher_logprobs": teacher.unsqueeze(-1),
         **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
         **{name: values.reshape(-1) for name, values in tensors.items() if name.startswith("gradloc_")},
         **{name: values[index] for name, values in batch.non_tensor_batch.items()},
@@ -228,10 +238,13 @@ def make_trainer(
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.utils.config import omega_conf_to_dataclass
 
     config = kind.make_config(overrides, model_dir)
     own_folder(config)
-    worker = DetachActorWorker(config.actor_rollout_ref, role="actor")  # separate_async's; it adds to verl's own
+    taught = config.distillation if config.distillation.enabled else None
+    given = {"role": "actor", "distillation_config": taught}
+    worker = DetachActorWorker(config.actor_rollout_ref, **given)  # separate_async's; it adds to verl's own
     with for_one_model():
         worker.init_model()
     if getattr(worker.actor.engine, "scaler", None) is not None:
@@ -240,6 +253,7 @@ def make_trainer(
     trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
     trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
     trainer.global_steps = 0
+    trainer.distillation_config = None if taught is None else omega_conf_to_dataclass(taught)
     if hasattr(trainer, "gradloc"):
         trainer.gradloc.begin(tokenizer=Decoder())
     made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())

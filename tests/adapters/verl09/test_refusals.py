@@ -27,7 +27,11 @@ REFUSED = {
     f"{FUSED} {FUSED_BY}=liger": "impl_backend must be torch while .* found 'liger'",
     f"{ACTOR}.qat.enable=true": "actor.qat.enable must be false while .* \\(its gradient is not the derivative",
     f"{ACTOR}.fsdp_config.qat.enable=true": "fsdp_config.qat.enable must be false",
-    "distillation.enabled=true": "distillation.enabled must be false",
+    "distillation.enabled=true distillation.distillation_loss.loss_mode=forward_kl_topk": (
+        "loss_mode must be one of k1, k2, k3 while .* \\(top-k losses read logits"
+    ),
+    "distillation.enabled=true": "use_task_rewards must be false while .* \\(no search was run on the sum",
+    f"distillation.enabled=true {LOPTI} {ACTOR}.gradloc.enable=false": "distillation.enabled must be false",
     f"{LOPTI} {ACTOR}.use_prefix_grouper=true": "use_prefix_grouper must be false while",
     f"{BUCKETS} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1 while",
     f"{BUCKETS} trainer.gradient_analysis_env_groups=4 trainer.v1.trainer_mode=colocate_async": (

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from . import harness
 from .test_localization import ACTOR, LAYOUTS, ON, PLANT
 
 EVIDENCE = [f"{ACTOR}.gradloc.evidence.bundle=full", f"{ACTOR}.gradloc.evidence.checkpoint=before_step"]
@@ -40,7 +41,11 @@ CLIPS = [
 LOPTI = ["algorithm.lopti.enable=true", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"]
 
 
-@pytest.mark.parametrize("of_loss", [CLIPS, LOPTI], ids=["clips on ratios", "a stage of Lopti's"])
+DISTILLED = [*harness.DISTILLED, "distillation.distillation_loss.loss_mode=k2"]
+OF_LOSS = {"clips on ratios": CLIPS, "a stage of Lopti's": LOPTI, "distillation": DISTILLED}
+
+
+@pytest.mark.parametrize("of_loss", OF_LOSS.values(), ids=OF_LOSS.keys())
 def test_a_replay_has_the_loss_that_the_run_had(world, of_loss, tmp_path):
     events, full = str(tmp_path / "events"), [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.evidence.bundle=full"]
     given = [*full, f"{ACTOR}.grad_norm_threshold=640", *of_loss]

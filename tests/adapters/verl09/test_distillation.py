@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation's losses on log-probs: a token that the teacher thinks otherwise of is found, certified and masked."""
+
+import pytest
+
+from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle, check_training
+from tests.world.events import read_events
+
+from .harness import DISTILLED
+
+LOSS = "distillation.distillation_loss"
+AS_REWARD = [*DISTILLED, f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=true"]
+SUPERVISED = [*DISTILLED, f"{LOSS}.loss_mode=k2"]
+
+
+@pytest.mark.parametrize("layout", [AS_REWARD, SUPERVISED], ids=["k1 as a reward", "k2 backpropagated"])
+def test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause(world, dump_dir, layout):
+    found, _ = world.run("spikes.localize_planted", plants=PLANTS, overrides=[TAU, *layout], dump_dir=dump_dir)
+    (event,) = read_events(dump_dir)
+    check_oracle(event, found, closure=2e-3)
+    for culprit in event["culprits"]:
+        gap = culprit["teacher_log_prob"] - culprit["log_prob"]
+        assert culprit["advantage"] is None and culprit["cause"]["label"] == "teacher_gap"
+        assert culprit["cause"]["numbers"]["gap_over_typical"] == pytest.approx(-gap / event["batch"]["teacher_gap"])
+        assert gap == pytest.approx({row: size for row, _, size in PLANTS}[culprit["row"]], rel=1e-3)
+        # of k1 as a reward, where the ratio is 1, and of k2 the derivative is the distance, times the token's weight
+        assert culprit["coefficients"]["log_prob"] == pytest.approx(-gap * culprit["loss_weight"], rel=1e-5)
+    assert "Student and teacher disagree about a token" in event["verdict"]
+
+
+def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir):
+    given = {"overrides": [TAU, *AS_REWARD], "plants": [(5, 3, 1e4), (12, 4, 1e4)], "dump_dir": dump_dir}
+    for answer in world.run("identities.masked_step", dropout=0.0, **given):
+        assert answer["masked"]["event"]["action"]["taken"] == "mask"
+        assert answer["masked"]["weights"] == answer["wanted"]["weights"]
+        assert answer["masked"]["rng"] == answer["wanted"]["rng"]
+
+
+def test_looking_on_changes_nothing(world, dump_dir):
+    check_training(world, dump_dir, "observe", layout=SUPERVISED)
