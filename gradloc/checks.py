@@ -165,13 +165,6 @@ class Requirement:
 _MODEL = "actor_rollout_ref.model"
 SEARCHABLE = (
     Requirement(
-        f"{_MODEL}.enable_activation_offload",
-        (False,),
-        False,
-        "false",
-        "its handler counts a backward for every forward, and a search runs forwards alone",
-    ),
-    Requirement(
         f"{_MODEL}.fused_kernel_options.impl_backend",
         ("torch",),
         "torch",

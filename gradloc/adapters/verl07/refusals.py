@@ -6,7 +6,17 @@ from typing import Any
 from ...checks import SEARCHABLE, Requirement, check_requirements
 from ...config import settle
 from ..verl_common import needs
-from ..verl_common.needs import ACTOR, BUCKETS, FSDP, LOPTI, QUARTILES, STABILIZE, WHOLE_SEQUENCES, features_on
+from ..verl_common.needs import (
+    ACTOR,
+    BUCKETS,
+    FSDP,
+    LOPTI,
+    NO_OFFLOAD,
+    QUARTILES,
+    STABILIZE,
+    WHOLE_SEQUENCES,
+    features_on,
+)
 
 SPIKES = f"{ACTOR}.spike_detection"
 _LEGACY = Requirement(
@@ -14,9 +24,10 @@ _LEGACY = Requirement(
 )
 _NEEDS = {
     **needs.NEEDS,
-    SPIKES: (_LEGACY, FSDP, *SEARCHABLE),
+    SPIKES: (_LEGACY, FSDP, NO_OFFLOAD, *SEARCHABLE),
     LOPTI: (_LEGACY, FSDP),
-    **dict.fromkeys((STABILIZE, BUCKETS, QUARTILES), (_LEGACY, FSDP, WHOLE_SEQUENCES)),
+    STABILIZE: (_LEGACY, FSDP, WHOLE_SEQUENCES),
+    **dict.fromkeys((BUCKETS, QUARTILES), (_LEGACY, FSDP, NO_OFFLOAD, WHOLE_SEQUENCES)),
 }
 
 

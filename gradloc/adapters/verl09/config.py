@@ -18,8 +18,10 @@ from ..verl_common import needs
 from ..verl_common.needs import (
     ACTOR,
     BUCKETS,
+    CHECKPOINTED_OFFLOAD,
     FSDP,
     LOPTI,
+    NO_OFFLOAD,
     QUARTILES,
     RATIO_CLIPS,
     STABILIZE,
@@ -62,11 +64,11 @@ _MEAN = Requirement(
 _IN_ORDER = only(f"{ACTOR}.shuffle", False, "the trainer must know which mini-batch a row is in")
 _NEEDS = {
     **needs.NEEDS,
-    _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, *_DISTILLED, _IN_ORDER, *SEARCHABLE),
+    _SPIKES: (_FSDP_OR_MEGATRON, *_ENGINE, *_DISTILLED, _IN_ORDER, CHECKPOINTED_OFFLOAD, *SEARCHABLE),
     STABILIZE: (_FSDP_OR_MEGATRON, *_ENGINE, *_DISTILLED, *_WHOLE_SEQUENCES),
     RATIO_CLIPS: (*needs.NEEDS[RATIO_CLIPS], _OF_REWARDS),
     LOPTI: (FSDP, *_ENGINE, _OF_REWARDS),
-    **dict.fromkeys((BUCKETS, QUARTILES), (FSDP, *_ENGINE, _OF_REWARDS, *_WHOLE_SEQUENCES, _MEAN)),
+    **dict.fromkeys((BUCKETS, QUARTILES), (FSDP, *_ENGINE, _OF_REWARDS, NO_OFFLOAD, *_WHOLE_SEQUENCES, _MEAN)),
     _FILTER: (_V1,),
 }
 _MEGATRON = f"{ACTOR}.megatron"

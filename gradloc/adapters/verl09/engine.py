@@ -23,6 +23,7 @@ from ..verl_common.reports import answer
 from ..verl_common.watch import Clipping, Watch, device_of
 from .analysis.engine import ASKED_KEY, analyze
 from .loss import weighed, within_stage
+from .offload import settle
 from .step import CriticStep, EngineStep
 
 CLIPPING = Clipping(transformer_impl)
@@ -151,6 +152,8 @@ class WatchedFSDP(Watched):
     """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
+        if self._watch is not None and not forward_only:
+            settle(self.module)
         if self._watch is None or self._watch.step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)

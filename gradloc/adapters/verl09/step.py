@@ -20,6 +20,7 @@ from ...core.step import LossOfGiven, Recorded, RngState
 from ...keys import ROW_KEY
 from ..verl_common.losses import changed, weights_of
 from ..verl_common.precise import logit_bytes, readout_of
+from .offload import set_aside, settled
 from .packed import Layout, only, padded
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
@@ -150,7 +151,8 @@ class EngineStep(LossOfGiven):
                 model_output = {key: only(packed, value) for key, value in model_output.items()}
             return self.loss_function(model_output=model_output, **given)
 
-        loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
+        with settled(self.engine.module):
+            loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
         scaler = self.engine.scaler
         return loss if scaler is None else scaler.scale(loss)
 
@@ -187,7 +189,7 @@ class EngineStep(LossOfGiven):
     @torch.no_grad()
     def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
         self._recorded[micro_batch].rng.restore()
-        with readout_of(self.engine.module, self.compute_dtype, is_fused(data)):
+        with readout_of(self.engine.module, self.compute_dtype, is_fused(data)), set_aside():
             _, answer = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
         output = answer["model_output"]
         unpack = self._layout(micro_batch).unpack

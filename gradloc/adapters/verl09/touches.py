@@ -46,6 +46,8 @@ _BY_WORKER = {
     "verl.workers.engine.fsdp.transformer_impl:fsdp2_clip_grad_norm_": (
         "parameters, max_norm, norm_type, error_if_nonfinite, foreach"
     ),
+    "verl.utils.activation_offload:ActivationHandler.forward": "self, module, forward_method, args, kwargs",
+    "verl.utils.activation_offload:AsyncDoubleBufferGroupOffloadHandler.groupid_reset": "self",
     "verl.workers.engine.utils:prepare_micro_batches": (
         "data, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance"
     ),

@@ -26,6 +26,16 @@ WHOLE_SEQUENCES = only(f"{ACTOR}.ulysses_sequence_parallel_size", 1, "sequence p
 _LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 _PARAMS = f"{ACTOR}.fsdp_config.use_orig_params"
 _MERGES = "FSDP1 merges a layer's parameters into one without it"
+_OFFLOAD = "actor_rollout_ref.model.enable_activation_offload"
+NO_OFFLOAD = only(_OFFLOAD, False, "its handler counts a backward for every forward, and here are forwards alone")
+CHECKPOINTED_OFFLOAD = Requirement(
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    (True,),
+    True,
+    "true",
+    "else verl's activation offload takes views of one tensor for the same, and the gradient is another one",
+    only_with=_OFFLOAD,
+)
 NEEDS = {
     RATIO_CLIPS: (Requirement(_LOG_PROBS, (True,), False, "true", "its weights come from the rollout's log-probs"),),
     FINE_LAYER_CLIP: (Requirement(_PARAMS, (True,), False, "true with strategy=fsdp", _MERGES),),

@@ -16,10 +16,11 @@ EVERYWHERE = [
     (f"{ACTOR}.strategy", "megatron", "fsdp or fsdp2"),
 ]
 WHOLE_SEQUENCES = [(f"{ACTOR}.ulysses_sequence_parallel_size", 2, "1")]
+OFFLOAD = ("actor_rollout_ref.model.enable_activation_offload", True, "false")
 FEATURES = {
     f"{ACTOR}.spike_detection": [
         *EVERYWHERE,
-        ("actor_rollout_ref.model.enable_activation_offload", True, "false"),
+        OFFLOAD,
         (KERNELS, "triton", "torch"),
     ],
     f"{ACTOR}.gradloc.stabilize": EVERYWHERE + WHOLE_SEQUENCES,
@@ -27,8 +28,8 @@ FEATURES = {
         ("actor_rollout_ref.rollout.calculate_log_probs", False, "true")
     ],
     "algorithm.lopti.enable": EVERYWHERE,
-    "trainer.gradient_analysis_mode": EVERYWHERE + WHOLE_SEQUENCES,
-    "trainer.quartile_analysis_mode": EVERYWHERE + WHOLE_SEQUENCES,
+    "trainer.gradient_analysis_mode": [*EVERYWHERE, *WHOLE_SEQUENCES, OFFLOAD],
+    "trainer.quartile_analysis_mode": [*EVERYWHERE, *WHOLE_SEQUENCES, OFFLOAD],
 }
 
 

@@ -12,6 +12,7 @@ from .conftest import HARNESS
 
 ACTOR = "actor_rollout_ref.actor"
 ON = "+gradloc=on"
+OFFLOAD = "actor_rollout_ref.model.enable_activation_offload=true"
 FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
 FUSED_BY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 LOPTI = "algorithm.lopti.enable=true"
@@ -22,7 +23,10 @@ REFUSED = {
     f"{ACTOR}.strategy=veomni": "strategy must be fsdp, fsdp2 or megatron while .* \\(others do not have it\\)",
     "trainer.use_v1=false": "trainer.use_v1 must be true",
     f"{ACTOR}.shuffle=true": "shuffle must be false",
-    "actor_rollout_ref.model.enable_activation_offload=true": "enable_activation_offload must be false",
+    f"{OFFLOAD} actor_rollout_ref.model.enable_gradient_checkpointing=false": (
+        "enable_gradient_checkpointing must be true while .* \\(else verl's activation offload takes views"
+    ),
+    f"{BUCKETS} {ACTOR}.gradloc.enable=false {OFFLOAD}": "enable_activation_offload must be false while",
     f"{FUSED} {FUSED_BY}=triton": "impl_backend must be torch while .* \\(no search was tested with the others",
     f"{FUSED} {FUSED_BY}=liger": "impl_backend must be torch while .* found 'liger'",
     f"{ACTOR}.qat.enable=true": "actor.qat.enable must be false while .* \\(its gradient is not the derivative",
