@@ -4,10 +4,9 @@
 import pytest
 
 from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle
+from tests.adapters.verl09.conftest import HARNESS
+from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
 from tests.world.events import read_events
-
-from .conftest import HARNESS
-from .test_localization import ACTOR, ON, PLANT
 
 MODEL = "actor_rollout_ref.model"
 OFFLOAD = [f"{MODEL}.enable_activation_offload=true", f"{MODEL}.enable_gradient_checkpointing=true"]
@@ -19,7 +18,7 @@ def run(world):
 
     def offloaded(scenario, overrides, **given):
         found = world.run(
-            "tests.adapters.verl09.offload.run", scenario=scenario, overrides=[*OFFLOAD, *overrides], **given
+            "tests.adapters.verl09.layouts.offload.run", scenario=scenario, overrides=[*OFFLOAD, *overrides], **given
         )
         assert all(each["offloaded"] for each in found)
         return found
@@ -38,7 +37,7 @@ def test_the_planted_culprits_are_the_oracles(run, dump_dir, layout):
 @pytest.mark.parametrize("fails_at", [None, "loss", pytest.param("layer", marks=pytest.mark.slow)])
 def test_looking_on_changes_nothing_also_where_a_pass_of_the_search_fails(run, world, tmp_path, strategy, fails_at):
     folder = str(tmp_path / "model")
-    world.run("tests.adapters.verl09.offload.save_deeper", folder=folder)
+    world.run("tests.adapters.verl09.layouts.offload.save_deeper", folder=folder)
     given = {"scenario": f"{HARNESS}.train", "model_dir": folder, "plants": (PLANT,)}
     of_run = [f"{ACTOR}.strategy={strategy}", f"{ACTOR}.ppo_epochs=2"]  # training goes on after the search
     stock = run(overrides=of_run, stock=True, **given)

@@ -4,9 +4,8 @@
 import pytest
 
 from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle, check_training
+from tests.adapters.verl09.harness import DISTILLED
 from tests.world.events import read_events
-
-from .harness import DISTILLED
 
 LOSS = "distillation.distillation_loss"
 AS_REWARD = [*DISTILLED, f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=true"]
