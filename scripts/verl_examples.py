@@ -29,7 +29,6 @@ REASONS = {
     "automodel's engine": rf"{_SETS}automodel",
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
     "distillation's losses on logits (`loss_mode=forward_kl_topk`)": r"distillation_loss\.loss_mode=forward_kl_topk",
-    "the prefix grouper's forward (`use_prefix_grouper`)": r"use_prefix_grouper=true",
 }
 """What keeps a run from switching it on, and how a script asks for it; the first that fits counts."""
 

@@ -4,11 +4,13 @@
 verl builds it in each worker before the engine: so this is where a plug-in that was not loaded is missed.
 """
 
+import inspect
 import sys
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any, ClassVar
 
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
+from verl.workers.engine.fsdp import transformer_impl
 
 from ...analysis.config import BucketSettings
 from ...checks import SEARCHABLE, Requirement, check_requirements, keys_in
@@ -36,9 +38,10 @@ _FILTER = "actor_rollout_ref.rollout.rollout_filter_value"
 _NO_DERIVATIVE = "its gradient is not the derivative of its forward"
 _V1 = only("trainer.use_v1", True, "it hangs on the V1 trainers")
 _FSDP_OR_MEGATRON = replace(FSDP, allowed=(*FSDP.allowed, "megatron"), expected="fsdp, fsdp2 or megatron")
+_GROUPER = only(f"{ACTOR}.use_prefix_grouper", False, "its forward is another one")
 _ENGINE = (
     _V1,
-    only(f"{ACTOR}.use_prefix_grouper", False, "its forward is another one"),
+    *(_GROUPER,) * ("prefix_grouper" in inspect.getsource(transformer_impl)),  # up to 0.9.1 the V1 trainers ignore it
     only(f"{ACTOR}.qat.enable", False, _NO_DERIVATIVE),
     only(f"{ACTOR}.fsdp_config.qat.enable", False, _NO_DERIVATIVE),
 )

@@ -40,6 +40,7 @@ LOOKED_INTO = {
     "whole layers on every rank": [f"{FSDP}.reshard_after_forward=false"],
     "mean over sequences": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     "gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "the prefix grouper, which no V1 trainer reads": [f"{ACTOR}.use_prefix_grouper=true"],
     "the trainer that rolls out while it trains": ["trainer.v1.trainer_mode=colocate_async"],
 }
 """Beside those that are also masked: here a token without advantage keeps terms, gspo's weighs by its sequence."""
