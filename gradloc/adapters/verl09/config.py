@@ -99,12 +99,13 @@ _ONE_STAGE = only(
 )
 
 
-def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: Any) -> bool:
+def check_features(config: Any, settings: GradLocConfig, alpha: float, lopti: Any, analysis: Any) -> bool:
     """Refuse a run in which a feature of the actor's update that is on could not work.
 
     Args:
         config: the trainer's whole config.
         settings: those that hold.
+        alpha: Advantage Reweighting's.
         lopti: None while it is off.
         analysis: the analyses and the rollout filter; None while all are off.
 
@@ -124,6 +125,8 @@ def check_features(config: Any, settings: GradLocConfig, lopti: Any, analysis: A
     features = [*features_on(settings, strategy, _SPIKES), *(feature for feature, on in is_on.items() if on)]
     for feature in features:
         check_requirements(feature, _NEEDS[feature], config)
+    if alpha:
+        check_requirements("algorithm.advantage_reweighting.alpha", (_OF_REWARDS,), config)
     if features and strategy == "megatron":
         check_requirements("gradloc", _MEGATRON_NEEDS, config)
         if RATIO_CLIPS in features:

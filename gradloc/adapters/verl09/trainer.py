@@ -84,7 +84,7 @@ class TrainerSide(TrainerParts):
         settings = settings_in(config, omega_conf_to_dataclass)
         alpha, lopti = reweighting_of(config)
         analysis = build_analysis(config, settings)
-        if check_features(config, settings, lopti, analysis):
+        if check_features(config, settings, alpha, lopti, analysis):
             check_verl("trainer")
         fix_dump_dir(config, settings.root)
         if settings.critic != "off":

@@ -36,6 +36,9 @@ REFUSED = {
     ),
     "distillation.enabled=true": "use_task_rewards must be false while .* \\(no search was run on the sum",
     f"distillation.enabled=true {LOPTI} {ACTOR}.gradloc.enable=false": "distillation.enabled must be false",
+    f"distillation.enabled=true algorithm.advantage_reweighting.alpha=0.3 {ACTOR}.gradloc.enable=false": (
+        "distillation.enabled must be false while .*reweighting.alpha is on \\(it is about the loss on rewards"
+    ),
     f"{BUCKETS} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size must be 1 while",
     f"{BUCKETS} trainer.gradient_analysis_env_groups=4 trainer.v1.trainer_mode=colocate_async": (
         "env_groups must be null here \\(trainer.v1.trainer_mode=colocate_async rolls out"

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
+from tests.adapters.verl09.layouts import test_distillation
 from tests.stabilize import test_config as stabilize_config
 from tests.world.events import read_events
 
@@ -76,6 +77,13 @@ test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs = same
     *DEFAULT,
     default=("PP 2",),
     layout=[],
+)
+test_a_token_that_the_teacher_thinks_otherwise_of_is_found = same(
+    test_distillation.test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause,
+    "PP 2",
+    "TP 2",
+    default=("PP 2",),
+    layout=test_distillation.AS_REWARD,
 )
 test_skip_takes_no_step_at_all = same(
     test_failures.test_skip_takes_no_step_at_all, "DP 2, sharded optimizer", "PP 2", default=DEFAULT[2:3]
