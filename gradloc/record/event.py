@@ -144,7 +144,7 @@ class BatchStatistics:
     value_error: float | None = optional()
     """Of a critic: median |return - value before the update| over the response tokens."""
     teacher_gap: float | None = optional()
-    """Under distillation: the same of the teacher's log-prob less the student's before the update."""
+    """Under distillation: median |teacher's log-prob - student's before the update| over the response tokens."""
     kl_over_policy: float | None = optional()
     """The same of the KL term's part over the rest."""
 

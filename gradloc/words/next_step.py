@@ -291,8 +291,7 @@ RULES = (
         "Low probability, under distillation",
         lambda at: at.label == "low_probability" and at.event.is_distilled,
         ("less_tail", "clamp_teacher", "mask"),
-        "Its probability is {probability}: unlikely tokens have the largest gradients. Student and teacher are no "
-        "further apart than usual.",
+        "Its probability is {probability}: unlikely tokens have the largest gradients.",
         "Events with a low probability become rare.",
     ),
     Rule(

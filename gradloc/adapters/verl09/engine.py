@@ -153,7 +153,7 @@ class WatchedFSDP(Watched):
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
-            settle(self.module)
+            settle(self)
         if self._watch is None or self._watch.step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)

@@ -27,19 +27,23 @@ def set_aside() -> Iterator[None]:
 
 
 @contextmanager
-def settled(module: torch.nn.Module) -> Iterator[None]:
+def settled(engine: Any) -> Iterator[None]:
     """Around a forward of the search with a graph: its layers' hooks are not left behind if it fails."""
-    settle(module)
+    settle(engine)
     try:
         yield
     except Exception:
-        settle(module)
+        settle(engine)
         raise
 
 
-def settle(module: torch.nn.Module) -> None:
-    """Have the handler forget a forward whose backward never came, where a pass of the search has failed between."""
-    hook = _hook_of(module)
+def settle(engine: Any) -> None:
+    """Have the handler forget a forward whose backward never came, where a pass of the search has failed between.
+
+    Args:
+        engine: verl's ``FSDPEngine``; where it offloads nothing, this does nothing.
+    """
+    hook = _hook_of(engine.module) if engine.model_config.enable_activation_offload else None
     if hook is None:
         return
     if hook.inside_context:
@@ -53,7 +57,7 @@ def settle(module: torch.nn.Module) -> None:
 
 
 def _hook_of(module: torch.nn.Module) -> Any:
-    """The one that all its layers' forwards share, from the first of these; None where nothing is offloaded."""
+    """The one that all its layers' forwards share, from the first of these; None where there are too few of them."""
     for layer in module.modules():
         for cell in getattr(vars(layer).get("forward"), "__closure__", None) or ():
             if isinstance(cell.cell_contents, ActivationHandler):

@@ -151,7 +151,7 @@ class EngineStep(LossOfGiven):
                 model_output = {key: only(packed, value) for key, value in model_output.items()}
             return self.loss_function(model_output=model_output, **given)
 
-        with settled(self.engine.module):
+        with settled(self.engine):
             loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
         scaler = self.engine.scaler
         return loss if scaler is None else scaler.scale(loss)
