@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace, folders: Folders) -> None:
         _drift(folders, trees, resolve(options.drift, allow_installed=True).root, options.base)
     elif not (options.repo and _take(options, folders, trees)):
         if options.remember:
-            _remember(folders, trees, options.remember)
+            _remember(options.patches, trees, options.remember)
         for base, tree in trees.items() if options.refresh_generated and not options.repo else ():
             _refresh(folders, base, tree)
         written = [name for name, data in compose(folders, trees).items() if write_file(options.patches / name, data)]
@@ -105,8 +105,9 @@ def check(expected: dict[str, bytes], patches: Path) -> None:
             diff = list(difflib.unified_diff(before, after, f"patches/{name}", f"built: {name}", lineterm="", n=1))
             what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
             raise IntegrityError("build-stale", what, cause, "bash make_patch.sh", diff=diff)
+    built = {patches / name for name in expected}
     for path in sorted(patches.rglob("*")):
-        if path not in {patches / name for name in expected} and not path.is_dir():
+        if path not in built and path.parent != patches / RELEASED and not path.is_dir():
             what = f"patches/{path.relative_to(patches).as_posix()} is a file that the manifest does not name"
             cause = "It was put there by hand."
             raise IntegrityError("build-unlisted", what, cause, "Remove it: patches/ is generated.")
@@ -123,13 +124,13 @@ def _drift(folders: Folders, trees: dict[Base, Path], root: Path, tag: str | Non
         say("\n".join(f"  {path:<{width}}  {kind:<8}  {where}".rstrip() for path, kind, where in rows))
 
 
-def _remember(folders: Folders, trees: dict[Base, Path], path: Path) -> None:
-    """Adds a released patch, whose preamble says which version it is, to ``verl_overrides/released/``."""
+def _remember(patches: Path, trees: dict[Base, Path], path: Path) -> None:
+    """Adds a released patch, whose preamble says which version it is, to ``patches/released/``."""
     data = path.read_bytes()
     version = data.split(b"\n", 1)[0].decode("utf-8", "replace").rpartition(" ")[2]
     for base in (base for base in trees if f"Applies-To: verl {base.tag},".encode() in data):
         check_fits(data, trees[base])
-        place = folders.overrides / RELEASED / f"gradloc-{version}-for-{base.tag}.patch"
+        place = patches / RELEASED / f"gradloc-{version}-for-{base.tag}.patch"
         write_file(place, remembered(data, version, base.tag))
         say(f"remembered: {version} for verl {base.tag}")
 

@@ -11,11 +11,11 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..apply.library import MANIFEST_NAME, RELEASED
+from ..apply.library import MANIFEST_NAME
 from ..errors import IntegrityError, quoted
 from ..patch.content import ABSENT, blob_id, check_path, hidden_character, sha256_hex, short
 from ..patch.language import forward, parse
-from ..patch.manifest import Base, Edition, Entry, Manifest, render
+from ..patch.manifest import Base, Entry, Manifest, render
 from .seams import relocate, seam
 
 PACKAGE = "verl/gradloc/"  # where the patch puts the package
@@ -202,7 +202,4 @@ def compose(folders: Folders, trees: dict[Base, Path]) -> dict[str, bytes]:
             raise IntegrityError("build-no-version", what, cause, "Put it back: it is the one place that names it.")
         entries.append(Entry(base.tag, base.commit, name, sha256_hex(patch), len(patch)))
         files |= {name: patch, f"{name}.sha256": f"{sha256_hex(patch)}  {name}\n".encode()}
-    for path in sorted((folders.overrides / RELEASED).glob("*.patch")):
-        files[f"{RELEASED}/{path.name}"] = path.read_bytes()
-        Edition.released(path.read_bytes(), path.name)
     return files | {MANIFEST_NAME: render(Manifest(version, tuple(entries)))}

@@ -100,9 +100,9 @@ def write_sources(root: Path, made: Sources, base: Base = V070) -> Folders:
     return folders
 
 
-def release(folders: Folders, patch: bytes, version: str) -> None:
-    """Has the sources in ``folders`` know ``patch`` as a release of the past."""
-    write_file(folders.overrides / f"released/{version}.patch", remembered(patch, version, V070.tag))
+def release(patches: Path, patch: bytes, version: str) -> None:
+    """Has the folder ``patches`` keep ``patch`` as a release of the past."""
+    write_file(patches / f"released/{version}.patch", remembered(patch, version, V070.tag))
 
 
 def patch_of(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
@@ -121,7 +121,7 @@ def make_patches(
     tree = write_tree(folder / "pristine", before)
     folders = write_sources(folder, sources(before, after))
     if older is not None:
-        release(folders, patch_of(before, older), "0.0.9")
+        release(folder / "patches", patch_of(before, older), "0.0.9")
     for name, data in compose(folders, {verl: tree}).items():
         write_file(folder / "patches" / name, data)
     return folder / "patches"

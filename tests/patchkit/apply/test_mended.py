@@ -62,7 +62,7 @@ def test_the_copy_comes_back_when_an_unedited_tree_is_patched_again(shop):
 
 def test_an_old_release_whose_copy_is_gone_brings_nothing_back(shop):
     """It is known by its files' ids: nothing of it is an edit."""
-    world.release(shop.folders, world.patch_of(BASE, TRIAL), "0.0.8")
+    world.release(shop.patches, world.patch_of(BASE, TRIAL), "0.0.8")
     shop.make()
     world.git(shop.clone, "clean", "-fdq")
     world.git(shop.clone, "checkout", "-q", "--", ".")
