@@ -6,6 +6,7 @@ verl's is changed. Made for megatron-core 0.16.1 and mbridge 0.15.1, whose priva
 before the engine is built.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -47,6 +48,7 @@ def install() -> None:
     _attend_without_kernels()
     _allow_norms_with_sequence_parallelism()
     _read_out_without_triton()
+    _offload_within_one_memory()
 
 
 def engine_in(dtype: str) -> Any:
@@ -87,10 +89,11 @@ def _take_the_cpu_for_the_gpu() -> None:
 
 
 def _on_cpu(make: Any) -> Any:
-    """What makes a tensor, with the CPU for `device="cuda"`."""
+    """What makes a tensor, with the CPU for `device="cuda"`; nothing can be pinned there."""
 
     @functools.wraps(make)
     def made(*args: Any, **given: Any) -> Any:
+        given.pop("pin_memory", None)
         if str(given.get("device", "")).startswith("cuda"):
             given["device"] = CPU
         return make(*args, **given)
@@ -246,3 +249,52 @@ def _read_out_without_triton() -> None:
         return log_probs.view(labels.shape), entropy.view(labels.shape)
 
     model_forward_fused.linear_cross_entropy = linear_cross_entropy
+
+
+def _offload_within_one_memory() -> None:
+    """Megatron's optimizer on the CPU, and verl's `param_offload`, `optimizer_offload`: both tell a GPU's memory from
+    the host's, though here the host's stands for both. So while they move something, "cuda" is another place."""
+    from megatron.core.optimizer import optimizer_config
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from verl.workers.engine import base
+    from verl.workers.engine.megatron import transformer_impl
+
+    of_megatron, of_verl = HybridDeviceOptimizer._get_sub_optimizer_param_groups, transformer_impl.MegatronEngine.to
+    shards_of = DistributedOptimizer._build_model_and_main_param_groups
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        tensor._is_on_host = True  # type: ignore[attr-defined]
+        return tensor
+
+    def to_float(tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.to(torch.float32)
+        return found if is_on_gpu.fget(tensor) else on_host(found)
+
+    is_on_gpu = property(lambda tensor: not getattr(tensor, "_is_on_host", False))
+
+    def deal_out(self: Any, offload_fraction: float) -> Any:
+        """Of a clone of each parameter that goes to the CPU, Megatron asks for `.cpu().pin_memory()`."""
+        patched = {"is_cuda": is_on_gpu, "cpu": on_host, "pin_memory": lambda tensor: tensor, "float": to_float}
+        with mock.patch.multiple(torch.Tensor, create=True, **patched):
+            return of_megatron(self, offload_fraction)
+
+    def shards(cls: Any, *args: Any) -> Any:
+        with torch.no_grad():  # else those of float32 parameters are no leaves, and the optimizer refuses them
+            return shards_of(*args)
+
+    def to(self: Any, device: str, *args: Any, **given: Any) -> None:
+        with mock.patch.object(transformer_impl, "get_device_name", lambda: "cuda"):
+            of_verl(self, device, *args, **given)
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    event = SimpleNamespace(wait=lambda stream: None, synchronize=lambda: None)
+    stream.record_event = lambda: event
+    at_once = {"current_stream": lambda: stream, "Stream": lambda: stream, "stream": contextlib.nullcontext}
+    hybrid_optimizer.torch = SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(**at_once)})
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = deal_out
+    optimizer_config.is_te_min_version = lambda *_, **__: False  # it asks for the version without having it
+    DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
+    transformer_impl.MegatronEngine.to = to
+    base.get_device_name = lambda: "cuda"

@@ -75,7 +75,19 @@ _NEEDS = {
     _FILTER: (_V1,),
 }
 _MEGATRON = f"{ACTOR}.megatron"
+_ON_CPU = Requirement(
+    f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+    (True,),
+    False,
+    "true",
+    "no search was run with TransformerEngine's precision-aware optimizer",
+)
+_PRECISION_AWARE = (
+    f"{ACTOR}.optim.use_precision_aware_optimizer",
+    f"{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer",
+)
 _MEGATRON_NEEDS = (
+    *(replace(_ON_CPU, only_with=switch) for switch in _PRECISION_AWARE),
     *(
         only(key, value, "no search was run with it on Megatron")
         for key, value in {
@@ -85,7 +97,6 @@ _MEGATRON_NEEDS = (
             f"{_MEGATRON}.router_replay.mode": "disabled",
             f"{_MEGATRON}.dtype": "bfloat16",
             f"{ACTOR}.optim.optimizer": "adam",
-            f"{ACTOR}.optim.use_precision_aware_optimizer": False,
             "actor_rollout_ref.model.lora.rank": 0,
             "actor_rollout_ref.model.lora_rank": 0,
             "actor_rollout_ref.model.mtp.enable": False,

@@ -100,6 +100,7 @@ _BY_MEGATRON = {
     "verl.utils.megatron.optimizer:get_megatron_last_lr": "optimizer",
     "megatron.core.optimizer:ChainedOptimizer.get_grad_norm": "self",
     "megatron.core.optimizer:ChainedOptimizer.prepare_grads": "self",
+    "megatron.core.optimizer:ChainedOptimizer.step_with_ready_grads": "self",
     "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
         "parameters, max_norm, total_norm, use_decoupled_grad"
     ),

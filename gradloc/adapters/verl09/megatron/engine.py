@@ -18,7 +18,7 @@ from ....core.ranks import Ranks
 from ....touched import replaced
 from ...verl_common.watch import device_of
 from ..engine import EngineWatch, Watched
-from .space import MegatronSpace, leaves_of
+from .space import MegatronSpace, is_decoupled, leaves_of
 from .step import MegatronStep
 
 
@@ -70,7 +70,9 @@ class MegatronWatch(EngineWatch):
         norm = type(optimizer).get_grad_norm(optimizer)
         if limit > 0:
             for leaf in leaves_of(optimizer):
-                clip_grad_by_total_norm_fp32(leaf.get_parameters(), max_norm=limit, total_norm=norm)
+                clip_grad_by_total_norm_fp32(
+                    leaf.get_parameters(), max_norm=limit, total_norm=norm, use_decoupled_grad=is_decoupled(leaf)
+                )
         return torch.tensor(norm, dtype=torch.float64)
 
     @contextmanager
@@ -87,8 +89,13 @@ class MegatronWatch(EngineWatch):
                 config.clip_grad = 0.0
             return norm
 
+        def step_with_ready_grads() -> bool:
+            if all(grad is None for grad in self.make_space(self.ranks).current()):
+                return True  # the optimizer on the CPU would take the last step's gradient again
+            return type(optimizer).step_with_ready_grads(optimizer)
+
         try:
-            with replaced(optimizer, get_grad_norm=get_grad_norm):
+            with replaced(optimizer, get_grad_norm=get_grad_norm, step_with_ready_grads=step_with_ready_grads):
                 yield
         finally:
             for config, limit in zip(configs, limits, strict=True):
@@ -146,8 +153,10 @@ def _check(engine: Any) -> None:
         "dropout": config.hidden_dropout > 0 or config.attention_dropout > 0,
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,
-        "optimizer_cpu_offload": of_optimizer.optimizer_cpu_offload,
-        "a precision-aware optimizer": of_optimizer.use_precision_aware_optimizer,
+        "a precision-aware optimizer that is not on the CPU (optimizer_cpu_offload)": (
+            of_optimizer.use_precision_aware_optimizer and not of_optimizer.optimizer_cpu_offload
+        ),
+        "main_grads_dtype in 16 bits": of_optimizer.main_grads_dtype != torch.float32,
         "calculate_per_token_loss": config.calculate_per_token_loss,
         "an optimizer that is not Megatron's ChainedOptimizer": not isinstance(engine.optimizer, ChainedOptimizer),
     }

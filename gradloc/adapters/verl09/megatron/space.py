@@ -28,6 +28,8 @@ _KEPT = (
     ("model_fp32_groups", "shard_fp32_groups"),
 )
 """Where Megatron's optimizers keep the model's parameters, and their own for them; the first two are not sharded."""
+_DECOUPLED = ("model_float16_groups", "shard_float16_groups"), _KEPT[-1]
+"""The same of the precision-aware one: shards of the model's own, of which it has float32 copies elsewhere."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -48,6 +50,11 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def is_decoupled(leaf: Any) -> bool:
+    """Whether this optimizer takes gradients from ``decoupled_grad``."""
+    return bool(leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+
+
 def chunks_of(module: Any) -> list[Any]:
     """Each model chunk without what wraps it."""
     chunks = []
@@ -56,6 +63,29 @@ def chunks_of(module: Any) -> list[Any]:
             chunk = chunk.module
         chunks.append(chunk)
     return chunks
+
+
+class _Decoupled(torch.nn.Parameter):
+    """A parameter of the precision-aware optimizer: in 16 bits, with a float32 gradient under another name.
+
+    A view, to write through; ``of`` is the optimizer's own.
+    """
+
+    of: torch.Tensor
+    grad = property(
+        lambda self: getattr(self.of, "decoupled_grad", None),
+        lambda self, grad: setattr(self.of, "decoupled_grad", grad),
+    )
+
+    @staticmethod
+    def over(param: torch.Tensor) -> "_Decoupled":
+        view = _Decoupled(param.detach(), requires_grad=False)
+        view.of = param
+        return view
+
+    def element_size(self) -> int:
+        """Of the gradient: by it a search reckons how much memory its copies take."""
+        return torch.float32.itemsize
 
 
 class MegatronSpace(GradientSpace):
@@ -85,6 +115,7 @@ class MegatronSpace(GradientSpace):
         dtype = next(engine.module[0].parameters()).main_grad.dtype
         of_params = [(name, part.param) for name, part in named]
         self._hold(of_params, [] if len(everyone) == 1 else [dist.group.WORLD], (dtype, dtype), ranks)
+        self.rounding = torch.finfo(dtype).eps / 2
         self.has_names = False  # Megatron's are others than transformers'
         self.counts = [part.is_original and part.place not in held for _, part in named]
         self._places = [part.place for _, part in named]
@@ -147,7 +178,8 @@ def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Part]]:
                 if is_expert:
                     split = parallel_state.get_expert_tensor_parallel_rank()
             start = leaf._get_model_param_range_map(param)["param"].start if main.shape != param.shape else 0
-            yield name, _Part(main, param_is_not_shared(main), f"{name} {expert} {split} {start}")
+            held_as = _Decoupled.over(main) if is_decoupled(leaf) else main
+            yield name, _Part(held_as, param_is_not_shared(main), f"{name} {expert} {split} {start}")
 
 
 def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -170,7 +202,8 @@ def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def _kept_by(leaf: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """The model's parameters and the optimizer's for them."""
-    kinds = [(getattr(leaf, models), getattr(leaf, mains)) for models, mains in _KEPT if hasattr(leaf, models)]
+    where = _DECOUPLED if is_decoupled(leaf) else _KEPT
+    kinds = [(getattr(leaf, models), getattr(leaf, mains)) for models, mains in where if hasattr(leaf, models)]
     if not kinds:
         yield from ((param, param) for param in leaf.get_parameters())
     for models, mains in kinds:

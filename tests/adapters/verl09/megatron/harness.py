@@ -72,7 +72,8 @@ class Trainer(harness.Trainer):
             for param in leaf.get_parameters():
                 state = leaf.optimizer.state.get(param, {})
                 tensors += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-        return digest_of(tensors)
+        with self.engine.eval_mode():  # loads what verl has offloaded
+            return digest_of([tensor.detach().clone() for tensor in tensors])  # numpy's could be offloaded no more
 
 
 _groups: dict[Any, Any] = {}

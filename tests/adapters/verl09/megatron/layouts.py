@@ -18,6 +18,21 @@ RECOMPUTED = [
     f"++{MEGATRON}.override_transformer_config.{setting}"
     for setting in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 ]
+OPTIMIZER = "actor_rollout_ref.actor.optim.override_optimizer_config"
+ON_CPU = [
+    SHARDED,
+    *(
+        f"++{OPTIMIZER}.{setting}"
+        for setting in (
+            "optimizer_cpu_offload=true",
+            "optimizer_offload_fraction=1",
+            "overlap_cpu_optimizer_d2h_h2d=true",
+            "use_precision_aware_optimizer=true",
+        )
+    ),
+]
+"""As verl's own scripts have it."""
+OFFLOADED = [SHARDED, *(f"{MEGATRON}.{what}_offload=true" for what in ("param", "optimizer"))]
 
 
 class Layout(NamedTuple):
@@ -69,6 +84,18 @@ LAYOUTS = {
     "recomputed, TP 2": Layout(2, [TP, PACKED, *RECOMPUTED]),
     "recomputed, PP 2, bfloat16": Layout(2, [PP, PACKED, *RECOMPUTED], "bfloat16"),
     "recomputed, experts, EP 2": Layout(2, [EP, PACKED, *RECOMPUTED], experts="qwen3_moe"),
+    "optimizer on the CPU, TP 2, bfloat16": Layout(2, [TP, PACKED, *ON_CPU, *OFFLOADED], "bfloat16"),
+    "optimizer on the CPU, DP 2": Layout(2, [PACKED, *ON_CPU]),
+    "optimizer on the CPU, experts, EP 2, bfloat16": Layout(
+        2, [EP, PACKED, *ON_CPU, *OFFLOADED], "bfloat16", experts="qwen3_moe"
+    ),
+    "half of the optimizer on the CPU, DP 2": Layout(
+        2, [PACKED, *ON_CPU, f"++{OPTIMIZER}.optimizer_offload_fraction=0.5"]
+    ),
+    "optimizer on the CPU, not precision-aware, DP 2, bfloat16": Layout(
+        2, [PACKED, *ON_CPU, f"++{OPTIMIZER}.use_precision_aware_optimizer=false"], "bfloat16"
+    ),
+    "offload, PP 2": Layout(2, [PP, PACKED, *OFFLOADED]),
 }
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
 

@@ -14,6 +14,7 @@ ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
 KERNELS = ("fused kernel, TP 2", "fused kernel, experts, EP 2", "recomputed, TP 2", "recomputed, experts, EP 2")
+ON_CPU = ("optimizer on the CPU, DP 2", "optimizer on the CPU, TP 2, bfloat16")
 PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded", "experts, TP 2 x EP 2")
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 LOSSES = [
@@ -60,11 +61,14 @@ test_a_gradient_that_is_not_finite_is_traced_and_masked = same(
     test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked, "PP 2", kind="nan"
 )
 test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
-    shares, *DEFAULT, *PAIRS, *KERNELS, default=("TP 2", "PP 2", "fused kernel, TP 2"), layout=TERMS
+    shares,
+    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1]),
+    default=("TP 2", "PP 2", "fused kernel, TP 2"),
+    layout=TERMS,
 )
 test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
 test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
-    masked_step, *DEFAULT, *PAIRS, *KERNELS, strategy=[], dropout=0.0
+    masked_step, *DEFAULT, *PAIRS, *KERNELS, *ON_CPU, default=(*DEFAULT, *ON_CPU[:1]), strategy=[], dropout=0.0
 )
 test_a_step_with_routers_losses_is_masked_bit_for_bit_too = same(
     masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=[loss.format(0.01) for loss in LOSSES], dropout=0.0
@@ -74,7 +78,7 @@ test_a_step_with_routers_biases_is_masked_bit_for_bit_too = same(
 )
 test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs = same(
     test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it,
-    *DEFAULT,
+    *(*DEFAULT, *ON_CPU[:1]),
     default=("PP 2",),
     layout=[],
 )
@@ -86,7 +90,7 @@ test_a_token_that_the_teacher_thinks_otherwise_of_is_found = same(
     layout=test_distillation.AS_REWARD,
 )
 test_skip_takes_no_step_at_all = same(
-    test_failures.test_skip_takes_no_step_at_all, "DP 2, sharded optimizer", "PP 2", default=DEFAULT[2:3]
+    test_failures.test_skip_takes_no_step_at_all, "DP 2, sharded optimizer", "PP 2", *ON_CPU, default=(ON_CPU[0],)
 )
 test_a_run_under_safe_trains = same(stabilize_config.test_a_run_under_safe_trains, "TP 2")
 test_abort_stops_the_run_with_the_event_on_disk = slow(
@@ -100,7 +104,7 @@ test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recover
 )
 
 
-@in_layouts(*DEFAULT, *PAIRS, default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"))
+@in_layouts(*DEFAULT, *PAIRS, *ON_CPU[:1], default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"))
 def test_the_probes_of_a_random_cover_add_up_to_the_gradient(world, dump_dir):
     answers = world.run("identities.cover_error", overrides=TERMS, dump_dir=dump_dir)
     for answer in answers:
