@@ -186,15 +186,51 @@ def _take_local_experts() -> None:
     Dispatcher._maybe_dtoh_and_synchronize = sizes_on_host
 
 
+class _OfAll(torch.autograd.Function):
+    """Every process' part of a group, in one tensor; a part's gradient is all processes' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, own.contiguous(), group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None
+
+
 def _attend_without_kernels() -> None:
-    """Local attention refuses packed sequences, and makes a mask that is not needed: padding comes last."""
+    """Local attention refuses packed sequences, and makes a mask that is not needed: padding comes last.
+
+    It refuses context parallelism, too: there the keys and values of all processes are gathered. Each has two pieces of
+    a sequence, as far from its start as from its end.
+    """
+    from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    of_megatron = DotProductAttention.__init__
+
+    def init(self: Any, config: Any, *args: Any, **given: Any) -> None:
+        plain = copy.copy(config)
+        plain.context_parallel_size = 1
+        of_megatron(self, plain, *args, **given)
 
     def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Of (positions, rows, heads, size) each; as many values of all heads."""
+        group = parallel_state.get_context_parallel_group()
+        mask = None
+        if group.size() > 1:
+            key, value = (_in_order(_OfAll.apply(part, group)) for part in (key, value))
+            place = torch.arange(len(key)).view(2 * group.size(), -1)
+            own = place[[group.rank(), -1 - group.rank()]].flatten()
+            mask = own[:, None] >= torch.arange(len(key))
         parts = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        found = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-        return found.permute(2, 0, 1, 3).flatten(2)
+        how = {"is_causal": mask is None, "attn_mask": mask, "scale": self.softmax_scale, "enable_gqa": True}
+        return F.scaled_dot_product_attention(*parts, **how).permute(2, 0, 1, 3).flatten(2)
 
     def forward(
         self: Any,
@@ -209,13 +245,21 @@ def _attend_without_kernels() -> None:
         if packed_seq_params is None:
             return attend(self, query, key, value)
         ends = packed_seq_params.cu_seqlens_q_padded
-        ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
+        ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+        ends = (ends // parallel_state.get_context_parallel_world_size()).tolist()
         found = []
         for start, end in zip(ends, ends[1:], strict=False):
             found.append(attend(self, *(part[start:end].unsqueeze(1) for part in (query, key, value))).squeeze(1))
         return torch.cat(found)
 
+    DotProductAttention.__init__ = init
     DotProductAttention.forward = forward
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Of (processes, their positions, ...), in the sequence's order."""
+    first, last = parts.chunk(2, dim=1)
+    return torch.cat([*first, *last.flip(0)])
 
 
 def _allow_norms_with_sequence_parallelism() -> None:
@@ -263,6 +307,7 @@ def _offload_within_one_memory() -> None:
 
     of_megatron, of_verl = HybridDeviceOptimizer._get_sub_optimizer_param_groups, transformer_impl.MegatronEngine.to
     shards_of = DistributedOptimizer._build_model_and_main_param_groups
+    num_tokens_of = transformer_impl.MegatronEngine._routed_num_tokens
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:
         tensor._is_on_host = True  # type: ignore[attr-defined]
@@ -288,6 +333,9 @@ def _offload_within_one_memory() -> None:
         with mock.patch.object(transformer_impl, "get_device_name", lambda: "cuda"):
             of_verl(self, device, *args, **given)
 
+    def num_tokens(self: Any, data: Any) -> torch.Tensor:
+        return num_tokens_of(self, data).clone()  # an offset, which verl copies to a GPU and sums over ranks in place
+
     stream = SimpleNamespace(wait_stream=lambda other: None)
     event = SimpleNamespace(wait=lambda stream: None, synchronize=lambda: None)
     stream.record_event = lambda: event
@@ -297,4 +345,5 @@ def _offload_within_one_memory() -> None:
     optimizer_config.is_te_min_version = lambda *_, **__: False  # it asks for the version without having it
     DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
     transformer_impl.MegatronEngine.to = to
+    transformer_impl.MegatronEngine._routed_num_tokens = num_tokens
     base.get_device_name = lambda: "cuda"

@@ -91,7 +91,6 @@ _MEGATRON_NEEDS = (
     *(
         only(key, value, "no search was run with it on Megatron")
         for key, value in {
-            f"{_MEGATRON}.context_parallel_size": 1,
             f"{_MEGATRON}.dynamic_context_parallel": False,
             f"{_MEGATRON}.use_megatron_fsdp": False,
             f"{_MEGATRON}.router_replay.mode": "disabled",

@@ -2,7 +2,7 @@
 """verl's Megatron engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
     def _step(self) -> MegatronStep | None:
         return None if self._watch is None else self._watch.step
 
+    def forward_backward_batch(self, *args: Any, **given: Any) -> Any:
+        with nullcontext() if self._step is None else self._step.dividing():
+            return super().forward_backward_batch(*args, **given)
+
     def forward_step(self, batch_iter: Iterator[Any], *args: Any, **given: Any) -> Any:
         if self._step is not None:
             batch = next(batch_iter)
@@ -157,7 +161,6 @@ def _check(engine: Any) -> None:
             of_optimizer.use_precision_aware_optimizer and not of_optimizer.optimizer_cpu_offload
         ),
         "main_grads_dtype in 16 bits": of_optimizer.main_grads_dtype != torch.float32,
-        "calculate_per_token_loss": config.calculate_per_token_loss,
         "an optimizer that is not Megatron's ChainedOptimizer": not isinstance(engine.optimizer, ChainedOptimizer),
     }
     for what, is_there in refused.items():

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_model_config
 
 from verl.models.mcore import model_forward_fused
 from verl.utils import tensordict_utils as tu
@@ -53,6 +54,9 @@ class MegatronStep(EngineStep, Scheduled):
         self._pass: _Selections | None = None
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._failure: Exception | None = None
+        self._own_num_tokens: torch.Tensor | None = None
+        self._num_tokens: torch.Tensor | None = None
+        """With ``calculate_per_token_loss``, this process' and of all: what the step's gradient was divided by."""
         chunks = chunks_of(engine.module)
         self._routers = [value for chunk in chunks for name, value in chunk.named_buffers() if ".router." in name]
         """Biases that balance the load, and what they are made of: each schedule updates them at its end."""
@@ -92,6 +96,22 @@ class MegatronStep(EngineStep, Scheduled):
         packed = self._layout(number).pack(selected)
         return {key: only(packed, value) for key, value in output.items()}
 
+    @contextmanager
+    def dividing(self) -> Iterator[None]:
+        """Around a schedule: note what training's gradient is divided by, or have a pass' divided by it, too."""
+        config = get_model_config(self.engine.module[0])
+        of_megatron = config.finalize_model_grads_func
+
+        def finalize(model: Any, num_tokens: torch.Tensor | None, **given: Any) -> None:
+            if num_tokens is not None and not self.is_replaying:
+                self._own_num_tokens, self._num_tokens = num_tokens.clone(), num_tokens
+            elif num_tokens is not None:
+                num_tokens = self._own_num_tokens.clone()
+            of_megatron(model, num_tokens, **given)  # which sums the numbers over all ranks
+
+        with replaced(config, finalize_model_grads_func=finalize):
+            yield
+
     def failed(self, error: Exception) -> None:
         """In the loss of a pass: it runs to its end, so that no stage waits for another, and then all give it up."""
         self._failure = self._failure or error
@@ -115,7 +135,16 @@ class MegatronStep(EngineStep, Scheduled):
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return torch.zeros(self.token_mask(micro_batch).shape), None  # the last stage tells
-        return super().coefficients(micro_batch)
+        log_prob, entropy = super().coefficients(micro_batch)
+        return log_prob * self._factor, None if entropy is None else entropy * self._factor
+
+    @property
+    def _factor(self) -> float:
+        """From what a hook saw to the mean over data-parallel ranks: Megatron multiplies the loss by the context
+        parallel ranks, over which it averages gradients, too; or it divides sums of gradients by numbers of tokens."""
+        if self._num_tokens is not None:
+            return self.dp_size / int(self._num_tokens)
+        return 1.0 / parallel_state.get_context_parallel_world_size()
 
     def forward_bytes(self) -> int:
         if is_fused(self.micro_batches[0]):
@@ -124,7 +153,8 @@ class MegatronStep(EngineStep, Scheduled):
         vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         each = logit_bytes(True, True)
         size = max(int(nested.offsets()[-1]) for nested in ids)
-        return int(size * vocabulary * each) // parallel_state.get_tensor_model_parallel_world_size()
+        processes = parallel_state.get_tensor_and_context_parallel_world_size()
+        return int(size * vocabulary * each) // processes
 
     def run_pass(self, selections: _Selections) -> None:
         self.engine.optimizer_zero_grad()
@@ -180,7 +210,7 @@ class MegatronStep(EngineStep, Scheduled):
         )
         self._pass, self._failure = chosen, None
         try:
-            with self._in_stages(), self._routers_as_in_step(len(batches)):
+            with self._in_stages(), self._routers_as_in_step(len(batches)), self.dividing():
                 get_forward_backward_func()(
                     forward_step_func=partial(
                         engine.forward_step,
@@ -202,6 +232,8 @@ class MegatronStep(EngineStep, Scheduled):
         """While a pass runs: Megatron adds routers' losses by itself in the backward, as a mean over the pass'
         micro-batches; make that the step's. And routers have the biases of training's forwards."""
         of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
+        if self._num_tokens is not None:
+            factor = 1.0
         present = [value.clone() for value in self._routers]
         _copy(self._routers_before, self._routers)
         try:

@@ -12,6 +12,7 @@ TP, PP = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model
 INTERLEAVED = f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
 EP, ETP_1 = f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.expert_tensor_parallel_size=1"
 NORMALIZED = f"++{MEGATRON}.override_transformer_config.moe_router_pre_softmax=false"  # as transformers' Mixtral
+CP = f"{MEGATRON}.context_parallel_size=2"
 SHARDED = f"{MEGATRON}.use_distributed_optimizer=true"
 FUSED = f"{PACKED} actor_rollout_ref.model.use_fused_kernels=true".split()
 RECOMPUTED = [
@@ -32,6 +33,8 @@ ON_CPU = [
     ),
 ]
 """As verl's own scripts have it."""
+BY_TOKENS = [f"++{MEGATRON}.override_transformer_config.calculate_per_token_loss=true"]
+"""What Megatron-Bridge sets with context parallelism."""
 OFFLOADED = [SHARDED, *(f"{MEGATRON}.{what}_offload=true" for what in ("param", "optimizer"))]
 
 
@@ -95,6 +98,17 @@ LAYOUTS = {
     "optimizer on the CPU, not precision-aware, DP 2, bfloat16": Layout(
         2, [PACKED, *ON_CPU, f"++{OPTIMIZER}.use_precision_aware_optimizer=false"], "bfloat16"
     ),
+    "CP 2": Layout(2, [CP, PACKED]),
+    "CP 2, padded": Layout(2, [CP, f"{MEGATRON}.use_remove_padding=false"]),
+    "CP 2, by tokens": Layout(2, [CP, PACKED, *BY_TOKENS]),
+    "DP 2, by tokens": Layout(2, [PACKED, *BY_TOKENS]),
+    "PP 2, by tokens": Layout(2, [PP, PACKED, *BY_TOKENS]),
+    "CP 2, fused kernel": Layout(2, [CP, *FUSED]),
+    "CP 2, experts, EP 2": Layout(2, [CP, EP, PACKED], experts="qwen3_moe"),
+    "CP 2, experts, EP 2, by tokens": Layout(2, [CP, EP, PACKED, *BY_TOKENS], experts="qwen3_moe"),
+    "CP 2 x TP 2, sharded optimizer, bfloat16": Layout(4, [CP, TP, SHARDED, PACKED], "bfloat16"),
+    "CP 2 x PP 2": Layout(4, [CP, PP, PACKED]),
+    "CP 2 x DP 2, optimizer on the CPU, by tokens": Layout(4, [CP, PACKED, *ON_CPU, *BY_TOKENS]),
     "offload, PP 2": Layout(2, [PP, PACKED, *OFFLOADED]),
 }
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""

@@ -29,7 +29,8 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, t
         assert one["norms"] == other["norms"]
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]
     (oracle, *_) = world.run(f"{HERE}.harness.norm_of_transformers", model_dir=folder, dtype=of.dtype)
-    assert stock[0]["norms"][0] == pytest.approx(oracle, rel=NORMS[of.dtype])
+    rounds = "CP 2" in layout and "by tokens" in layout  # verl floors half of each micro-batch's number of tokens
+    assert stock[0]["norms"][0] == pytest.approx(oracle, rel=NORMS["bfloat16" if rounds else of.dtype])
     *_, event = read_events(tmp_path)
     (culprit,), shares = event["culprits"], event["shares"]
     assert (culprit["row"], culprit["positions"]) == (5, [3])

@@ -15,6 +15,7 @@ ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 TWO = test_localization.PLACES["two culprits on two ranks, two micro-batches"]
 KERNELS = ("fused kernel, TP 2", "fused kernel, experts, EP 2", "recomputed, TP 2", "recomputed, experts, EP 2")
 ON_CPU = ("optimizer on the CPU, DP 2", "optimizer on the CPU, TP 2, bfloat16")
+CP = ("CP 2", "CP 2, by tokens")
 PAIRS = ("PP 2, interleaved", "TP 2 without sequence parallelism", "TP 2, padded", "experts, TP 2 x EP 2")
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 LOSSES = [
@@ -62,16 +63,23 @@ test_a_gradient_that_is_not_finite_is_traced_and_masked = same(
 )
 test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
     shares,
-    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1]),
+    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1], *CP),
     default=("TP 2", "PP 2", "fused kernel, TP 2"),
     layout=TERMS,
 )
 test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
 test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
-    masked_step, *DEFAULT, *PAIRS, *KERNELS, *ON_CPU, default=(*DEFAULT, *ON_CPU[:1]), strategy=[], dropout=0.0
+    masked_step,
+    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU, *CP),
+    default=(*DEFAULT, *ON_CPU[:1], *CP[1:]),
+    strategy=[],
+    dropout=0.0,
 )
 test_a_step_with_routers_losses_is_masked_bit_for_bit_too = same(
-    masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=[loss.format(0.01) for loss in LOSSES], dropout=0.0
+    masked_step,
+    *("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens"),
+    strategy=[loss.format(0.01) for loss in LOSSES],
+    dropout=0.0,
 )
 test_a_step_with_routers_biases_is_masked_bit_for_bit_too = same(
     masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=BIAS, dropout=0.0
@@ -104,7 +112,7 @@ test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recover
 )
 
 
-@in_layouts(*DEFAULT, *PAIRS, *ON_CPU[:1], default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"))
+@in_layouts(*DEFAULT, *PAIRS, *ON_CPU[:1], *CP, default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"))
 def test_the_probes_of_a_random_cover_add_up_to_the_gradient(world, dump_dir):
     answers = world.run("identities.cover_error", overrides=TERMS, dump_dir=dump_dir)
     for answer in answers:
@@ -117,7 +125,7 @@ def test_moving_the_weights_does_not_send_a_token_to_other_experts(world, dump_d
     assert all(0.98 < closure < 1.02 for closure in found), found
 
 
-@in_layouts("experts, EP 2", "experts, PP 2 x EP 2")
+@in_layouts("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens")
 def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
     losses = [setting.format(3e4) for setting in LOSSES]
     world.run("spikes.update_batch", kind="healthy", overrides=ON + losses, dump_dir=dump_dir)
