@@ -18,7 +18,6 @@ _MEGATRON = rf"(?s)\A(?=.*{_SETS}megatron).*"
 REASONS = {
     "multi-token prediction on Megatron (`mtp.enable`)": rf"{_MEGATRON}mtp\.enable=true",
     "Megatron-FSDP (`use_megatron_fsdp`)": rf"{_MEGATRON}use_megatron_fsdp=true",
-    "context parallelism on Megatron": rf"{_MEGATRON}actor\.megatron\.context_parallel_size=[^01]",
     "the rollout's routes on Megatron (`router_replay`)": rf"{_MEGATRON}router_replay\.mode=r",
     "DeepEP's dispatcher on Megatron (`moe_token_dispatcher_type=flex`)": rf"{_MEGATRON}dispatcher_type=flex",
     "LoRA on Megatron": rf"{_MEGATRON}lora\.rank=[^0]",

@@ -85,6 +85,7 @@ _BY_REPLAY = {
 _BY_MEGATRON = {
     **_LOSSES,
     f"{_MEGATRON}.train_batch": "self, data, loss_function",
+    f"{_MEGATRON}.forward_backward_batch": "self, data, loss_function, forward_only",
     f"{_MEGATRON}.forward_step": "self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func",
     f"{_MEGATRON}.postprocess_micro_batch_func": "self, output, data, forward_only, loss_function, local_cp_size",
     f"{_MEGATRON}.optimizer_zero_grad": "self",
@@ -104,6 +105,8 @@ _BY_MEGATRON = {
     "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
         "parameters, max_norm, total_norm, use_decoupled_grad"
     ),
+    "megatron.core.distributed:finalize_model_grads": "model, num_tokens, pg_collection, force_all_reduce",
+    "megatron.core.utils:get_model_config": "model",
     "megatron.core.transformer.module:param_is_not_shared": "param",
     "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale": "scale",
 }

@@ -39,6 +39,8 @@ _OWN = (
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu=1",
     f"{_ACTOR}.policy_loss.loss_mode=gpg",  # it needs no old log-probs
     f"{_ACTOR}.use_kl_loss=false",
+    f"{_ACTOR}.megatron.param_offload=false",  # no rollout needs the memory, and the weights are read between updates
+    f"{_ACTOR}.megatron.optimizer_offload=false",
     f"{_ACTOR}.gradloc.evidence.bundle=off",
 )
 _ROW, _POSITION, _ADVANTAGE = 0, 5, 1e4

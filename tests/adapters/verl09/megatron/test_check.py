@@ -9,7 +9,7 @@ from .conftest import HERE
 from .layouts import LAYOUTS, in_layouts
 
 
-@in_layouts("experts, EP 2", "TP 2 x PP 2")
+@in_layouts("experts, EP 2", "TP 2 x PP 2", "CP 2, by tokens", "optimizer on the CPU, TP 2, bfloat16")
 def test_it_says_that_all_adds_up_and_that_nothing_is_changed(world, layout, tmp_path):
     of, folder = LAYOUTS[layout], str(tmp_path / "model")
     world.run(f"{HERE}.harness.save_model", folder=folder, kind=of.experts)

@@ -11,7 +11,7 @@ from .layouts import MEGATRON, OPTIMIZER
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 REFUSED = {
-    f"{MEGATRON}.context_parallel_size=2": "context_parallel_size must be 1 while gradloc is on \\(no search was run",
+    f"{MEGATRON}.dynamic_context_parallel=true": "context_parallel must be false .* \\(no search was run",
     f"{MEGATRON}.use_megatron_fsdp=true": "use_megatron_fsdp must be false",
     f"{MEGATRON}.dtype=float16": "dtype must be bfloat16 .* found 'float16'",
     f"{MEGATRON}.router_replay.mode=R3": "router_replay.mode must be disabled",
