@@ -57,7 +57,7 @@ class RunFolder:
         known = {event.event_id: event for event in self.events}
         if event_id in known:
             return known[event_id]
-        guess = did_you_mean(event_id, known) or f": there are {first_of(list(known), 5) or 'none'}."
+        guess = did_you_mean(event_id, known) or f": there are {first_of(list(known)) or 'none'}."
         raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
 
