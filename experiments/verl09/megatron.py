@@ -305,7 +305,7 @@ def _offload_within_one_memory() -> None:
     from verl.workers.engine import base
     from verl.workers.engine.megatron import transformer_impl
 
-    of_megatron, of_verl = HybridDeviceOptimizer._get_sub_optimizer_param_groups, transformer_impl.MegatronEngine.to
+    of_megatron = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     shards_of = DistributedOptimizer._build_model_and_main_param_groups
     num_tokens_of = transformer_impl.MegatronEngine._routed_num_tokens
 
@@ -329,9 +329,12 @@ def _offload_within_one_memory() -> None:
         with torch.no_grad():  # else those of float32 parameters are no leaves, and the optimizer refuses them
             return shards_of(*args)
 
-    def to(self: Any, device: str, *args: Any, **given: Any) -> None:
-        with mock.patch.object(transformer_impl, "get_device_name", lambda: "cuda"):
-            of_verl(self, device, *args, **given)
+    def on_gpu(function: Any, module: Any) -> Any:
+        def run(self: Any, *args: Any, **given: Any) -> Any:
+            with mock.patch.object(module, "get_device_name", lambda: "cuda"):
+                return function(self, *args, **given)
+
+        return run
 
     def num_tokens(self: Any, data: Any) -> torch.Tensor:
         return num_tokens_of(self, data).clone()  # an offset, which verl copies to a GPU and sums over ranks in place
@@ -344,6 +347,7 @@ def _offload_within_one_memory() -> None:
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = deal_out
     optimizer_config.is_te_min_version = lambda *_, **__: False  # it asks for the version without having it
     DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
-    transformer_impl.MegatronEngine.to = to
+    transformer_impl.MegatronEngine.to = on_gpu(transformer_impl.MegatronEngine.to, transformer_impl)
+    for kind in (transformer_impl.EngineTrainModeCtx, transformer_impl.EngineEvalModeCtx):
+        kind.__enter__ = on_gpu(kind.__enter__, base)
     transformer_impl.MegatronEngine._routed_num_tokens = num_tokens
-    base.get_device_name = lambda: "cuda"

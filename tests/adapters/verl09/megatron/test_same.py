@@ -136,7 +136,7 @@ def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
     assert event["cause"]["numbers"]["tokens_norm"] < 1.5
 
 
-@in_layouts("PP 2", "TP 2", "experts, EP 2")
+@in_layouts("PP 2", "TP 2", "experts, EP 2", CP[1], ON_CPU[0])
 @pytest.mark.slow
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
@@ -149,7 +149,7 @@ RECOVERED |= {"agreement": (1, 9, 20), "allocation": (2,), "loss": (2,)}
 """Where a process fails, and at which time that it comes there; the loss and what is read are the last stage's."""
 
 
-@in_layouts("PP 2", "TP 2", "PP 2, interleaved", "DP 2, sharded optimizer", "TP 2 x PP 2")
+@in_layouts("PP 2", "TP 2", "PP 2, interleaved", "DP 2, sharded optimizer", "TP 2 x PP 2", CP[1], ON_CPU[0])
 @pytest.mark.slow
 def test_a_failure_outside_of_the_layers_leaves_training_as_it_was(world, dump_dir):
     last = LAYOUTS[world.layout].size - 1
@@ -180,6 +180,6 @@ def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, 
 
 
 @pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])
-@in_layouts("PP 2", "TP 2")
+@in_layouts("PP 2", "TP 2", "CP 2")
 def test_a_process_that_fails_inside_a_pass_ends_instead_of_hanging(world, dump_dir, method):
     test_failures.test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(world, dump_dir, method)
