@@ -16,6 +16,8 @@ VERLS = ("0.7", "0.9")
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _GRADLOC = f"{_ACTOR}.gradloc"
+CHECKPOINT = "CHECKPOINTS/global_step_N"
+"""In a line, where the run's own checkpoint is not known."""
 _LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs=true"  # verl 0.9's default
 
 
@@ -134,7 +136,7 @@ ACTIONS = {
     "shorter_prompts": Action("Drop prompts that leave no room for an answer.", "data.filter_overlong_prompts=true"),
     # ---- weights and precision
     "go_back": Action(
-        "Resume from an earlier checkpoint (trainer.resume_from_path).", "trainer.resume_mode=resume_path"
+        "Resume from an earlier checkpoint.", f"trainer.resume_mode=resume_path trainer.resume_from_path={CHECKPOINT}"
     ),
     "fp32": Action("Keep the weights in fp32, to rule out precision.", f"{_ACTOR}.fsdp_config.model_dtype=fp32"),
     "fp32_forward": Action("Run the forward in fp32, to look for an overflow.", f"{_ACTOR}.fsdp_config.dtype=float32"),
@@ -253,7 +255,8 @@ _LINES_IN_TRL = {
     f"{_CORRECTION}.rollout_is=token": 'vllm_importance_sampling_mode="token_truncate"',
     "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
     "trainer.rollout_data_dir=rollouts": "log_completions=True",
-    "trainer.resume_mode=resume_path": "trainer.train(resume_from_checkpoint=True)",
+    "trainer.resume_mode=resume_path": "",
+    f"trainer.resume_from_path={CHECKPOINT}": "trainer.train(resume_from_checkpoint=True)",
 }
 _BLOCKS_IN_TRL = ("action", "evidence", "search", "trigger")
 """Blocks of our own settings that TRL's trainers take; the stabilizers and the critic are verl's."""
@@ -271,7 +274,7 @@ def trl_settings(line: str) -> str | None:
     'max_grad_norm=0.5'
     """
     settings = [_trl_setting(override) for override in line.split()]
-    return None if None in settings or not settings else ", ".join(map(str, settings))
+    return None if None in settings or not settings else ", ".join(filter(None, settings))
 
 
 def _trl_setting(override: str) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..record import Event
-from .advice import ACTIONS, OF_REWARDS, in_force, is_trl, lines_of
+from .advice import ACTIONS, CHECKPOINT, OF_REWARDS, in_force, is_trl, lines_of
 from .causes import APART, NOTABLE
 from .evidence import Evidence
 from .meanings import group
@@ -386,5 +386,5 @@ def _lines(name: str, evidence: Evidence) -> dict[str, str]:
         if is_trl(trainer):
             return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
         path = shlex.quote(one_line(checkpoint))
-        return {label: f"{line} trainer.resume_from_path={path}" for label, line in lines.items()}
+        return {label: line.replace(CHECKPOINT, path) for label, line in lines.items()}
     return {label: line for label, line in lines.items() if not in_force(line, evidence.actor)}
