@@ -141,7 +141,6 @@ def _read_file(reader: _Reader, is_hollow: bool) -> FilePatch:
         raise reader.unknown(header)
     path = match[1]
     check_path(path)
-    check_path(match[2])
     is_new = _read_mode(reader, path)
     before, after = _read_index(reader, path, is_new)
     if is_new and is_hollow:
