@@ -50,8 +50,10 @@ def test_a_hunk_that_does_not_fit_is_told_by_its_line_and_what_stands_there(ther
     assert refused.value.data == {"expected": "line line 12", "hunk": 1, "line": line, "found": found}
 
 
-def test_a_hunk_of_little_context_stands_at_the_file_s_end_alone():
-    file = section(TEXT + "last\n")
+@pytest.mark.parametrize("num_trailing", [0, 2])
+def test_a_hunk_of_little_context_stands_at_the_file_s_end_alone(num_trailing):
+    lines = TEXT.splitlines(keepends=True)
+    file = section("".join([*lines[: len(lines) - num_trailing], "new\n", *lines[len(lines) - num_trailing :]]))
     with pytest.raises(IntegrityError, match="less than three lines of context"):
         apply_hunks(ACTOR, file.hunks, (TEXT + "more\n").encode())
 
