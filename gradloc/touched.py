@@ -16,7 +16,7 @@ def find(place: str) -> Any:
 
 
 def differences(touched: Mapping[str, str | None]) -> list[str]:
-    """How these places differ from what is known of them, a sentence's start each: see :func:`difference`."""
+    """The places that changed, the start of a sentence each: see :func:`difference`."""
     return [said for place, expected in touched.items() if (said := difference(place, expected)) is not None]
 
 

@@ -27,7 +27,7 @@ class BatchView:
     is_critics: bool = False
     """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""
     is_distilled: bool = False
-    """Whether the loss is distillation's alone: ``teacher_log_probs`` (R, T) is there, too."""
+    """Whether distillation is the whole loss; the tensors then have ``teacher_log_probs`` (R, T)."""
 
     def signal(self) -> tuple[str, torch.Tensor]:
         """What the loss pulls a token with: its name, and (R, T)."""

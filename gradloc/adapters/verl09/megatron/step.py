@@ -98,7 +98,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     @contextmanager
     def dividing(self) -> Iterator[None]:
-        """Around a schedule: note what training's gradient is divided by, or have a pass' divided by it, too."""
+        """Around a schedule: note what training divides its gradient by; a pass of the search divides by the same."""
         config = get_model_config(self.engine.module[0])
         of_megatron = config.finalize_model_grads_func
 
@@ -140,8 +140,8 @@ class MegatronStep(EngineStep, Scheduled):
 
     @property
     def _factor(self) -> float:
-        """From what a hook saw to the mean over data-parallel ranks: Megatron multiplies the loss by the context
-        parallel ranks, over which it averages gradients, too; or it divides sums of gradients by numbers of tokens."""
+        """Turns a coefficient that a hook saw into one of the mean over data-parallel ranks. Megatron multiplies the
+        loss by the number of context-parallel ranks, or it divides the gradients' sum by the number of tokens."""
         if self._num_tokens is not None:
             return self.dp_size / int(self._num_tokens)
         return 1.0 / parallel_state.get_context_parallel_world_size()
