@@ -83,7 +83,7 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
     """
     if threshold is None:
         return True
-    unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
+    unit = _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
     additions = prober.step.num_micro_batches + num_tokens + 4
     return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
 
@@ -161,7 +161,7 @@ class _Removal:
 
     def _subtract(self, alone: Gradient) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-        unit = _FINE if prober.step.compute_dtype == torch.float32 else _UNIT
+        unit = _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
         if not alone:
             prober.compute_only(self.culprits, self.holders)
             alone = space.keep()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a chosen set of tokens, as an exact part of the training gradient (docs/method.md, section 2).
 
-A probe never changes what goes into the loss. It detaches the log-probs and entropies of the tokens outside the set.
-All values stay what they were, so clips, gates, top-k and normalisation see the same numbers. For disjoint sets
-that cover all tokens the probes therefore add up to the full gradient, under any loss. (Shrinking ``response_mask``
-instead would change the loss's denominators.) Random numbers of the forward and the loss are replayed from the state
-recorded before the training forward.
+A probe is training's forward again, with the same random numbers, and a backward that begins with the coefficients that
+training's own backward left on the log-probs and entropies: those of the set, and 0 for all other tokens. No loss is
+run, so no clip, gate or denominator can come out differently. For disjoint sets that cover all tokens the probes
+therefore add up to the full gradient, under any loss.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -20,9 +19,11 @@ import torch
 from .gradients import Gradient, GradientSpace
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
-from .step import HostStep, TrainingStep
+from .step import HostStep, Outputs, TrainingStep, run_backward
 
 T = TypeVar("T")
+
+_NEAR = 2.0**-20  # of the unit: a pass whose coefficients are all smaller needs no division
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,15 @@ class Prober:
     """
 
     def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
-        self.step = step if isinstance(step, HostStep) else HostStep(step, space.device)
+        self.step = step if isinstance(step, HostStep) else HostStep(step, space.device, ranks.size)
         self.space = space
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
+        self.unit = 1.0
+        """Coefficients near it are divided by it: 1 unless the step's gradient overflowed by their size alone."""
+        self.divisor = 1.0
+        """By what the last pass' gradient in ``.grad`` is divided: 1 or :attr:`unit`."""
         self.scatter: float | None = None
         """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
@@ -61,22 +66,18 @@ class Prober:
     @property
     def reduction_error(self) -> float:
         """See :meth:`.gradients.GradientSpace.reduction_error`."""
-        return self.space.reduction_error(self.step.num_micro_batches, self.step.reduces_once)
+        return self.space.reduction_error(self.step.num_micro_batches, self.step.numerics.reduces_once)
 
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`TrainingStep.forward`."""
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """See :meth:`HostStep.forward`."""
         self.num_forwards += 1
         self.ranks.agree(self._make_sure)
-        return self._together(lambda: self.step.forward(micro_batch))
+        return self._together(lambda: self.step.forward(micro_batch, needs_entropy))
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        """See :meth:`TrainingStep.entropies`; free if training computed them."""
+    def entropies(self, micro_batch: int) -> torch.Tensor | None:
+        """In nats (B, T) at the present weights; free if training computed them, None where the trainer has none."""
         recorded = self.step.recorded(micro_batch).entropy
-        if recorded is not None:
-            return recorded
-        self.num_forwards += 1
-        self.ranks.agree(self._make_sure)
-        return self._together(lambda: self.step.entropies(micro_batch))
+        return self.forward(micro_batch, needs_entropy=True).entropy if recorded is None else recorded
 
     def _make_sure(self) -> None:
         """See :meth:`.memory.Room.make_sure`."""
@@ -98,32 +99,51 @@ class Prober:
             raise
 
     def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
-        """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
+        """Fill ``.grad`` with the sum of these selections' gradients, in the order given, over :attr:`divisor`.
 
         Args:
-            selections: pairs of a micro-batch and what to let through: bool (B, T), factors (B, T), or None for all.
+            selections: pairs of a micro-batch and what to select: bool (B, T), factors (B, T), or None for all.
         """
         self.space.clear()
 
-        def prepare() -> list[tuple[int, torch.Tensor | None]]:
+        def prepare() -> list[tuple[int, Outputs]]:
             self._make_sure()
-            return list(selections)
+            return [(micro_batch, self.step.pull(micro_batch, selected)) for micro_batch, selected in selections]
 
-        chosen = self.ranks.agree(prepare)
+        self._run(self._within_range(self.ranks.agree(prepare)))
+
+    def _within_range(self, pulls: list[tuple[int, Outputs]]) -> list[tuple[int, Outputs]]:
+        """Coefficients over :attr:`unit` where one of theirs, on any rank, is near it; :attr:`divisor` says so."""
+        self.divisor = 1.0
+        if self.unit == 1.0:
+            return pulls
+        (largest,) = self.ranks.max(self.ranks.agree(lambda: [max(largest_of(pull) for _, pull in pulls)]))
+        if largest <= self.unit * _NEAR:
+            return pulls
+        self.divisor = self.unit
+        return [
+            (index, Outputs(*(None if each is None else each / self.unit for each in pull))) for index, pull in pulls
+        ]
+
+    def _run(self, pulls: list[tuple[int, Outputs]]) -> None:
+        """One pass: these micro-batches' forwards, each with its backward."""
+        self.num_forwards += len(pulls)
+        self.num_backwards += len(pulls)
         if self.step.is_scheduled:
-            self.num_forwards += len(chosen)
-            self.num_backwards += len(chosen)
-            self._together(partial(self.step.run_pass, chosen))
+            self._together(partial(self.step.run_pass, pulls))
             return
-        for number, (micro_batch, selected) in enumerate(chosen, 1):
-            self.num_forwards += 1
-            self.num_backwards += 1
-            with self.step.in_pass(is_last=number == len(chosen)):
-                # Ranks agree between forward and backward. The logits and the loss need most memory: a rank that fails
-                # there would otherwise leave its peers waiting in the backward's collectives.
-                self._together(self._together(partial(self.step.loss, micro_batch, selected)).backward)
-        if self.step.loss_scale != 1.0:
-            self.space.scale(1.0 / self.step.loss_scale)
+        for number, (micro_batch, pull) in enumerate(pulls, 1):
+            with self.step.in_pass(is_last=number == len(pulls)):
+                # Ranks agree between forward and backward. The logits need most memory: a rank that fails there would
+                # otherwise leave its peers waiting in the backward's collectives.
+                outputs = self._together(partial(self.step.forward_with_graph, micro_batch))
+                self._together(partial(run_backward, outputs, pull))
+        if self.step.numerics.loss_scale != 1.0:
+            self.space.scale(1.0 / self.step.numerics.loss_scale)
+
+    def norm(self) -> float:
+        """Of the gradient that the last pass computed, also where float32 could not hold it."""
+        return self.space.norm() * self.divisor
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
@@ -161,4 +181,10 @@ class Prober:
         selected, sums = self.ranks.agree(prepare)
         self.compute([(part.micro_batch, selected)])
         num_tokens, square = self.ranks.sum(sums)
-        return Measurement(norm=self.space.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)
+        return Measurement(norm=self.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)
+
+
+def largest_of(pull: Outputs) -> float:
+    """The largest finite |coefficient| of a pull; 0 without any."""
+    sizes = [float(each.nan_to_num(0.0, 0.0, 0.0).abs().max()) for each in pull if each is not None and each.numel()]
+    return max(sizes, default=0.0)

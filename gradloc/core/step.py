@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step that can be inspected and replayed: what an adapter provides, and how a search reads it.
+"""One optimizer step that can be run again: what an adapter provides, and how a search reads it.
 
 A token's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = dL/dlog p_t, e_t = dL/dH_t and H_t the entropy
 (docs/method.md, section 1). Hooks on log-prob and entropy take these coefficients from the training backward itself, so
-they are right under any loss, however it clips or normalises.
+they are right under any loss, however it clips or normalises. The gradient of any set of tokens is then one forward,
+and a backward that begins with their coefficients: no loss is run again.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +34,17 @@ class RngState:
             self._module.set_rng_state(self.accelerator)
 
 
+class Outputs(NamedTuple):
+    """What one micro-batch's forward gives the loss."""
+
+    log_prob: torch.Tensor
+    """(B, T); of a critic the values."""
+    entropy: torch.Tensor | None = None
+    """(B, T), in nats; None if none was computed."""
+    beside: torch.Tensor | None = None
+    """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
+
+
 @dataclass
 class Recorded:
     """What the training forward and backward of one micro-batch left on this rank."""
@@ -46,58 +59,110 @@ class Recorded:
     """d loss / d log_prob (B, T), of this rank's own loss, times its scale: as the backward delivered it."""
     entropy_coefficient: torch.Tensor | None = None
     """d loss / d entropy (B, T), likewise; None if entropy is no part of the loss."""
+    beside_coefficient: torch.Tensor | None = None
+    """d loss / d beside, a scalar, likewise."""
     is_value: bool = False
     """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
 
-    TENSORS = ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient")
+    TENSORS = ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient", "beside_coefficient")
+
+    def coefficients(self, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """c_t and e_t (B, T): derivatives of the step's loss over all ranks, unscaled; c_t is zeros if no gradient
+        reached the log-probs.
+
+        Args:
+            weight: the step's :attr:`Numerics.weight`.
+        """
+        found, entropy = self.log_prob_coefficient, self.entropy_coefficient
+        log_prob = torch.zeros_like(self.log_prob) if found is None else found * weight
+        return log_prob, None if entropy is None else entropy * weight
+
+    def pull(self, selected: torch.Tensor | None) -> Outputs:
+        """What a backward begins with, so that it adds the selected tokens' part of the training gradient to ``.grad``.
+
+        Tokens outside get an exact 0, whatever their coefficient. What passes through no token comes in full.
+
+        Args:
+            selected: bool, or factors, (B, T); None for all, which gives training's gradient bit for bit.
+        """
+        log_prob = self.log_prob_coefficient
+        if log_prob is None:  # zeros: a rank without a gradient still runs the collectives that its peers wait for
+            log_prob = torch.zeros_like(self.log_prob)
+        return Outputs(only(selected, log_prob), only(selected, self.entropy_coefficient), self.beside_coefficient)
 
 
-def record(recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-    """Keep the training forward's values and hook it, so that the backward leaves the coefficients. Free of cost."""
-    recorded.log_prob = log_prob.detach()
-    if log_prob.requires_grad:
-        log_prob.register_hook(lambda grad: setattr(recorded, "log_prob_coefficient", grad.detach()))
-    if entropy is not None:
-        recorded.entropy = entropy.detach()
-        if entropy.requires_grad:
-            entropy.register_hook(lambda grad: setattr(recorded, "entropy_coefficient", grad.detach()))
-
-
-def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
-    """Let gradient through at the selected positions only; the values stay the same, bit for bit.
-
-    where() keeps a path for (zero) gradient even if nothing is selected. So a rank without a token of the set still
-    runs the backward, with the collectives that its peers wait for.
-
-    Args:
-        selected: bool, or factors to multiply the gradient with; of the shape of ``values``.
-        values: log-probs, entropies or a critic's values (B, T).
-    """
-    if values is None or not values.requires_grad:
-        return values
-    passed = torch.where(selected != 0, values, values.detach())
+def only(selected: torch.Tensor | None, coefficients: torch.Tensor | None) -> torch.Tensor | None:
+    """Coefficients (B, T) of the selected tokens, times their factors if ``selected`` holds factors; 0 elsewhere."""
+    if selected is None or coefficients is None:
+        return coefficients
     if selected.is_floating_point():
-        passed.register_hook(lambda grad: grad * selected.to(grad.dtype))
-    return passed
+        return torch.where(selected != 0, coefficients * selected.to(coefficients.dtype), 0.0)
+    return torch.where(selected, coefficients, 0.0)
+
+
+def record(recorded: Recorded, outputs: Outputs) -> None:
+    """Keep the training forward's values and hook it, so that the backward leaves the coefficients. Free of cost."""
+    for name, value in outputs._asdict().items():
+        if value is None:
+            continue
+        if name != "beside":
+            setattr(recorded, name, value.detach())
+        if value.requires_grad:
+            value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
+
+
+def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
+    setattr(recorded, name, grad.detach())
+
+
+def run_backward(outputs: Outputs, pull: Outputs) -> None:
+    """The backward of a pass: from the outputs of a forward that has a graph, with these coefficients.
+
+    Every output of training's own backward gets its coefficient at the same place of the graph, so the kernels behind
+    it run on the same values in the same order.
+    """
+    pairs = [(value, each) for value, each in zip(outputs, pull, strict=True) if value is not None and each is not None]
+    pairs = [(value, each.to(value.dtype).view_as(value)) for value, each in pairs if value.requires_grad]
+    torch.autograd.backward([value for value, _ in pairs], [each for _, each in pairs])
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The numbers of a step that a search reckons with."""
+
+    dtype: torch.dtype = torch.float32
+    """Of the forward; weights and gradients may be finer."""
+    loss_scale: float = 1.0
+    """The loss was multiplied by this (fp16), and so is what a backward adds to ``.grad``."""
+    weight: float = 1.0
+    """Times this, a recorded coefficient is a derivative of the step's loss over all ranks, unscaled: 1 / (data-parallel
+    ranks x :attr:`loss_scale`) where these average their gradients."""
+    temperature: float = 1.0
+    """The logits were divided by this."""
+    reduces_once: bool = False
+    """Whether training reduces the gradient over ranks only after the last micro-batch."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What only an event's record wants of a micro-batch; None where the trainer has no such thing."""
+
+    old_log_prob: torch.Tensor | None = None
+    """(B, T): the importance ratio's denominator, as the loss used it."""
+    weights: torch.Tensor | None = None
+    """float (B, T): how much each token's loss weighs in the whole step's loss, 1/N for a mean over N tokens."""
+    on_policy: bool = False
+    """Whether the loss took the current log-probs, detached, for the old ones."""
 
 
 class TrainingStep(Protocol):
-    """One optimizer step that can be inspected and replayed: all that the core knows of a trainer's loss.
+    """One optimizer step that can be run again: all that a search wants of a trainer. It never asks for a loss.
 
     The micro-batches of a rank are numbered from 0 in training's order.
     """
 
     num_micro_batches: int
-    compute_dtype: torch.dtype
-    """The dtype of the forward; weights and gradients may be finer."""
-    loss_scale: float
-    """The loss is multiplied by this (fp16), and so is the gradient that its backward adds; otherwise 1."""
-    temperature: float
-    """The logits were divided by this."""
-    on_policy: bool
-    """Whether the loss used the current log-probs, detached, as the old ones."""
-    reduces_once: bool
-    """Whether training reduces the gradient over ranks only after the last micro-batch."""
+    numerics: Numerics
 
     def rows(self, micro_batch: int) -> list[int]:
         """The rows' numbers in the driver's batch; empty if the driver did not say."""
@@ -105,28 +170,18 @@ class TrainingStep(Protocol):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         """bool (B, T): the response tokens of this rank's micro-batch."""
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        """float (B, T): how much each token's loss weighs in the whole step's loss, 1/N for a mean over N tokens."""
-
     def recorded(self, micro_batch: int) -> Recorded:
         """What the training pass left."""
 
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """The old log-probs (B, T) that the loss used, the importance ratio's denominator."""
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """The forward again, at the present weights; the random state is training's already.
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """c_t and e_t (B, T) of this rank's tokens: derivatives of the step's loss over all ranks, unscaled."""
+        With a graph where gradients are enabled: then it is training's forward. Without one, in half precision, the
+        output head is applied in float32: log-probs rounded to bfloat16 would hide small moves.
 
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """d (this rank's KL term) / d log_prob (B, T); None without such a term. Runs no forward."""
-
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """Whether this rank's unscaled loss and its derivatives by the log-probs are finite. Runs no forward."""
-
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """log_prob and entropy (B, T) at the present weights, no graph, with recorded random numbers.
-
-        In half precision the output head is applied in float32: log-probs rounded to bfloat16 would hide small moves.
+        Args:
+            micro_batch: its number.
+            needs_entropy: also where the loss has no entropy term.
         """
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
@@ -136,82 +191,62 @@ class TrainingStep(Protocol):
         """
 
     def forward_bytes(self) -> int:
-        """Peak of :meth:`forward` beside the weights, in bytes: mostly float32 logits."""
+        """Peak of :meth:`forward` without a graph, beside the weights, in bytes: mostly float32 logits."""
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        """Entropy in nats (B, T) at the present weights, also if the loss has no entropy term: one forward."""
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        """The scaled loss, whose backward adds the selected tokens' part of the training gradient to ``.grad``.
-
-        ``selected`` is what :func:`let_through` takes, (B, T); None selects everything.
-        """
+    def details(self, micro_batch: int) -> Details:
+        """For the record. Runs no forward."""
 
 
 class Scheduled(ABC):
-    """The part of a :class:`TrainingStep` that replaces ``loss`` and ``in_pass`` in an engine that schedules the passes
-    over micro-batches itself, such as a pipeline."""
+    """The part of a :class:`TrainingStep` that replaces ``in_pass`` in an engine that schedules the passes over
+    micro-batches itself, such as a pipeline."""
 
     @abstractmethod
     def share(self) -> None:
         """Called first: give what was recorded to all processes of the rank. May communicate."""
 
     @abstractmethod
-    def run_pass(self, selections: Sequence[tuple[int, torch.Tensor | None]]) -> None:
-        """Fill ``.grad`` with the sum of these selections' gradients, see :meth:`Prober.compute`."""
+    def run_pass(self, pulls: Sequence[tuple[int, Outputs]]) -> None:
+        """Fill ``.grad`` with the sum of these micro-batches' gradients, see :meth:`.probe.Prober.compute`."""
 
 
-class LossOfGiven(Protocol):
-    """Parts of a :class:`TrainingStep` for trainers whose loss can be computed from given log-probs, without a forward.
+class OwnLoss(ABC):
+    """A power that a trainer may have: its own loss, differentiated by what was recorded. Nothing here communicates."""
 
-    Nothing here communicates, so one rank may ask alone.
-    """
+    without_kl: Mapping[str, Any] | None = None
+    """Settings under which the loss has no KL term; None if it has none anyway."""
 
-    dp_size: int
-    """Data-parallel ranks, over which FSDP or DDP averages the gradient."""
+    @abstractmethod
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        """What a backward would deliver under other settings: d loss / d log_prob and d entropy, float32 (B, T), of
+        this rank's own loss, *not* scaled (fp16). Runs no forward.
 
-    @property
-    def loss_scale(self) -> float:
-        """See :class:`TrainingStep`."""
+        Args:
+            micro_batch: its number.
+            settings: the trainer's own, by its names; none: as training had it.
+            tensors: of the batch, (B, T), by the trainer's names, in place of training's.
+        """
 
-    def recorded(self, micro_batch: int) -> Recorded:
-        """See :class:`TrainingStep`."""
 
-    def has_kl_term(self) -> bool:
-        """Whether the loss has a KL term."""
+def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
+    """d (this rank's KL term) / d log_prob (B, T): what the loss without the term lacks. None without such a term."""
+    without = getattr(step, "without_kl", None)
+    if without is None:
+        return None
+    whole = step.coefficients_under(micro_batch, {}).log_prob
+    return whole - step.coefficients_under(micro_batch, without).log_prob
 
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        """This rank's unscaled loss with these log-probs (B, T) in place of a forward's."""
 
-    def leaf(self, micro_batch: int) -> torch.Tensor:
-        """The recorded log-probs (B, T) as a float32 leaf to differentiate by."""
-        return self.recorded(micro_batch).log_prob.detach().float().clone().requires_grad_()
-
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :class:`TrainingStep`. Hooks saw this rank's scaled loss; the step's gradient is the unscaled mean over
-        the ranks, hence the factor. Zeros if no gradient reached the log-probs."""
-        recorded, factor = self.recorded(micro_batch), 1.0 / (self.dp_size * self.loss_scale)
-        found, entropy = recorded.log_prob_coefficient, recorded.entropy_coefficient
-        log_prob = torch.zeros_like(recorded.log_prob) if found is None else found * factor
-        return log_prob, None if entropy is None else entropy * factor
-
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """See :class:`TrainingStep`: the derivative of the loss with the term less that of the loss without."""
-        if not self.has_kl_term():
-            return None
-        derivatives: list[torch.Tensor] = []
-        for is_without in (False, True):
-            log_prob = self.leaf(micro_batch)
-            loss = self.loss_of_given(micro_batch, log_prob, is_without)
-            derivatives += torch.autograd.grad(loss, log_prob)
-        return derivatives[0] - derivatives[1]
-
-    def has_finite_loss(self, micro_batch: int) -> bool:
-        """See :class:`TrainingStep`."""
-        log_prob = self.leaf(micro_batch)
-        loss = self.loss_of_given(micro_batch, log_prob)
-        (coefficients,) = torch.autograd.grad(loss, log_prob)
-        return bool(torch.isfinite(loss) and torch.isfinite(coefficients).all())
+def has_finite_loss(step: Any, micro_batch: int) -> bool:
+    """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
+    can say that. Runs no forward."""
+    if isinstance(step, OwnLoss):
+        found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
+    else:
+        found = step.recorded(micro_batch).coefficients(1.0)
+    return all(bool(each.isfinite().all()) for each in found if each is not None)
 
 
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -231,17 +266,19 @@ def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 class HostStep:
     """A step as a search reads it: all that concerns single tokens is copied to the host once.
 
-    Masks, weights, records and coefficients of all micro-batches are read together when the first is asked for, the
-    outputs of a forward with that forward. Nothing else waits for the device. All other attributes are the step's own.
+    Masks, records and coefficients of all micro-batches are read together when the first is asked for, the outputs of a
+    forward with that forward. Nothing else waits for the device. All other attributes are the step's own.
 
     Args:
         step: the trainer's.
         device: where its model is.
+        num_ranks: data-parallel ranks.
     """
 
-    def __init__(self, step: TrainingStep, device: torch.device):
-        self._step, self._device = step, device
+    def __init__(self, step: TrainingStep, device: torch.device, num_ranks: int = 1):
+        self._step, self._device, self._num_ranks = step, device, num_ranks
         self._held: dict[str, list[Any]] = {}
+        self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         if isinstance(step, Scheduled):
             step.share()
@@ -252,42 +289,53 @@ class HostStep:
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self._of_all("token_mask")[micro_batch]
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return self._of_all("token_weights")[micro_batch]
-
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        return self._of_all("old_log_prob")[micro_batch]
-
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        return self._of_all("kl_coefficients")[micro_batch]
-
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._of_all("coefficients")[micro_batch]
-
     def recorded(self, micro_batch: int) -> Recorded:
         return self._of_all("recorded")[micro_batch]
 
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        log_prob, entropy = to_host(self._step.forward(micro_batch))
-        assert log_prob is not None
-        return log_prob, entropy
+    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """c_t and e_t (B, T) of this rank's tokens, see :meth:`Recorded.coefficients`."""
+        if "coefficients" not in self._held:
+            records = self._of_all("recorded")
+            self._held["coefficients"] = [each.coefficients(self.numerics.weight) for each in records]
+        return self._held["coefficients"][micro_batch]
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        return to_host([self._step.entropies(micro_batch)])[0]  # type: ignore[return-value]
+    def details(self, micro_batch: int) -> Details:
+        """For the record; weights are there also where the trainer tells none."""
+        return self._of_all("details")[micro_batch]
 
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        return self._step.loss(micro_batch, self._there(selected))
+    def token_weights(self, micro_batch: int) -> torch.Tensor:
+        """Each token's weight in the step's loss (B, T): as for a mean over all tokens where the trainer tells none."""
+        weights = self.details(micro_batch).weights
+        if weights is None:
+            masks = self._of_all("token_mask")
+            weights = masks[micro_batch] / max(sum(int(mask.sum()) for mask in masks) * self._num_ranks, 1)
+        return weights
 
-    def run_pass(self, selections: Sequence[tuple[int, torch.Tensor | None]]) -> None:
-        step: Any = self._step
-        step.run_pass([(micro_batch, self._there(selected)) for micro_batch, selected in selections])
+    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
+        if "kl" not in self._held:
+            self._held["kl"] = to_host([kl_coefficients(self._step, i) for i in range(self._step.num_micro_batches)])
+        return self._held["kl"][micro_batch]
 
-    def _there(self, selected: torch.Tensor | None) -> torch.Tensor | None:
-        return None if selected is None else selected.to(self._device)
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """See :meth:`TrainingStep.forward`: without a graph, with training's random numbers."""
+        self._step.recorded(micro_batch).rng.restore()
+        with torch.no_grad():
+            log_prob, entropy, *_ = self._step.forward(micro_batch, needs_entropy)
+        return Outputs(*to_host([log_prob, entropy]))  # type: ignore[arg-type]
+
+    def forward_with_graph(self, micro_batch: int) -> Outputs:
+        """Training's forward again, on the device, to run a backward from."""
+        self._step.recorded(micro_batch).rng.restore()
+        return self._step.forward(micro_batch)
+
+    def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Outputs:
+        """See :meth:`Recorded.pull`: on the device."""
+        there = None if selected is None else selected.to(self._device)
+        return self._step.recorded(micro_batch).pull(there)
 
     def _of_all(self, name: str) -> list[Any]:
         if name not in self._held:
-            together = ("token_mask", "token_weights", "coefficients", "recorded")
+            together = ("token_mask", "recorded")
             names = together if name in together else (name,)
             found = {of: [getattr(self._step, of)(i) for i in range(self._step.num_micro_batches)] for of in names}
             self._held |= _on_host(found)
@@ -295,22 +343,23 @@ class HostStep:
 
 
 def _on_host(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The same with every tensor on the host; values are tensors, tuples of them, or records."""
-    flat = [tensor for values in found.values() for value in values for tensor in _tensors_of(value)]
+    """The same with every tensor on the host; values are tensors, or dataclasses with tensors."""
+    flat = [tensor for values in found.values() for value in values for tensor in _tensors_of(value).values()]
     read = iter(to_host(flat))
 
     def copied(value: Any) -> Any:
-        if isinstance(value, Recorded):
-            kept = copy.copy(value)
-            for name in Recorded.TENSORS:
-                setattr(kept, name, next(read))
-            return kept
-        return tuple(next(read) for _ in value) if isinstance(value, tuple) else next(read)
+        if isinstance(value, torch.Tensor):
+            return next(read)
+        kept = copy.copy(value)
+        for name in _tensors_of(value):
+            object.__setattr__(kept, name, next(read))
+        return kept
 
     return {name: [copied(value) for value in values] for name, values in found.items()}
 
 
-def _tensors_of(value: Any) -> Sequence[torch.Tensor | None]:
-    if isinstance(value, Recorded):
-        return [getattr(value, name) for name in Recorded.TENSORS]
-    return value if isinstance(value, tuple) else (value,)
+def _tensors_of(value: Any) -> dict[str, torch.Tensor | None]:
+    if isinstance(value, torch.Tensor):
+        return {"": value}
+    names = Recorded.TENSORS if isinstance(value, Recorded) else ("old_log_prob", "weights")
+    return {name: getattr(value, name) for name in names}

@@ -104,8 +104,8 @@ def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent |
             term_norms={name: math.fsum(part.term_squares[name] for part in parts) ** 0.5 for name in _TERMS},
             low_entropy=low[len(low) // 2] if low else None,
             layout=[entry for part in parts for entry in part.layout],
-            temperature=step.temperature,
-            on_policy=step.on_policy,
+            temperature=step.numerics.temperature,
+            on_policy=step.details(0).on_policy,
             fingerprint=weights,
             checkpoint=context.checkpoint,
         )
@@ -286,7 +286,7 @@ def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
     step, index, shares = context.step, culprit.tokens[0].micro_batch, context.finding.result.shares
     places = _places(step, culprit.tokens)
     row, positions = places[0][0], [position for _, position in places]
-    recorded, rows, old = step.recorded(index), step.rows(index), step.old_log_prob(index)
+    recorded, rows, old = step.recorded(index), step.rows(index), step.details(index).old_log_prob
     coefficients, entropy_coefficients = step.coefficients(index)
     peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
 
@@ -305,9 +305,10 @@ def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
     if recorded.is_value:
         outputs: dict = {"value": at(recorded.log_prob), "old_value": at(old)}
     else:
-        mean_log_ratio = float((recorded.log_prob - old)[row][step.token_mask(index)[row]].mean())
-        ratios = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
-        outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old), "ratios": ratios}
+        outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old)}
+        if old is not None:
+            mean_log_ratio = float((recorded.log_prob - old)[row][step.token_mask(index)[row]].mean())
+            outputs["ratios"] = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
     return Culprit(
         **outputs,
         span=culprit.span,
@@ -323,7 +324,7 @@ def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
             kl=at(step.kl_coefficients(index), 1.0 / context.ranks.size),
             entropy=at(entropy_coefficients),
         ),
-        loss_weight=at(step.token_weights(index)),
+        loss_weight=at(step.details(index).weights),
         grad_norm=culprit.norm,
         is_exact=culprit.is_exact,
         threshold=culprit.threshold,

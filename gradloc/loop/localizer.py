@@ -23,7 +23,7 @@ from ..core.memory import WAYS, Room, StepPeak
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
 from ..core.selection import Token
-from ..core.step import HostStep, RngState, TrainingStep, to_host
+from ..core.step import HostStep, RngState, TrainingStep, has_finite_loss, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
@@ -139,7 +139,8 @@ class Localizer:
             spike = self._find_spike(policy, norm)
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
-        self._tracker.after_mini_batch(self._space, self._clip_scale(norm), self._step.loss_scale, is_spike)
+        loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
+        self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
@@ -172,7 +173,8 @@ class Localizer:
         """
         step, self._first_step = self._first_step, None
         if step is not None:
-            of_device = [step.coefficients(index)[0] for index in range(step.num_micro_batches)]
+            weight = step.numerics.weight
+            of_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
             self._coefficient = median_size([values for values in to_host(of_device) if values is not None])
         return self._coefficient
 
@@ -213,7 +215,7 @@ class Localizer:
     def _has_finite_loss(self) -> bool:
         """Whether the loss is finite before it is scaled, on all ranks."""
         step = self._step
-        is_finite = self.ranks.agree(lambda: all(step.has_finite_loss(i) for i in range(step.num_micro_batches)))
+        is_finite = self.ranks.agree(lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches)))
         return self.ranks.all(is_finite)
 
     def _handle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -310,9 +312,9 @@ class Localizer:
         self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool, way: dict[str, Any]
     ) -> tuple[RawEvent | None, Action, torch.Tensor]:
         space, ranks, settings = self._space, self.ranks, self.settings
-        step: Any = HostStep(self._step, space.device)
+        step: Any = HostStep(self._step, space.device, ranks.size)
         clip_scale = self._clip_scale(spike.grad_norm)
-        increments = self._tracker.increments(space, ranks, step.loss_scale)
+        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         finding = localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **way)

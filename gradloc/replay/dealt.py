@@ -3,10 +3,12 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..core.step import Details, Outputs
 from .bundle import Bundle, Entry
 
 
@@ -43,17 +45,16 @@ class Replayed:
         mask = super().token_mask(micro_batch)
         return torch.zeros_like(mask) if self.places[micro_batch] is None else mask
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return super().token_weights(micro_batch) * self.token_mask(micro_batch)
+    def details(self, micro_batch: int) -> Details:
+        details = super().details(micro_batch)
+        return replace(details, weights=details.weights * self.token_mask(micro_batch))
 
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        outputs = super().forward(micro_batch)
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        outputs = super().forward(micro_batch, needs_entropy)
         self._tick()
         return outputs
 
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        if self.places[micro_batch] is None:  # runs the same collectives and adds nothing
-            selected = self.token_mask(micro_batch)
-        loss = super().loss(micro_batch, selected)
+    def trained(self, micro_batch: int, loss: torch.Tensor, log_prob: torch.Tensor) -> None:
+        """The backward of training's loss; a filler's runs the same collectives and adds nothing."""
+        (loss if self.places[micro_batch] is not None else 0.0 * log_prob.sum()).backward()
         self._tick()
-        return loss

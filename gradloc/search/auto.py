@@ -146,7 +146,7 @@ class _Search(Named):
                 if shares is None:
                     return None
                 # in float32 no other step explains a closure that far off: see _is_the_backward_s
-                is_certain = self.prober.step.compute_dtype == torch.float32 and shares.is_far
+                is_certain = self.prober.step.numerics.dtype == torch.float32 and shares.is_far
                 if not shares.is_noisy and not is_certain:
                     shares = self._refined(shares)
         if number == 0:

@@ -117,6 +117,7 @@ def localize(
         holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
         entropies = {index: prober.entropies(index) for index in holders}
+        entropies = {index: values for index, values in entropies.items() if values is not None}
         space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
     finally:
         space.put(saved)

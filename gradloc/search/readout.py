@@ -64,7 +64,7 @@ class Readout:
 
     def read(self, outputs: Outputs) -> torch.Tensor:
         """l_t, the loss that each token adds up to a constant: float64 (B, T)."""
-        log_prob, entropy = outputs
+        log_prob, entropy = outputs[:2]
         read = _weighed(self.slope, self.scores(log_prob))
         if self._entropy is not None and entropy is not None:
             read += _weighed(self._entropy, entropy.double())

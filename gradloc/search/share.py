@@ -187,7 +187,7 @@ class _Measurement:
         self.micro_batches, self.known = micro_batches, known
         self.seen = frozenset(micro_batches) | (known.seen if known is not None else frozenset())
         self.unseen = [index for index in range(prober.step.num_micro_batches) if index not in self.seen]
-        self.dtype = prober.step.compute_dtype
+        self.dtype = prober.step.numerics.dtype
         self.target = _TARGET[self.dtype]
         self.square = prober.space.norm(direction) ** 2 / scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything

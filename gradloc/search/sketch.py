@@ -72,7 +72,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
         squares[index] += delta * (value - means[index])
 
     hold_routes(prober, range(len(readouts)))
-    with MovedWeights(prober.space, prober.step.compute_dtype) as weights:
+    with MovedWeights(prober.space, prober.step.numerics.dtype) as weights:
         for number in range(num_directions + 1):
             weights.move_randomly(number + 1, step_size)
             for index in range(len(readouts)):
@@ -147,7 +147,7 @@ def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
 
 
 def _relative_step(task: Task) -> float:
-    return _RELATIVE_STEP[task.prober.step.compute_dtype]
+    return _RELATIVE_STEP[task.prober.step.numerics.dtype]
 
 
 def _root_mean_count(task: Task) -> float:

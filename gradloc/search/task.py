@@ -133,7 +133,7 @@ class Task:
 
     def readouts(self, without: list[Token]) -> list[Readout]:
         """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
-        is_half = self.prober.step.compute_dtype != torch.float32
+        is_half = self.prober.step.numerics.dtype != torch.float32
         recorded = self.prober.step.recorded
         return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
 

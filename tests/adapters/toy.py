@@ -5,12 +5,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from gradloc.config import ActionConfig, GradLocConfig, TriggerConfig
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.step import Recorded, RngState, let_through, record
+from gradloc.core.step import Details, Numerics, Outputs, Recorded, RngState, record
 from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import Driver
 from gradloc.loop.localizer import Localizer
@@ -49,9 +48,9 @@ class Watch:
 
 
 class ToyStep:
-    """One optimizer step that can be replayed: the :class:`~gradloc.core.step.TrainingStep` of this trainer."""
+    """One optimizer step that can be run again: the :class:`~gradloc.core.step.TrainingStep` of this trainer."""
 
-    compute_dtype, loss_scale, temperature, on_policy, reduces_once = torch.float32, 1.0, 1.0, False, False
+    numerics = Numerics()
 
     def __init__(self, trainer: Any, num_tokens: int):
         self.trainer, self.num_tokens = trainer, num_tokens
@@ -65,7 +64,7 @@ class ToyStep:
         self._recorded.append(Recorded(RngState(torch.device("cpu"))))
 
     def after_forward(self, log_prob: torch.Tensor) -> None:
-        record(self._recorded[-1], log_prob, None)
+        record(self._recorded[-1], Outputs(log_prob))
 
     num_micro_batches = property(lambda self: len(self._rows))
     recorded = property(lambda self: self._recorded.__getitem__)
@@ -76,20 +75,8 @@ class ToyStep:
     def token_mask(self, index: int) -> torch.Tensor:
         return self._rows[index]["response_mask"].bool()
 
-    def token_weights(self, index: int) -> torch.Tensor:
-        return self.token_mask(index) / self.num_tokens
-
-    def old_log_prob(self, index: int) -> torch.Tensor:
-        return self._rows[index]["old_log_probs"]
-
-    def coefficients(self, index: int) -> tuple[torch.Tensor, None]:
-        return self._recorded[index].log_prob_coefficient, None
-
-    def kl_coefficients(self, index: int) -> None:
-        """This loss has no KL term."""
-
-    def has_finite_loss(self, index: int) -> bool:
-        return bool(torch.isfinite(self._recorded[index].log_prob_coefficient).all())
+    def details(self, index: int) -> Details:
+        return Details(self._rows[index]["old_log_probs"], self.token_mask(index) / self.num_tokens)
 
     def in_pass(self, is_last: bool) -> Any:
         return nullcontext()
@@ -97,19 +84,7 @@ class ToyStep:
     def forward_bytes(self) -> int:
         return 0
 
-    def entropies(self, index: int) -> torch.Tensor:
-        logits = self._replayed(index, self.trainer.logits)
-        return -(F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1).detach()
-
-    def forward(self, index: int) -> tuple[torch.Tensor, None]:
-        with torch.no_grad():
-            return self._replayed(index, self.trainer.log_prob), None
-
-    def loss(self, index: int, selected: torch.Tensor | None) -> torch.Tensor:
-        log_prob = self._replayed(index, self.trainer.log_prob)
-        log_prob = log_prob if selected is None else let_through(selected, log_prob)
-        return self.trainer.loss(log_prob, self._rows[index], self.num_tokens)
-
-    def _replayed(self, index: int, call: Any) -> torch.Tensor:
-        self._recorded[index].rng.restore()
-        return call(self._rows[index])
+    def forward(self, index: int, needs_entropy: bool = False) -> Outputs:
+        logits = self.trainer.logits(self._rows[index]).log_softmax(-1)
+        chosen = logits.gather(-1, self._rows[index]["responses"][..., None]).squeeze(-1)
+        return Outputs(chosen, -(logits.exp() * logits).sum(-1) if needs_entropy else None)

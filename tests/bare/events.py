@@ -9,6 +9,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
+from gradloc.core.step import HostStep
 from gradloc.core.trigger import Place, Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.complete import complete_event
@@ -55,7 +56,7 @@ def context_of(
         place=Place(1, 0, 0, 1, {}),
         spike=spike,
         finding=localize(step, space, ranks, spike, 1.0, None, typical, **settings),
-        step=step,
+        step=HostStep(step, space.device),
         space=space,
         ranks=ranks,
         squares=space.squares(),

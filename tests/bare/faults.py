@@ -118,14 +118,9 @@ class FailingStep(BareStep):
     def arm(self, place: str, number: int) -> None:
         self.place, self.left = place, number
 
-    def forward(self, micro_batch: int):
-        return self._pass(lambda: super(FailingStep, self).forward(micro_batch), has_backward=False)
-
-    def entropies(self, micro_batch: int):
-        return self._pass(lambda: super(FailingStep, self).entropies(micro_batch), has_backward=False)
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None):
-        return self._pass(lambda: super(FailingStep, self).loss(micro_batch, selected), has_backward=True)
+    def forward(self, micro_batch: int, needs_entropy: bool = False):
+        has_backward = torch.is_grad_enabled()
+        return self._pass(lambda: super(FailingStep, self).forward(micro_batch, needs_entropy), has_backward)
 
     def _pass(self, run, has_backward: bool):
         if self.place == "backward" and not has_backward:

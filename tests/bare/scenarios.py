@@ -9,6 +9,7 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
+from gradloc.core.step import Outputs
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
@@ -88,9 +89,11 @@ def scatter(step: BareStep, size: float, seed: int) -> None:
     """From here on every forward's log-probs are too low by up to ``size``, each by its own part of it."""
     forward, noise = step.forward, torch.Generator().manual_seed(seed)
 
-    def scattered(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        log_prob, entropy = forward(micro_batch)
-        return log_prob - size * torch.rand(log_prob.shape, generator=noise), entropy
+    def scattered(micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        log_prob, *others = forward(micro_batch, needs_entropy)
+        if not torch.is_grad_enabled():
+            log_prob = log_prob - size * torch.rand(log_prob.shape, generator=noise)
+        return Outputs(log_prob, *others)
 
     step.forward = scattered
 

@@ -7,9 +7,10 @@ its weight in the step's (over N, the mean over tokens), times W because FSDP av
 Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T response positions, W ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import LossOfGiven, Recorded, RngState, let_through, record
+from gradloc.core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
@@ -117,7 +118,7 @@ class Loss:
         return losses if entropy is None else losses - self.entropy * entropy
 
 
-class BareStep(LossOfGiven):
+class BareStep(OwnLoss):
     """One rank's part of a batch, in M micro-batches: what the search may replay.
 
     Args:
@@ -129,11 +130,6 @@ class BareStep(LossOfGiven):
         loss_scale: what fp16 training would multiply the loss with.
     """
 
-    temperature = 1.0
-    on_policy = False
-    reduces_once = False
-    loss_scale = 1.0
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -144,13 +140,13 @@ class BareStep(LossOfGiven):
         loss_scale: float = 1.0,
     ):
         self.model = model
-        self.compute_dtype = dtype
         self.num_micro_batches = num_micro_batches
         self._terms = loss
         self._vocabulary = model.head.out_features
-        self.loss_scale = loss_scale
         self.device = next(model.parameters()).device
         rank, self.dp_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.numerics = Numerics(dtype, loss_scale, 1.0 / (self.dp_size * loss_scale))
+        self.without_kl = {"kl": 0.0} if loss.kl else None
         self._each = len(batch.labels) // (self.dp_size * num_micro_batches)
         self._first = rank * num_micro_batches * self._each
         self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
@@ -166,9 +162,9 @@ class BareStep(LossOfGiven):
         """
         for index in range(self.num_micro_batches):
             self._recorded[index] = Recorded(rng=RngState(self.device))
-            log_prob, entropy = self._outputs(index)
-            record(self._recorded[index], log_prob, entropy)
-            self._total(log_prob, entropy, index).backward()
+            outputs = self._outputs(index)
+            record(self._recorded[index], outputs)
+            self._total(outputs.log_prob, outputs.entropy, index).backward()
             after_backward()
 
     def rows(self, micro_batch: int) -> list[int]:
@@ -179,27 +175,24 @@ class BareStep(LossOfGiven):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self._parts[micro_batch].mask
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        return self._weights[micro_batch].float()
+    def details(self, micro_batch: int) -> Details:
+        return Details(self._parts[micro_batch].old_log_probs, self._weights[micro_batch].float())
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
 
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        return self._parts[micro_batch].old_log_probs
+    def coefficients_under(self, micro_batch: int, settings: Mapping[str, Any], tensors: Any = None) -> Outputs:
+        recorded, part = self._recorded[micro_batch], self._parts[micro_batch]
+        log_prob = recorded.log_prob.float().requires_grad_()
+        entropy = None if recorded.entropy is None else recorded.entropy.float().requires_grad_()
+        terms, part = replace(self._terms, **settings), replace(part, **(tensors or {}))
+        loss = self._sum(terms.of_tokens(log_prob, entropy, part), micro_batch)
+        leaves = [log_prob] if entropy is None else [log_prob, entropy]
+        return Outputs(*torch.autograd.grad(loss, leaves))
 
-    def has_kl_term(self) -> bool:
-        return bool(self._terms.kl)
-
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        terms = replace(self._terms, kl=0.0) if is_without_kl else self._terms
-        losses = terms.of_tokens(log_prob, self._recorded[micro_batch].entropy, self._parts[micro_batch])
-        return self._sum(losses, micro_batch)
-
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._recorded[micro_batch].rng.restore()
-        with torch.no_grad():
-            return self._outputs(micro_batch, precise=self.compute_dtype != torch.float32)
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        is_read = not torch.is_grad_enabled()
+        return self._outputs(micro_batch, precise=is_read, needs_entropy=needs_entropy)
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -207,25 +200,22 @@ class BareStep(LossOfGiven):
     def forward_bytes(self) -> int:
         return 4 * self._parts[0].labels.numel() * self._vocabulary
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        with torch.no_grad():
-            return entropy_of(self._logits(micro_batch))
-
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
+        """The slow obvious way, which a probe is held against: the whole loss again, with the gradient of some tokens
+        let through alone."""
         self._recorded[micro_batch].rng.restore()
-        log_prob, entropy = self._outputs(micro_batch)
+        outputs = self._outputs(micro_batch)
         if selected is not None:
-            log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
-        return self._total(log_prob, entropy, micro_batch)
+            outputs = Outputs(*(let_through(selected, each) for each in outputs))
+        return self._total(outputs.log_prob, outputs.entropy, micro_batch)
 
     def _all_rows(self) -> list[list[int]]:
         return [self.rows(index) for index in range(self.num_micro_batches)]
 
-    def _outputs(self, micro_batch: int, precise: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _outputs(self, micro_batch: int, precise: bool = False, needs_entropy: bool = False) -> Outputs:
         logits = self._logits(micro_batch, precise)
-        entropy = entropy_of(logits) if self._terms.entropy else None
-        return log_prob_of(logits, self._parts[micro_batch].labels), entropy
+        entropy = entropy_of(logits) if self._terms.entropy or needs_entropy else None
+        return Outputs(log_prob_of(logits, self._parts[micro_batch].labels), entropy)
 
     def _logits(self, micro_batch: int, precise: bool = False) -> torch.Tensor:
         part = self._parts[micro_batch]
@@ -234,9 +224,19 @@ class BareStep(LossOfGiven):
 
     def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
         losses = self._terms.of_tokens(log_prob.float(), entropy, self._parts[micro_batch])
-        return self._sum(losses, micro_batch) * self.loss_scale
+        return self._sum(losses, micro_batch) * self.numerics.loss_scale
 
     def _sum(self, losses: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """The micro-batch's part of this rank's loss: FSDP takes the mean over the ranks."""
         kept = torch.where(self._parts[micro_batch].mask, losses, 0.0)
         return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self.dp_size
+
+
+def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
+    """The same values (B, T), with a gradient at the selected tokens alone, or times these factors."""
+    if values is None:
+        return None
+    passed = torch.where(selected != 0, values, values.detach())
+    if selected.is_floating_point():
+        passed.register_hook(lambda grad: grad * selected.to(grad.dtype))
+    return passed

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.step import has_finite_loss, kl_coefficients
 from tests.bare import AGGREGATIONS, BareStep, Oracle, Sharpened, build, random_batch, shard
 from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
 
@@ -87,7 +88,7 @@ def test_aggregations_weigh_tokens_as_verl_s_names_say():
     assert set(wanted) == set(AGGREGATIONS) and len(set(lengths)) > 1
     for aggregation, of_rows in wanted.items():
         step = BareStep(build("tiny"), batch, NUM_MICRO_BATCHES, loss=replace(TERMS, aggregation=aggregation))
-        found = torch.cat([step.token_weights(index) for index in range(NUM_MICRO_BATCHES)])
+        found = torch.cat([step.details(index).weights for index in range(NUM_MICRO_BATCHES)])
         torch.testing.assert_close(found, torch.tensor(of_rows)[:, None] * batch.mask)
 
 
@@ -120,7 +121,8 @@ def test_dropout_is_replayed_and_a_scaled_loss_scales_the_gradient():
     torch.manual_seed(1)
     plain.train()
     assert scaled == pytest.approx(8.0 * space.norm(), rel=1e-6)
-    for ours, theirs in zip(step.coefficients(0), plain.coefficients(0), strict=True):
+    pairs = (each.recorded(0).coefficients(each.numerics.weight) for each in (step, plain))
+    for ours, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -129,9 +131,9 @@ def test_what_the_loss_is_made_of_can_be_told_from_the_records():
     batch = random_batch(model).planted({(0, 0): float("nan")})
     step = BareStep(model, batch, NUM_MICRO_BATCHES, loss=TERMS)
     step.train()
-    assert [step.has_finite_loss(index) for index in range(NUM_MICRO_BATCHES)] == [False, True, True, True]
+    assert [has_finite_loss(step, index) for index in range(NUM_MICRO_BATCHES)] == [False, True, True, True]
     rows = slice(4, 8)
     distance = step.recorded(1).log_prob - batch.reference_log_probs[rows]
     wanted = TERMS.kl * distance * batch.mask[rows] / batch.num_tokens
-    torch.testing.assert_close(step.kl_coefficients(1), wanted)
+    torch.testing.assert_close(kl_coefficients(step, 1), wanted)
     assert step.rows(1) == [4, 5, 6, 7]

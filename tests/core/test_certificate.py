@@ -10,6 +10,7 @@ import torch
 from gradloc.core.certificate import _recompute, _Removal, certify, is_subtracted, judge
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
+from gradloc.core.step import Numerics
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_without_culprits_the_norm_is_what_it_was_and_the_reason_says_why(norm_b
 def prober_of(dtype=torch.float32, rounding=0.0, reduction_error=0.0, **known):
     """Of four micro-batches with five tokens each."""
     step = SimpleNamespace(
-        compute_dtype=dtype, num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
+        numerics=Numerics(dtype), num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
     )
     space = SimpleNamespace(rounding=rounding, **known)
     return SimpleNamespace(step=step, space=space, ranks=Ranks(), reduction_error=reduction_error)

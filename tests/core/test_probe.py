@@ -13,7 +13,6 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
 from gradloc.core.selection import Part, Token, mask_of, mask_without
-from gradloc.core.step import let_through
 from tests.bare import BareStep, Loss, build, random_batch
 
 QUICK = settings(deadline=None, derandomize=True, max_examples=60)
@@ -67,28 +66,6 @@ def test_what_is_left_out_are_those_tokens_of_that_micro_batch_and_rank(mask, nu
     assert mask_without(tokens, 0, 2, mask).all() and mask_without(tokens, 1, 0, mask).all()
 
 
-@QUICK
-@given(MASKS, st.integers(0, 2**30))
-def test_letting_some_tokens_through_keeps_every_value_and_gradients_add_up(mask, seed):
-    log_prob = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    gradients = []
-    for selected in (mask, ~mask):
-        seen = let_through(selected, log_prob)
-        assert torch.equal(seen, log_prob)
-        (gradient,) = torch.autograd.grad((seen.exp() * seen).sum(), log_prob)
-        assert not gradient[~selected].any(), "detached"
-        gradients.append(gradient)
-    (whole,) = torch.autograd.grad((log_prob.exp() * log_prob).sum(), log_prob)
-    assert torch.equal(gradients[0] + gradients[1], whole)
-
-
-def test_a_factor_takes_the_place_of_a_selection():
-    values = torch.tensor([1.0, 2.0, 3.0]).requires_grad_()
-    seen = let_through(torch.tensor([-0.75, 0.0, 2.0]), values)
-    assert torch.equal(seen, values)
-    assert torch.autograd.grad(seen.square().sum(), values)[0].tolist() == [-1.5, 0.0, 12.0]
-
-
 def probed(loss_scale=1.0, loss=Loss(entropy=0.1, kl=0.1)):  # noqa: B008 (frozen)
     """A prober of a trained step of four micro-batches, the step, and the gradient that training left."""
     model = build("tiny")
@@ -114,7 +91,7 @@ def test_parts_of_a_pass_add_up_to_the_training_gradient_without_its_loss_scale(
 def test_a_probe_tells_the_norm_and_the_loss_weight_of_its_tokens():
     prober, step, _ = probed()
     found = prober.measure(Part(1, 0, 1, 2, 5))
-    weights = step.token_weights(1)[step.token_mask(1)][2:5]
+    weights = step.details(1).weights[step.token_mask(1)][2:5]
     assert found.num_tokens == 3 and found.weight_norm == pytest.approx(float(weights.norm()))
     prober.compute_only([Token(1, 0, index) for index in (2, 3, 4)], [1])
     assert found.norm == pytest.approx(prober.space.norm())
@@ -131,7 +108,8 @@ def test_ranks_reduce_where_training_does_behind_the_last_micro_batch():
 @pytest.mark.parametrize(("loss", "num_forwards"), [(Loss(entropy=0.1), 0), (Loss(), 1)])
 def test_entropies_that_training_computed_take_no_forward(loss, num_forwards):
     prober, step, _ = probed(loss=loss)
-    torch.testing.assert_close(prober.entropies(2), step.entropies(2))
+    with torch.no_grad():
+        torch.testing.assert_close(prober.entropies(2), step.forward(2, needs_entropy=True).entropy)
     assert prober.num_forwards == num_forwards
 
 
@@ -143,7 +121,7 @@ def test_a_pass_that_fails_leaves_a_module_that_can_be_trained_or_ends_the_run(i
     def fail(*_):
         raise ArithmeticError
 
-    step.loss = fail
+    step.forward = fail
     prober.space.abandon_pass = fail if is_stuck else lambda: abandoned.append(True)
     with pytest.raises(error):
         prober.compute_without([])

@@ -3,52 +3,100 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gradloc.core.step import HostStep, LossOfGiven, Recorded, to_host
+from gradloc.core.step import (
+    Details,
+    HostStep,
+    Outputs,
+    OwnLoss,
+    Recorded,
+    has_finite_loss,
+    kl_coefficients,
+    record,
+    run_backward,
+    to_host,
+)
 from tests.bare import BareStep, Loss, build, random_batch, shard
 
 M, CPU = 4, torch.device("cpu")
 
 
-class Given(LossOfGiven):
-    """The sum of sqrt(log-prob), and three times the log-prob as its KL term; two ranks, of a scaled loss."""
+class Given(OwnLoss):
+    """The sum of sqrt(log-prob), and three times the log-prob as its KL term."""
 
-    dp_size, loss_scale = 2, 4.0
+    def __init__(self, log_prob, has_kl=True):
+        self.log_prob, self.without_kl = log_prob, {"kl": 0.0} if has_kl else None
 
-    def __init__(self, log_prob, has_kl=True, **coefficients):
-        self._recorded, self._has_kl = Recorded(rng=None), has_kl
-        self._recorded.log_prob = torch.tensor([log_prob])
-        for name, value in coefficients.items():
-            setattr(self._recorded, name, torch.tensor([value]))
+    def coefficients_under(self, micro_batch, settings, tensors=None):
+        log_prob = torch.tensor([self.log_prob]).requires_grad_()
+        loss = log_prob.sqrt().sum() + settings.get("kl", 3.0) * log_prob.sum()
+        return Outputs(*torch.autograd.grad(loss, log_prob))
 
-    def recorded(self, micro_batch):
-        return self._recorded
 
-    def has_kl_term(self):
-        return self._has_kl
-
-    def loss_of_given(self, micro_batch, log_prob, is_without_kl=False):
-        assert log_prob.requires_grad and log_prob.is_leaf and log_prob.dtype == torch.float32
-        return log_prob.sqrt().sum() + (0.0 if is_without_kl else 3.0 * log_prob.sum())
+def recorded_of(log_prob, **coefficients):
+    found = Recorded(rng=None, **{name: torch.tensor([value]) for name, value in coefficients.items()})
+    found.log_prob = torch.tensor([log_prob])
+    return found
 
 
 def test_a_coefficient_is_of_the_mean_over_the_ranks_without_the_scale():
-    found, entropy = Given([4.0, 9.0], log_prob_coefficient=[16.0, -8.0], entropy_coefficient=[8.0, 0.0]).coefficients(
-        0
-    )
-    assert found.tolist() == [[2.0, -1.0]] and entropy.tolist() == [[1.0, 0.0]]
-    found, entropy = Given([4.0, 9.0]).coefficients(0)
-    assert found.tolist() == [[0.0, 0.0]] and entropy is None, "a loss without a gradient"
+    weight = 1 / (2 * 4.0)  # two ranks, of a scaled loss
+    found = recorded_of([4.0, 9.0], log_prob_coefficient=[16.0, -8.0], entropy_coefficient=[8.0, 0.0])
+    log_prob, entropy = found.coefficients(weight)
+    assert log_prob.tolist() == [[2.0, -1.0]] and entropy.tolist() == [[1.0, 0.0]]
+    log_prob, entropy = recorded_of([4.0, 9.0]).coefficients(weight)
+    assert log_prob.tolist() == [[0.0, 0.0]] and entropy is None, "a loss without a gradient"
 
 
 def test_the_kl_term_s_part_is_what_the_loss_without_it_lacks():
-    assert Given([4.0, 9.0]).kl_coefficients(0).tolist() == [[pytest.approx(3.0)] * 2]
-    assert Given([4.0], has_kl=False).kl_coefficients(0) is None
+    assert kl_coefficients(Given([4.0, 9.0]), 0).tolist() == [[pytest.approx(3.0)] * 2]
+    assert kl_coefficients(Given([4.0], has_kl=False), 0) is None
+    assert kl_coefficients(object(), 0) is None, "a trainer that cannot tell"
 
 
 @pytest.mark.parametrize(("log_prob", "is_finite"), [([4.0, 9.0], True), ([4.0, 0.0], False), ([-1.0, 4.0], False)])
-def test_a_loss_is_finite_where_it_and_its_derivative_are(log_prob, is_finite):
-    assert Given(log_prob).has_finite_loss(0) is is_finite
+def test_a_loss_is_finite_where_its_derivative_is(log_prob, is_finite):
+    assert has_finite_loss(Given(log_prob), 0) is is_finite
+
+
+MASKS = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3).map(torch.tensor)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(MASKS, st.integers(0, 2**30))
+def test_what_two_halves_of_the_tokens_pull_with_adds_up_to_what_all_do(mask, seed):
+    draw = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed))
+    draw[0, 0, 0] = float("nan")
+    recorded = Recorded(rng=None, log_prob_coefficient=draw[0], entropy_coefficient=draw[1])
+    whole, halves = recorded.pull(None), [recorded.pull(mask), recorded.pull(~mask)]
+    for of_all, one, other in zip(whole[:2], halves[0][:2], halves[1][:2], strict=True):
+        assert torch.equal((one + other).nan_to_num(7.0), of_all.nan_to_num(7.0))
+        assert not one[~mask].any(), "an exact 0, also where the coefficient is not finite"
+
+
+def test_a_factor_takes_the_place_of_a_selection_and_what_passes_through_no_token_stays():
+    recorded = Recorded(rng=None, log_prob_coefficient=torch.tensor([2.0, 2.0, 4.0]))
+    recorded.beside_coefficient = torch.tensor(0.5)
+    pull = recorded.pull(torch.tensor([-0.75, 0.0, 2.0]))
+    assert pull.log_prob.tolist() == [-1.5, 0.0, 8.0] and pull.entropy is None and float(pull.beside) == 0.5
+
+
+def test_a_backward_from_the_recorded_coefficients_is_training_s_bit_for_bit():
+    weights = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    recorded = Recorded(rng=None)
+
+    def forward():
+        hidden = weights.tanh() @ weights
+        return Outputs(hidden.log_softmax(-1), hidden.softmax(-1), hidden.square().mean())
+
+    outputs = forward()
+    record(recorded, outputs)
+    ((outputs.log_prob.exp() * outputs.log_prob).sum() + outputs.entropy.square().sum() + outputs.beside / 3).backward()
+    trained, weights.grad = weights.grad, None
+    run_backward(forward(), recorded.pull(None))
+    assert torch.equal(weights.grad, trained)
 
 
 def test_tensors_of_any_type_are_read_together_as_they_are():
@@ -73,15 +121,27 @@ def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
     step.train()
     host = HostStep(step, CPU)
     for index in range(M):
-        pairs = []
-        for name in ("token_mask", "token_weights", "kl_coefficients", "old_log_prob", "entropies"):
-            pairs.append((getattr(host, name)(index), getattr(step, name)(index)))
-        for name in ("coefficients", "forward"):
-            pairs += zip(getattr(host, name)(index), getattr(step, name)(index), strict=True)
-        for name in Recorded.TENSORS:
-            pairs.append((getattr(host.recorded(index), name), getattr(step.recorded(index), name)))
+        details, own = host.details(index), step.recorded(index)
+        pairs = [(host.token_mask(index), step.token_mask(index)), (host.token_weights(index), details.weights)]
+        pairs += [(getattr(details, name), getattr(step.details(index), name)) for name in ("old_log_prob", "weights")]
+        pairs += zip(host.coefficients(index), own.coefficients(step.numerics.weight), strict=True)
+        pairs.append((host.kl_coefficients(index), kl_coefficients(step, index)))
+        with torch.no_grad():
+            pairs += zip(host.forward(index, True), step.forward(index, True), strict=True)
+        pairs += [(getattr(host.recorded(index), name), getattr(own, name)) for name in Recorded.TENSORS]
         for selected in (step.token_mask(index), None):
-            pairs.append((host.loss(index, selected), step.loss(index, selected)))
+            pairs += zip(host.pull(index, selected), own.pull(selected), strict=True)
         assert all((found is None and wanted is None) or torch.equal(found, wanted) for found, wanted in pairs)
     assert host.token_mask(1) is host.token_mask(1) and host.recorded(2) is host.recorded(2)
     assert host.num_micro_batches == M and not host.is_scheduled
+
+
+def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
+    model = shard(build("tiny"), "plain")
+    step = BareStep(model, random_batch(model), M)
+    wanted = [step.details(index).weights for index in range(M)]
+    step.train()
+    step.details = lambda index: Details()
+    host = HostStep(step, CPU)
+    for index in range(M):
+        torch.testing.assert_close(host.token_weights(index), wanted[index], check_dtype=False)

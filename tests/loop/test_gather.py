@@ -42,14 +42,14 @@ def test_the_culprit_has_the_step_s_own_numbers(context):
     log_prob, entropy = step.coefficients(index)
     assert (found.row, found.micro_batch, found.micro_batch_row, found.positions, found.peak) == (5, 1, 1, (2,), 2)
     assert found.log_prob == pytest.approx(float(recorded.log_prob[at]))
-    assert found.old_log_prob_used == pytest.approx(float(step.old_log_prob(index)[at]))
+    assert found.old_log_prob_used == pytest.approx(float(step.details(index).old_log_prob[at]))
     assert found.entropy == pytest.approx(float(recorded.entropy[at]))
     assert found.coefficients.log_prob == pytest.approx(float(log_prob[at]))
     assert found.coefficients.kl == pytest.approx(float(step.kl_coefficients(index)[at]))
     assert found.coefficients.entropy == pytest.approx(float(entropy[at]))
     assert found.loss_weight == pytest.approx(float(step.token_weights(index)[at]))
     mask = step.token_mask(index)[row]
-    ratios = (recorded.log_prob - step.old_log_prob(index))[row][mask]
+    ratios = (recorded.log_prob - step.details(index).old_log_prob)[row][mask]
     assert found.ratios.sequence_geometric_mean == pytest.approx(math.exp(float(ratios.mean())), rel=1e-5)
     assert found.is_exact and found.share_error == 0.0 and found.token_norms == (found.grad_norm,)
     assert math.hypot(*found.layers.values()) == pytest.approx(found.grad_norm, rel=1e-4)
@@ -65,7 +65,7 @@ def test_where_it_was_and_how_it_was_dealt_out(context):
     assert math.hypot(*event.layers.values()) == pytest.approx(context.spike.grad_norm, rel=1e-5)
     assert math.hypot(*event.kinds.values()) == pytest.approx(context.spike.grad_norm, rel=1e-5)
     raw = gathered(context)
-    assert raw.checkpoint == "/ckpt" and raw.temperature == context.step.temperature
+    assert raw.checkpoint == "/ckpt" and raw.temperature == context.step.numerics.temperature
     assert gathered(context, place=Place(7, 0, 0, 1, None)).event.trigger.history is None
 
 

@@ -9,6 +9,7 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
+from gradloc.core.step import Numerics, Outputs, Recorded, RngState
 from gradloc.search import sketch
 from gradloc.search import weights as weights_module
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
@@ -88,11 +89,14 @@ def test_tokens_go_where_the_routers_sent_them_before_the_weights_moved(way):
     inputs = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])]
 
     class Step:
-        num_micro_batches, is_scheduled = 2, False
+        num_micro_batches, numerics = 2, Numerics()
 
-        def forward(self, index: int) -> tuple[torch.Tensor, None]:
+        def recorded(self, index: int) -> Recorded:
+            return Recorded(RngState(torch.device("cpu")))
+
+        def forward(self, index: int, needs_entropy: bool = False) -> Outputs:
             forwards.append(index)
-            return model(inputs[index]), None
+            return Outputs(model(inputs[index]))
 
     prober = Prober(Step(), GradientSpace(model), Ranks())
     for _ in range(2):

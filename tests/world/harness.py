@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.bare.step import let_through
 from tests.world.configs import config_of
 from tests.world.models.fused import use_kernels
 from tests.world.models.ulysses import attention_of_verl, plain_padding
@@ -118,19 +119,21 @@ class Trainer:
     def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
         """What verl's own update leaves in ``.grad``, and the loss."""
         actor, caught, losses = self.actor, [], []
-        loss_of = actor._micro_batch_loss
 
         def keep_gradient():
             caught.append([param.grad for param in actor.actor_module.parameters()])
             return torch.tensor(0.0)
 
-        def keep_loss(*args):
-            losses.append(loss_of(*args))
-            return losses[-1]
+        scaler = actor.scaler
 
-        actor._optimizer_step, actor._micro_batch_loss = keep_gradient, keep_loss
+        def keep_loss(loss):
+            losses.append(loss)
+            return loss if scaler is None else scaler.scale(loss)
+
+        actor._optimizer_step, actor.scaler = keep_gradient, SimpleNamespace(scale=keep_loss)
         actor.update_policy(self.local(batch))
-        del actor._optimizer_step, actor._micro_batch_loss
+        del actor._optimizer_step
+        actor.scaler = scaler
         return caught[0], float(sum(loss.detach() for loss in losses))
 
     def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
@@ -140,19 +143,19 @@ class Trainer:
         step = step_class()(
             self.actor, local.split(self.actor.config.ppo_micro_batch_size_per_gpu), 1.0, True, dist.get_world_size()
         )
-        self.actor.gradient_accumulation = step.num_micro_batches
         space.clear()
         for index in range(step.num_micro_batches):
-            step.before_forward(index)
-            step.loss(index, step.micro_batches[index].batch["chosen"]).backward()
+            outputs, chosen = step.forward(index), step.micro_batches[index].batch["chosen"]
+            log_prob, entropy = (let_through(chosen, value) for value in (outputs.log_prob, outputs.entropy))
+            inputs = {**step._inputs(index), "old_log_probs": log_prob.detach()}
+            part("adapters.verl07.loss").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
         return space.take()
 
     @contextmanager
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The actor as an analysis sees it, and this rank's rows."""
         adapted = part("adapters.verl07.analysis_actor").AnalysisActor(self.actor, temperature=1.0)
-        with adapted.whole_batch():
-            yield adapted, dict(self.local(batch).batch)
+        yield adapted, dict(self.local(batch).batch)
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
@@ -161,11 +164,11 @@ class Trainer:
     @contextmanager
     def broken_loss(self, broken: Callable) -> Iterator[None]:
         """While this is the loss."""
-        self.actor._micro_batch_loss = broken
+        self.actor.update_policy = broken
         try:
             yield
         finally:
-            del self.actor._micro_batch_loss
+            del self.actor.update_policy
 
     def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""

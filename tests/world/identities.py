@@ -74,7 +74,7 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         ]
         sequences = sum(float(shares.shares(i).sum(-1).sum()) for i in range(prober.step.num_micro_batches))
         top = max(float(shares.shares(i).max()) for i in range(prober.step.num_micro_batches))
-        log_prob, _ = prober.forward(0)
+        log_prob = prober.forward(0).log_prob
         return {
             "closure": shares.closure,
             "is_trusted": shares.is_trusted,
@@ -126,19 +126,19 @@ def _letting_out(plants: list, batch: Any):
         return
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-    original = DataParallelPPOActor._forward_for_loss
+    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.loss")
     targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
 
-    def forward(self, inputs, temperature):
-        entropy, log_prob = original(self, inputs, temperature)
+    def forward(self, inputs, **given):
+        log_prob, entropy = own.forwarded(original(self, inputs, **given))
         kept = torch.ones_like(log_prob, dtype=torch.bool)
         for ids, position in targets:
             for row in range(len(kept)):
                 if torch.equal(inputs["input_ids"][row], ids):
                     kept[row, position] = False
-        return entropy, torch.where(kept, log_prob, log_prob.detach())
+        return own.Forwarded(log_probs=torch.where(kept, log_prob, log_prob.detach()), entropys=entropy)
 
-    with mock.patch.object(DataParallelPPOActor, "_forward_for_loss", forward):
+    with mock.patch.object(DataParallelPPOActor, "_forward_micro_batch", forward):
         yield
 
 

@@ -93,24 +93,27 @@ def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[Pl
 
 def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
     """Those of verl 0.7's actor: its own loss, of this model."""
+    from tests.world.harness import part
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-    config = actor.config
+    config, own = actor.config, part("adapters.verl07.loss")
     plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
     plain.__dict__.update(actor.__dict__)
     plain.actor_module = model
     plain.use_remove_padding = plain.use_ulysses_sp = plain.use_fused_kernels = False
-    plain.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
     shards = batch.chunk(dist.get_world_size() // actor.ulysses_sequence_parallel_size)
     on_policy = len(shards[0]) == config.ppo_mini_batch_size and config.ppo_epochs == 1
     for rank, local in enumerate(shards):
         mini_batch = local.split(config.ppo_mini_batch_size)[0]
         for index, micro_batch in enumerate(mini_batch.split(config.ppo_micro_batch_size_per_gpu)):
             inputs = {**micro_batch.batch, **micro_batch.non_tensor_batch}
-            entropy, log_prob = plain._forward_for_loss(inputs, 1.0)
+            has_entropy = config.calculate_entropy or config.entropy_coeff != 0
+            found = plain._forward_micro_batch(inputs, temperature=1.0, calculate_entropy=has_entropy)
+            log_prob, entropy = own.forwarded(found)
+            entropy = entropy if has_entropy else None
+            inputs |= {"old_log_probs": log_prob.detach()} if on_policy else {}
 
             def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, inputs: Any = inputs) -> torch.Tensor:
-                scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
-                return plain._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, {})
+                return own.own_loss(plain, inputs, log_prob, entropy, {})
 
             yield MicroBatch(rank, index, inputs["response_mask"], log_prob, entropy, loss)

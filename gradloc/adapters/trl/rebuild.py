@@ -18,6 +18,7 @@ import trl
 from datasets import Dataset
 
 from ...core.gradients import GradientSpace
+from ...core.step import Outputs
 from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
 from .step import TrlStep
@@ -53,17 +54,19 @@ class ReplayStep(Replayed, TrlStep):
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
         for index, inputs in enumerate(self._given):
             self.recall(index)
-            with self.in_pass(index == len(self.places) - 1), self.recording(inputs):
-                loss = self._loss(index, self._record_places)
-            loss.backward()
+            with self.recording(inputs):  # keeps the micro-batch
+                pass
+            with self.in_pass(index == len(self.places) - 1):
+                loss = self._own_loss(index, None, {}, {})
+                self.trained(index, loss, self.outputs.log_prob)
 
-    def _record_places(self, call: Callable[[], Any]) -> Any:
-        forwarded = self._record(call)
-        is_filler = self.places[self._present] is None
-        return tuple(part and part.detach() for part in forwarded) if is_filler else forwarded
+    def _own_loss(self, *args: Any, **given: Any) -> torch.Tensor:
+        return super()._own_loss(*args, **given) * self._of_run
 
-    def _loss(self, *args: Any, **given: Any) -> torch.Tensor:
-        return super()._loss(*args, **given) * self._of_run
+    def log_probs(self, call: Callable[[], Any]) -> Any:
+        forwarded = super().log_probs(call)
+        self.outputs = Outputs(*forwarded)
+        return forwarded
 
 
 def _inputs_of(bundle: Bundle, entry: Entry, of_run: float, trainer: Any) -> dict[str, torch.Tensor]:

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of TRL as a step that can be replayed: its forwards and losses are TRL's ``_compute_loss``.
+"""One optimizer step of TRL as a step that can be run again.
 
-That method gets log-probs and entropies from another one of the trainer's. There a replay steps in: it lets the
-gradient of chosen tokens through, gives other values, or takes the values and breaks off.
+TRL's ``_compute_loss`` gets log-probs and entropies from another method of the trainer's. That call is kept, and is the
+forward; where TRL's own loss is asked for, it gives the recorded values instead.
 
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
-from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...touched import replaced
 
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -29,7 +28,7 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 """A loss of the advantages alone."""
 
 
-class TrlStep(LossOfGiven):
+class TrlStep(OwnLoss):
     """All micro-batches of one optimizer step: see :class:`~...core.step.TrainingStep`.
 
     The model is as TRL's trainer calls it, under DDP or FSDP2; ``dp_size`` counts processes.
@@ -42,17 +41,16 @@ class TrlStep(LossOfGiven):
         self.trainer, self.model, self.dp_size = trainer, model, dp_size
         self.inputs: list[dict[str, Any]] = []
         self._recorded: list[Recorded] = []
+        self._calls: list[Callable[[], Forwarded]] = []
+        """Each micro-batch's forward, as TRL's loss called it."""
         self._entropy_masks: list[torch.Tensor | None] = []
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
         self._present = -1
-        self._way: Callable[[Callable[[], Forwarded]], Forwarded] | None = None
+        self._given: Forwarded | None = None
+        self.is_asking = False
+        """Whether the loss that runs is recorded, or asked for here."""
 
     # ---- what the trainer's methods go through
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the loss that runs is recorded or replayed here."""
-        return self._way is not None
 
     @contextmanager
     def recording(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -60,17 +58,21 @@ class TrlStep(LossOfGiven):
         self.inputs.append(inputs)
         self._recorded.append(Recorded(rng=RngState(self.trainer.accelerator.device)))
         self._entropy_masks.append(None)
-        with self._asking(len(self.inputs) - 1, self._record):
+        with self._asking(len(self.inputs) - 1, None):
             yield
 
     def log_probs(self, call: Callable[[], Forwarded]) -> Forwarded:
         """In place of TRL's forward, which ``call`` runs."""
-        assert self._way is not None
-        return self._way(call)
+        if self._given is not None:
+            return self._given
+        forwarded = call()
+        self._calls[self._present :] = [call]
+        record(self._recorded[self._present], Outputs(*forwarded))
+        return forwarded
 
     def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """In place of TRL's, whose quantile is over all ranks: replays take the mask that training had."""
-        if self._way == self._record:
+        """In place of TRL's, whose quantile is over all ranks: asked again, it is the mask that training had."""
+        if self._given is None:
             self._entropy_masks[self._present] = call()
         return self._entropy_masks[self._present]
 
@@ -81,22 +83,12 @@ class TrlStep(LossOfGiven):
         return len(self.inputs)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return half.get(self.trainer.accelerator.mixed_precision, next(self.model.parameters()).dtype)
-
-    @property
-    def loss_scale(self) -> float:
-        scaler = self.trainer.accelerator.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
-
-    @property
-    def temperature(self) -> float:
-        return float(self.trainer.temperature)
-
-    @property
-    def on_policy(self) -> bool:
-        return not {"old_per_token_logps", "old_logps"} & self.inputs[0].keys()
+    def numerics(self) -> Numerics:
+        accelerator, half = self.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = half.get(accelerator.mixed_precision, next(self.model.parameters()).dtype)
+        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+        weight = 1.0 / (self.dp_size * scale)
+        return Numerics(dtype, scale, weight, float(self.trainer.temperature), self.reduces_once)
 
     @property
     def reduces_once(self) -> bool:
@@ -115,20 +107,9 @@ class TrlStep(LossOfGiven):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return mask_of(self.inputs[micro_batch]).bool()
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        """Read off TRL's own loss: where all ratios and advantages are 1, its derivative by each log-prob."""
-        mask = self.token_mask(micro_batch)
-        zero = torch.zeros_like(mask, dtype=torch.float32)
-        log_prob, ones = zero.clone().requires_grad_(), zero + 1
-        plain = {
-            "advantages": ones[:, 0],
-            "old_per_token_logps": zero,
-            "old_logps": zero[:, 0],
-            "importance_sampling_ratio": ones,
-        }
-        loss = self._loss_of_given(micro_batch, log_prob, zero, plain, _PLAIN)
-        (derivative,) = torch.autograd.grad(loss, log_prob)
-        return -derivative * mask / self.dp_size
+    def details(self, micro_batch: int) -> Details:
+        on_policy = not {"old_per_token_logps", "old_logps"} & self.inputs[0].keys()
+        return Details(self.old_log_prob(micro_batch), self._weights(micro_batch), on_policy)
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T): the current ones where TRL takes them; of RLOO, which keeps sums, the difference spread evenly."""
@@ -147,93 +128,75 @@ class TrlStep(LossOfGiven):
             return trainer._defer_fsdp_gradient_reduction()
         return trainer.accelerator.no_sync(self.model)
 
-    @torch.no_grad()
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._recorded[micro_batch].rng.restore()
-        try:
-            with _float32_head(self.compute_dtype):
-                self._loss(micro_batch, _take)
-        except _Taken as taken:
-            log_probs, entropies = taken.args
-            return log_probs, entropies
-        raise AssertionError("TRL's loss did not ask for log-probs")
-
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        entropies = self.forward(micro_batch)[1]
-        assert entropies is not None  # TRL always asks for them
-        return entropies
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """TRL always asks for entropies."""
+        is_training = torch.is_grad_enabled()
+        with self.trainer.compute_loss_context_manager():
+            with nullcontext() if is_training else _float32_head(self.numerics.dtype):
+                return Outputs(*self._calls[micro_batch]())
 
     def forward_bytes(self) -> int:
         """TRL never holds all logits: a few tiles of them, and in half precision the head's weight in float32."""
         positions = max(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel() for inputs in self.inputs)
         tiles = 3 * min(positions, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
         config = self.trainer.accelerator.unwrap_model(self.model).config.get_text_config()
-        head = 0 if self.compute_dtype == torch.float32 else config.vocab_size * config.hidden_size
+        head = 0 if self.numerics.dtype == torch.float32 else config.vocab_size * config.hidden_size
         return 4 * (tiles + head)
 
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        loss = self._loss(micro_batch, partial(_only, selected))
-        scaler = self.trainer.accelerator.scaler
-        return loss if scaler is None else scaler.scale(loss)
+    @property
+    def without_kl(self) -> dict[str, Any] | None:
+        has_term = "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
+        return {"beta": 0.0} if has_term else None
 
-    # ---- a loss of given log-probs, see LossOfGiven
-
-    def has_kl_term(self) -> bool:
-        return "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
-
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        changed = {"beta": 0.0} if is_without_kl else {}
-        return self._loss_of_given(micro_batch, log_prob, self._recorded[micro_batch].entropy, {}, changed)
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        recorded = self._recorded[micro_batch]
+        log_prob, entropy = recorded.log_prob.float().requires_grad_(), recorded.entropy.float().requires_grad_()
+        with torch.enable_grad():
+            loss = self._own_loss(micro_batch, (log_prob, entropy, None), settings, tensors or {})
+        return Outputs(*torch.autograd.grad(loss, [log_prob, entropy], allow_unused=True))
 
     # ---- inside
 
-    def _loss_of_given(
-        self, micro_batch: int, log_prob: torch.Tensor, entropy: Any, inputs: dict[str, Any], changed: dict[str, Any]
-    ) -> torch.Tensor:
-        given = log_prob, entropy, None
-        return self._loss(micro_batch, lambda call: given, inputs, {**changed, "aux_loss_enabled": False})
+    def _weights(self, micro_batch: int) -> torch.Tensor:
+        """Read off TRL's own loss: where all ratios and advantages are 1, its derivative by each log-prob."""
+        mask, recorded = self.token_mask(micro_batch), self._recorded[micro_batch]
+        zero = torch.zeros_like(recorded.log_prob, dtype=torch.float32)
+        log_prob, ones = zero.clone().requires_grad_(), zero + 1
+        plain = {
+            "advantages": ones[:, 0],
+            "old_per_token_logps": zero,
+            "old_logps": zero[:, 0],
+            "importance_sampling_ratio": ones,
+        }
+        with torch.enable_grad():
+            loss = self._own_loss(micro_batch, (log_prob, zero, None), _PLAIN, plain)
+        (derivative,) = torch.autograd.grad(loss, log_prob)
+        return -derivative * mask / self.dp_size
 
-    def _loss(
-        self, micro_batch: int, way: Any, inputs: dict[str, Any] | None = None, changed: dict[str, Any] | None = None
+    def _own_loss(
+        self, micro_batch: int, given: Forwarded, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """TRL's loss of a micro-batch as training had it, but for what is changed; it leaves nothing behind."""
+        """TRL's loss of these log-probs and entropies, but for what is changed, unscaled; it leaves nothing behind."""
         trainer, window = self.trainer, self.window or len(self.inputs)
-        states = {**self._before, "_metrics": {"train": defaultdict(list)}}
-        states |= {"current_gradient_accumulation_steps": window, **(changed or {})}
-        inputs = {**self.inputs[micro_batch], **(inputs or {})}
-        with self._asking(micro_batch, way), replaced(trainer, **states), replaced(trainer.accelerator, **_ALONE):
-            with trainer.compute_loss_context_manager():
+        states = {**self._before, "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False}
+        states |= {"current_gradient_accumulation_steps": window}
+        of_args = {name: value for name, value in settings.items() if not hasattr(trainer, name)}
+        states |= {name: value for name, value in settings.items() if name not in of_args}
+        inputs = {**self.inputs[micro_batch], **tensors}
+        with self._asking(micro_batch, given), replaced(trainer, **states), replaced(trainer.args, **of_args):
+            with replaced(trainer.accelerator, **_ALONE), trainer.compute_loss_context_manager():
                 loss = trainer._compute_loss(self.model, inputs)
         return loss if trainer.loss_is_scaled_for_ga else loss / window
 
     @contextmanager
-    def _asking(self, micro_batch: int, way: Any) -> Iterator[None]:
-        self._present, self._way = micro_batch, way
+    def _asking(self, micro_batch: int, given: Forwarded | None) -> Iterator[None]:
+        self._present, self._given, self.is_asking = micro_batch, given, True
         try:
             yield
         finally:
-            self._way = None
-
-    def _record(self, call: Callable[[], Forwarded]) -> Forwarded:
-        forwarded = call()
-        record(self._recorded[self._present], *forwarded[:2])
-        return forwarded
-
-
-class _Taken(Exception):
-    """A forward has given what it was run for: log-probs and entropies."""
-
-
-def _take(call: Callable[[], Forwarded]) -> Forwarded:
-    raise _Taken(*call()[:2])
-
-
-def _only(selected: torch.Tensor | None, call: Callable[[], Forwarded]) -> Forwarded:
-    log_probs, entropies, aux_loss = call()
-    if selected is None:
-        return log_probs, entropies, aux_loss
-    return let_through(selected, log_probs), let_through(selected, entropies), aux_loss
+            self._given, self.is_asking = None, False
 
 
 def _same(values: Any, *_: Any, **__: Any) -> Any:
@@ -241,7 +204,7 @@ def _same(values: Any, *_: Any, **__: Any) -> Any:
 
 
 _ALONE = {name: _same for name in ("gather", "gather_for_metrics", "reduce")}
-"""TRL's loss sums its metrics over the ranks; in a replay nobody reads them, and one rank may run it alone."""
+"""TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
 
 
 class _Float32Head:

@@ -2,7 +2,6 @@
 """verl's actor as the gradient analyses see it, and the analysis that its worker is asked for."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.actor import BUCKET_KEY, MicroBatch, Rows
 from ...analysis.measure import measure
-from ...touched import replaced
 from ..verl_common.analyses import VerlAnalysed
 from ..verl_common.precise import readout_of
 from .hook import ranks_of
+from .loss import forwarded, own_loss
+from .step import loss_scale_factor
 
 RECORD_KEY = "gradloc_analysis"
 """Among a worker's metrics: what it measured."""
@@ -26,8 +26,7 @@ def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
     """Split the gradient of this rank's rows: :func:`~...analysis.measure.measure`. Their meta info has ``temperature``
     and what is asked for."""
     adapted = AnalysisActor(actor, data.meta_info["temperature"])
-    with adapted.whole_batch():
-        return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
+    return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info)
 
 
 class AnalysisActor(VerlAnalysed):
@@ -39,10 +38,6 @@ class AnalysisActor(VerlAnalysed):
         self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
         self.device = ranks_of(actor).device
         self.grad_clip = actor.config.grad_clip
-
-    def whole_batch(self) -> AbstractContextManager[None]:
-        """While verl's loss is not to be scaled for accumulation."""
-        return replaced(self._actor, gradient_accumulation=1)
 
     def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
         data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})
@@ -63,8 +58,11 @@ class AnalysisActor(VerlAnalysed):
         return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
 
     def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        entropy, log_prob = self._actor._forward_for_loss(inputs, self._temperature, with_entropy)
-        return log_prob, entropy
+        if with_entropy is None:
+            with_entropy = self._config.calculate_entropy or self._config.entropy_coeff != 0
+        found = self._actor._forward_micro_batch(inputs, temperature=self._temperature, calculate_entropy=with_entropy)
+        log_prob, entropy = forwarded(found)
+        return log_prob, entropy if with_entropy else None
 
     def log_prob(self, inputs: Rows) -> torch.Tensor:
         with torch.no_grad(), readout_of(self.module, self._actor.param_dtype, self._actor.use_fused_kernels):
@@ -73,11 +71,19 @@ class AnalysisActor(VerlAnalysed):
     def loss_terms(
         self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
     ) -> dict[str, torch.Tensor]:
-        scratch, terms = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}, {}
-        total = self._actor._micro_batch_loss(inputs, log_prob, entropy, on_policy, scratch, {}, terms)
-        terms["task"] = total - sum(terms.values())
-        scale = self._actor._loss_scale_factor(inputs["response_mask"])
-        return {name: value / scale for name, value in terms.items()}
+        inputs = {**inputs, **({"old_log_probs": log_prob.detach()} if on_policy else {})}
+        nothing_won = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+        scale = loss_scale_factor(self._config, len(log_prob))
+
+        def term(inputs: Rows, **off: Any) -> torch.Tensor:
+            return own_loss(self._actor, inputs, log_prob, entropy, off) / scale
+
+        terms = {"task": term(inputs, use_kl_loss=False, entropy_coeff=0)}
+        if "kl" in self.terms:
+            terms["kl"] = term(nothing_won, entropy_coeff=0)
+        if "entropy" in self.terms:
+            terms["entropy"] = term(nothing_won, use_kl_loss=False)
+        return terms
 
     def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
         return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these

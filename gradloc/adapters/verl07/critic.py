@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's critic with a localizer riding along: its values stand where the actor's log-probs stand."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,11 +11,11 @@ from verl.trainer.ppo import core_algos
 from verl.workers.critic import DataParallelPPOCritic, dp_critic
 
 from ...core.ranks import Ranks
-from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.wire import Policy, RankReport
 from ...touched import replaced
-from ..verl_common.losses import weights_of
+from ..verl_common.losses import changed, weights_of
 from ..verl_common.precise import precise_readout
 from ..verl_common.watch import Clipping, Watch, device_of
 
@@ -90,14 +90,13 @@ class CriticWatch(Watch):
         return _CLIPPING.clip(self.module, self.grad_clip)
 
 
-class CriticStep(LossOfGiven):
+class CriticStep(OwnLoss):
     """One mini-batch of verl's critic, replayable: the :class:`~...core.step.TrainingStep` of the search."""
-
-    on_policy, reduces_once, temperature, loss_scale = False, False, 1.0, 1.0
-    compute_dtype = torch.bfloat16  # verl's critic sees to that itself, whatever its weights are kept in
 
     def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
         self.critic, self.dp_size = critic, dp_size
+        # verl's critic sees to the dtype itself, whatever its weights are kept in
+        self.numerics = Numerics(torch.bfloat16, weight=1.0 / dp_size)
         self.micro_batches: list[dict[str, Any]] = []
         self._recorded: list[Recorded] = []
 
@@ -106,7 +105,7 @@ class CriticStep(LossOfGiven):
         self.micro_batches.append(micro_batch)
         self._recorded.append(Recorded(rng=RngState(torch.device(self.critic.device_name)), is_value=True))
         values = DataParallelPPOCritic._forward_micro_batch(self.critic, micro_batch)
-        record(self._recorded[-1], values, None)
+        record(self._recorded[-1], Outputs(values))
         return values
 
     @property
@@ -125,50 +124,38 @@ class CriticStep(LossOfGiven):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch]["response_mask"].bool()
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
-        mask, mode = self.micro_batches[micro_batch]["response_mask"], self.critic.config.loss_agg_mode
+    def details(self, micro_batch: int) -> Details:
+        inputs, mode = self.micro_batches[micro_batch], self.critic.config.loss_agg_mode
+        mask = inputs["response_mask"]
         weights = weights_of(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
-        return weights * self._loss_scale_factor(micro_batch) / self.dp_size
+        return Details(inputs["values"], weights * self._loss_scale_factor(micro_batch) / self.dp_size)
 
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, None]:
-        with torch.no_grad(), precise_readout(self.critic.critic_module, self.compute_dtype):
-            return self._values(micro_batch), None
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        is_training = torch.is_grad_enabled()
+        with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
+            return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch]))
 
     def forward_bytes(self) -> int:
         return 0
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        raise NotImplementedError("a critic has no entropy")
-
-    def has_kl_term(self) -> bool:
-        return False
-
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """The values (B, T) before the update."""
-        return self.micro_batches[micro_batch]["values"]
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        values = self._values(micro_batch)
-        return self.loss_of_given(micro_batch, values if selected is None else let_through(selected, values))
-
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        """As verl's update has it, of these values."""
-        inputs, config = self.micro_batches[micro_batch], self.critic.config
-        loss, _ = core_algos.compute_value_loss(
-            vpreds=log_prob,
-            values=inputs["values"],
-            returns=inputs["returns"],
-            response_mask=inputs["response_mask"],
-            cliprange_value=config.cliprange_value,
-            loss_agg_mode=config.loss_agg_mode,
-        )
-        return loss * self._loss_scale_factor(micro_batch)
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        inputs = {**self.micro_batches[micro_batch], **(tensors or {})}
+        config = changed(self.critic.config, **settings)
+        values = self._recorded[micro_batch].log_prob.float().requires_grad_()
+        with torch.enable_grad():
+            loss, _ = core_algos.compute_value_loss(
+                vpreds=values,
+                values=inputs["values"],
+                returns=inputs["returns"],
+                response_mask=inputs["response_mask"],
+                cliprange_value=config.cliprange_value,
+                loss_agg_mode=config.loss_agg_mode,
+            )
+        return Outputs(*torch.autograd.grad(loss * self._loss_scale_factor(micro_batch), values))
 
     # ---- inside
-
-    def _values(self, micro_batch: int) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        return DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch])
 
     def _loss_scale_factor(self, micro_batch: int) -> float:
         if self.critic.config.use_dynamic_bsz:

@@ -3,12 +3,13 @@
 
 Every micro-batch keeps the weight it had in the run: the run's accumulation factor, and its number of data-parallel
 ranks instead of this machine's. FSDP averages over the processes there are, and one process without FSDP adds up, so
-the loss is scaled by (processes here) / (ranks of the run), in the one place where verl scales it.
+the loss is scaled by (processes here) / (ranks of the run).
 """
 
 import contextlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,31 +22,26 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
 from ...core.gradients import GradientSpace
+from ...core.step import Details, Outputs
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
 from ...replay.dealt import Replayed
 from ...stabilize.config import StabilizeConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ...touched import replaced
 from ..verl_common.loading import actor_config, clips_of, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
+from .loss import own_loss
 from .step import ActorStep
 
 
 class ReplayActor(DataParallelPPOActor):
     """verl's actor with the run's loss weights, whatever it runs on now."""
 
-    def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module, dp_size: int):
+    def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
             super().__init__(config, module)
-        if not config.use_dynamic_bsz:
-            self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
         if clips.weighs_tokens:
             self.gradloc.weigher = TokenWeigher(clips)
-        self._processes_per_rank = dist.get_world_size() / dp_size
-
-    def _loss_scale_factor(self, response_mask):
-        return super()._loss_scale_factor(response_mask) * self._processes_per_rank
 
 
 class ReplayStep(Replayed, ActorStep):
@@ -54,25 +50,31 @@ class ReplayStep(Replayed, ActorStep):
     def __init__(self, actor: ReplayActor, bundle: Bundle, places: list[Entry | None], tick: Callable[[], Any]):
         self.places, self._tick = places, tick
         micro_batches = [_micro_batch(bundle, entry or bundle.layout[0]) for entry in places]
-        # dp_size is what the gradient is averaged over here; the run's own is in the actor's loss weights
+        # dp_size is what the gradient is averaged over here; the run's own is in the factor on each loss
         super().__init__(actor, micro_batches, bundle.meta.temperature, bundle.meta.on_policy, dist.get_world_size())
+        self._of_run = dist.get_world_size() / bundle.dp_size
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
-        of_verl = self.actor._forward_for_loss
         for index in range(self.num_micro_batches):
-
-            def forward(*args: Any, index: int = index) -> tuple[torch.Tensor | None, torch.Tensor]:
-                entropy, log_prob = of_verl(*args)
-                self.after_forward(index, log_prob, entropy)
-                return entropy, log_prob
-
             self.recall(index)
             self.before_forward(index)
-            with replaced(self.actor, _forward_for_loss=forward):
-                self.loss(index, None).backward()
-        if self.loss_scale != 1.0:
-            space.scale(1.0 / self.loss_scale)
+            outputs = ActorStep.forward(self, index)
+            self.after_forward(index, outputs.log_prob, outputs.entropy)
+            inputs = {**self._inputs(index), "old_log_probs": self._old_log_prob(index)}
+            loss = own_loss(self.actor, inputs, outputs.log_prob, outputs.entropy, {}) * self._of_run
+            loss = loss if self.actor.scaler is None else self.actor.scaler.scale(loss)
+            self.trained(index, loss, outputs.log_prob)
+        if self.numerics.loss_scale != 1.0:
+            space.scale(1.0 / self.numerics.loss_scale)
+
+    def details(self, micro_batch: int) -> Details:
+        details = super().details(micro_batch)
+        return replace(details, weights=details.weights * self._of_run)
+
+    def coefficients_under(self, *args: Any, **given: Any) -> Outputs:
+        found = super().coefficients_under(*args, **given)
+        return Outputs(*(None if each is None else each * self._of_run for each in found))
 
 
 def _micro_batch(bundle: Bundle, entry: Entry) -> DataProto:
@@ -97,7 +99,7 @@ def build_actor(bundle: Bundle, model_path: str) -> ReplayActor:
 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
             apply_monkey_patch(model=module, use_remove_padding=config.use_remove_padding, ulysses_sp_size=1)
-    return ReplayActor(config, clips, _place(module, config, dtype), bundle.dp_size)
+    return ReplayActor(config, clips, _place(module, config, dtype))
 
 
 def _actor_config(bundle: Bundle) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's actor as a step that can be replayed: all forwards and backwards are verl's own."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,16 +9,15 @@ import torch
 
 from verl.utils.device import get_device_id
 
-from ...core.step import LossOfGiven, Recorded, RngState, let_through, record
+from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
 from ..verl_common.losses import weights_of
 from ..verl_common.precise import logit_bytes, readout_of
+from .loss import forwarded, own_loss
 
 
-class ActorStep(LossOfGiven):
+class ActorStep(OwnLoss):
     """One mini-batch of verl's actor, replayable: the :class:`~...core.step.TrainingStep` of the search."""
-
-    reduces_once = False
 
     def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
         self.actor = actor
@@ -32,7 +32,7 @@ class ActorStep(LossOfGiven):
         self._recorded[micro_batch] = Recorded(rng=RngState(torch.device(self.actor.device_name)))
 
     def after_forward(self, micro_batch: int, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        record(self._recorded[micro_batch], log_prob, entropy)
+        record(self._recorded[micro_batch], Outputs(log_prob, entropy))
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
@@ -48,24 +48,31 @@ class ActorStep(LossOfGiven):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch].batch["response_mask"].bool().to(get_device_id())
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
+    @property
+    def numerics(self) -> Numerics:
+        scale = 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
+        return Numerics(self.actor.param_dtype, scale, 1.0 / (self.dp_size * scale), self.temperature)
+
+    def details(self, micro_batch: int) -> Details:
         from verl.trainer.ppo.core_algos import agg_loss
 
-        config = self.actor.config
-        mask = self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
+        config, mask = self.actor.config, self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
         mode, sizes = config.loss_agg_mode, config.global_batch_info
         weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **sizes))
-        return weights * self.actor._loss_scale_factor(mask) / self.dp_size
+        weights = weights * loss_scale_factor(config, len(mask)) / self.dp_size
+        return Details(self._old_log_prob(micro_batch), weights, self.on_policy)
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.actor.param_dtype
-
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._recorded[micro_batch].rng.restore()
-        with torch.no_grad(), readout_of(self.actor.actor_module, self.compute_dtype, self.actor.use_fused_kernels):
-            entropy, log_prob = self.actor._forward_for_loss(self._inputs(micro_batch), self.temperature)
-        return log_prob, entropy
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        actor, config = self.actor, self.actor.config
+        has_entropy = needs_entropy or config.calculate_entropy or config.entropy_coeff != 0
+        is_training = torch.is_grad_enabled()
+        readout = readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels)
+        with nullcontext() if is_training else readout:
+            found = actor._forward_micro_batch(
+                self._inputs(micro_batch), temperature=self.temperature, calculate_entropy=has_entropy
+            )
+        log_prob, entropy = forwarded(found)
+        return Outputs(log_prob, entropy if has_entropy else None)
 
     def forward_bytes(self) -> int:
         actor = self.actor
@@ -80,43 +87,24 @@ class ActorStep(LossOfGiven):
         each = logit_bytes(has_entropy=is_whole)
         return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
 
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        with torch.no_grad():
-            inputs = self._inputs(micro_batch)
-            entropy, _ = self.actor._forward_for_loss(inputs, self.temperature, calculate_entropy=True)
-        return entropy
-
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
-        inputs = self._inputs(micro_batch)
-        entropy, log_prob = self.actor._forward_for_loss(inputs, self.temperature)
-        if selected is not None:
-            log_prob, entropy = let_through(selected, log_prob), let_through(selected, entropy)
-        loss = self._loss(inputs, log_prob, entropy, {})
-        scaler = self.actor.scaler
-        return loss if scaler is None else scaler.scale(loss)
-
     @property
-    def loss_scale(self) -> float:
-        """What the fp16 scaler multiplies the loss, and so every probe's gradient, with."""
-        return 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
+    def without_kl(self) -> dict[str, Any] | None:
+        return {"use_kl_loss": False} if self.actor.config.use_kl_loss else None
 
-    def has_kl_term(self) -> bool:
-        return self.actor.config.use_kl_loss
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        recorded = self._recorded[micro_batch]
+        values = [None if value is None else value.float() for value in (recorded.log_prob, recorded.entropy)]
+        leaves = [value.requires_grad_() for value in values if value is not None]
+        inputs = {**self._inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **(tensors or {})}
+        with torch.enable_grad():
+            loss = own_loss(self.actor, inputs, values[0], values[1], settings)
+        return Outputs(*torch.autograd.grad(loss, leaves, allow_unused=True))
 
-    def kl_coefficients(self, micro_batch: int) -> torch.Tensor | None:
-        """d (KL term) / d log_prob (B, T) from the recorded log-probs: no forward. None without a KL loss."""
-        if not self.has_kl_term():
-            return None
-        log_prob, terms = self.leaf(micro_batch), {}
-        self._loss(self._inputs(micro_batch), log_prob, self._recorded[micro_batch].entropy, terms)
-        return torch.autograd.grad(terms["kl"], log_prob)[0]
+    # ---- inside
 
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        return self._loss(self._inputs(micro_batch), log_prob, self._recorded[micro_batch].entropy, {})
-
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
+    def _old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """The old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""
         recorded = self._recorded[micro_batch].log_prob
         if self.on_policy and not self.actor.config.get("use_rollout_log_probs", False):
@@ -127,6 +115,9 @@ class ActorStep(LossOfGiven):
         data = self.micro_batches[micro_batch].to(get_device_id())
         return {**data.batch, **data.non_tensor_batch}
 
-    def _loss(self, inputs, log_prob, entropy, terms: dict) -> torch.Tensor:
-        scratch = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
-        return self.actor._micro_batch_loss(inputs, log_prob, entropy, self.on_policy, scratch, {}, terms)
+
+def loss_scale_factor(config: Any, num_rows: int) -> float:
+    """The factor that verl's gradient accumulation puts on the loss of a micro-batch of this many rows."""
+    if config.use_dynamic_bsz:
+        return num_rows / config.ppo_mini_batch_size
+    return 1 / (config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu)

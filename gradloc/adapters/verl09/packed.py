@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from ...core.step import let_through
-
 
 def padded(values: torch.Tensor) -> torch.Tensor:
     """(B, T), 0 where there is no token."""
@@ -58,13 +56,6 @@ def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
     """verl's TensorDict of these tensors, one for each row, laid end to end."""
     nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
     return TensorDict(nested, batch_size=len(rows["input_ids"]))
-
-
-def only(packed: torch.Tensor, nested: torch.Tensor) -> torch.Tensor:
-    """Let gradient through at these positions only; the values stay the same, bit for bit."""
-    if nested is None or not nested.requires_grad:
-        return nested
-    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())
 
 
 def scaled(values: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,6 @@ from ...replay.bundle import Bundle, Entry, ReplayError
 from ...replay.dealt import Replayed
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
-from ...touched import replaced
 from ..verl_common.loading import actor_config, clips_of, load
 from ..verl_common.loading import start_processes as start_processes
 from .loss import weighed, within_stage
@@ -70,19 +69,23 @@ class ReplayStep(Replayed, EngineStep):
 
     def train(self, space: GradientSpace) -> None:
         """The training pass: puts the step's gradient into ``.grad`` and records what it leaves behind."""
-        of_verl = self.loss_function
-
-        def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
-            self.after_forward(model_output)
-            return of_verl(model_output=model_output, **given)
-
         for index, micro_batch in enumerate(self._given):
             self.recall(index)
             self.before_forward(micro_batch)
-            with replaced(self, loss_function=watched), self.in_pass(index == len(self.places) - 1):
-                self.loss(index, None).backward()
-        if self.loss_scale != 1.0:
-            space.scale(1.0 / self.loss_scale)
+            kept: dict[str, torch.Tensor] = {}
+
+            def watched(model_output: dict[str, torch.Tensor], kept: Any = kept, **given: Any) -> Any:
+                kept.update(model_output)
+                self.after_forward(model_output)
+                return self.loss_function(model_output=model_output, **given)
+
+            with self.in_pass(index == len(self.places) - 1):
+                data = self._data(index)
+                loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, watched, forward_only=False)
+                loss = loss if self.engine.scaler is None else self.engine.scaler.scale(loss)
+                self.trained(index, loss, kept[self.output].values())
+        if self.numerics.loss_scale != 1.0:
+            space.scale(1.0 / self.numerics.loss_scale)
 
 
 def _loss_of(bundle: Bundle, config: Any) -> partial:

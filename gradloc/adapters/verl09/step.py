@@ -4,8 +4,8 @@
 Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,19 +15,20 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.utils.padding import response_to_nested
 
-from ...core.step import LossOfGiven, Recorded, RngState
+from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState
 from ...keys import ROW_KEY
 from ..verl_common.losses import changed, weights_of
 from ..verl_common.precise import logit_bytes, readout_of
 from .offload import set_aside, settled
-from .packed import Layout, only, padded
+from .packed import Layout, padded
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
 
 
-class EngineStep(LossOfGiven):
+class EngineStep(OwnLoss):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
@@ -39,7 +40,6 @@ class EngineStep(LossOfGiven):
     output, old, factor = "log_probs", "old_log_probs", 1.0
     """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
     tokens' losses is multiplied with."""
-    on_policy = False  # this verl's loss always takes the old log-probs that came with the batch
 
     def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
@@ -75,17 +75,15 @@ class EngineStep(LossOfGiven):
         return len(self.micro_batches)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.engine._autocast_dtype
-
-    @property
-    def loss_scale(self) -> float:
-        scaler = self.engine.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
-
-    @property
-    def temperature(self) -> float:
-        return float(self.micro_batches[0]["temperature"])
+    def numerics(self) -> Numerics:
+        scale = 1.0 if self.engine.scaler is None else self.engine.scaler.get_scale()
+        return Numerics(
+            self.engine._autocast_dtype,
+            scale,
+            1.0 / (self.dp_size * scale),
+            float(self.micro_batches[0]["temperature"]),
+            self.reduces_once,
+        )
 
     @property
     def reduces_once(self) -> bool:
@@ -108,24 +106,26 @@ class EngineStep(LossOfGiven):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
 
-    def token_weights(self, micro_batch: int) -> torch.Tensor:
+    def details(self, micro_batch: int) -> Details:
         mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
         sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
         sizes["loss_scale_factor"] = config.loss_scale_factor
         weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
-        return weights / self.dp_size
+        # this verl's loss always takes the old log-probs that came with the batch
+        return Details(padded(data[self.old]).to(get_device_id()), weights / self.dp_size)
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
-    def forward(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = self._forward(micro_batch, self._data(micro_batch))
-        return output[self.output], output.get("entropy")
-
-    def entropies(self, micro_batch: int) -> torch.Tensor:
-        data = self._data(micro_batch).copy()
-        tu.assign_non_tensor(data, calculate_entropy=True)
-        return self._forward(micro_batch, data)["entropy"]
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        data = self._data(micro_batch)
+        if needs_entropy:
+            data = data.copy()
+            tu.assign_non_tensor(data, calculate_entropy=True)
+        output = self._run_forward(micro_batch, data)
+        unpack = self._layout(micro_batch).unpack
+        found = {FIELDS[key]: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
+        return Outputs(**found)
 
     def forward_bytes(self) -> int:
         if is_fused(self.micro_batches[0]):
@@ -138,39 +138,32 @@ class EngineStep(LossOfGiven):
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
         has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
         is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
-        each = logit_bytes(self.temperature != 1, is_whole)
+        each = logit_bytes(self.numerics.temperature != 1, is_whole)
         return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
-    def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
-        self._recorded[micro_batch].rng.restore()
+    @property
+    def without_kl(self) -> dict[str, Any] | None:
+        has_term = bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
+        return {"use_kl_loss": False} if has_term else None
+
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        pack, recorded, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch), self.loss_function
+        of_changed = {**of_verl.keywords, "config": changed(self._config, **settings)}
+        values = [None if value is None else value.float() for value in (recorded.log_prob, recorded.entropy)]
+        leaves = [value.requires_grad_() for value in values if value is not None]
         data = self._data(micro_batch)
-        packed = None if selected is None else self._layout(micro_batch).pack(selected)
-
-        def loss_of_selected(model_output: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, dict]:
-            if packed is not None:
-                model_output = {key: only(packed, value) for key, value in model_output.items()}
-            return self.loss_function(model_output=model_output, **given)
-
-        with settled(self.engine):
-            loss, _ = FSDPEngineWithLMHead.forward_step(self.engine, data, loss_of_selected, forward_only=False)
-        scaler = self.engine.scaler
-        return loss if scaler is None else scaler.scale(loss)
-
-    def has_kl_term(self) -> bool:
-        return bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
-
-    def loss_of_given(self, micro_batch: int, log_prob: torch.Tensor, is_without_kl: bool = False) -> torch.Tensor:
-        pack, entropy, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch).entropy, self.loss_function
-        if is_without_kl:
-            without = {**of_verl.keywords, "config": changed(self._config, use_kl_loss=False)}
-            of_verl = partial(of_verl.func, *of_verl.args, **without)
-        output = {self.output: pack(log_prob)} | ({} if entropy is None else {"entropy": pack(entropy)})
-        group = self.engine.get_data_parallel_group()
-        return of_verl(model_output=output, data=self._data(micro_batch), dp_group=group)[0]
-
-    def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """(B, T), as they came with the batch."""
-        return padded(self.micro_batches[micro_batch][self.old]).to(get_device_id())
+        if tensors:
+            data = data.copy()
+            for name, value in tensors.items():
+                data[name] = response_to_nested(value, data["response_mask"])
+        with torch.enable_grad():
+            pairs = zip((self.output, "entropy"), values, strict=True)
+            output = {key: pack(value) for key, value in pairs if value is not None}
+            group = self.engine.get_data_parallel_group()
+            loss, _ = partial(of_verl.func, *of_verl.args, **of_changed)(model_output=output, data=data, dp_group=group)
+        return Outputs(*torch.autograd.grad(loss, leaves, allow_unused=True))
 
     # ---- inside
 
@@ -186,14 +179,22 @@ class EngineStep(LossOfGiven):
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
-    @torch.no_grad()
-    def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
-        self._recorded[micro_batch].rng.restore()
-        with readout_of(self.engine.module, self.compute_dtype, is_fused(data)), set_aside():
-            _, answer = FSDPEngineWithLMHead.forward_step(self.engine, data, None, forward_only=True)
-        output = answer["model_output"]
-        unpack = self._layout(micro_batch).unpack
-        return {key: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
+    def _run_forward(self, micro_batch: int, data: Any) -> Mapping[str, torch.Tensor]:
+        """verl's forward; its model output, with a graph where gradients are enabled."""
+        kept: dict[str, torch.Tensor] = {}
+
+        def keep(model_output: dict[str, torch.Tensor], **_: Any) -> tuple[torch.Tensor, dict]:
+            kept.update(model_output)
+            return torch.zeros((), device=get_device_name()), {}
+
+        with ExitStack() as around:
+            if torch.is_grad_enabled():
+                around.enter_context(settled(self.engine))
+            else:
+                around.enter_context(readout_of(self.engine.module, self.numerics.dtype, is_fused(data)))
+                around.enter_context(set_aside())
+            FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
+        return kept
 
 
 class CriticStep(EngineStep):
@@ -201,11 +202,10 @@ class CriticStep(EngineStep):
 
     output, old, factor = "values", "values", 0.5
 
+    without_kl = None
+
     def forward_bytes(self) -> int:
         return 0
-
-    def has_kl_term(self) -> bool:
-        return False
 
 
 def is_fused(data: Any) -> bool:

@@ -229,7 +229,7 @@ def split_off(task: Task) -> Parts | None:
     prober.add(others, alpha=-1.0)
     of_tokens = space.squares_by_name()
     tokens_norm = math.fsum(of_tokens.values()) ** 0.5
-    bound = torch.finfo(prober.step.compute_dtype).eps * others_norm  # the backward added both up and rounded the sum
+    bound = torch.finfo(prober.step.numerics.dtype).eps * others_norm  # the backward added both up and rounded the sum
     why = (
         f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
         f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"

@@ -18,8 +18,8 @@ from datasets import Dataset
 
 from gradloc.adapters.trl.step import TrlStep
 from gradloc.adapters.trl.trainer import Watched
-from gradloc.core.step import let_through
 from tests.adapters.trl.harness import PROMPTS, tokenizer, vowels
+from tests.bare.step import let_through
 from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
 from tests.world.oracle import MicroBatch
 

@@ -10,7 +10,7 @@ from gradloc.adapters.trl.step import TrlStep
 from gradloc.core import ranks
 from tests.adapters.trl import harness
 
-METHODS = {"between collectives": "token_mask", "inside a forward": "forward", "in a loss": "loss"}
+METHODS = {"between collectives": "token_mask", "inside a forward": "forward", "behind it": "forward"}
 
 
 def run_failing(who: str, folder: str, **given: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def run_failing(who: str, folder: str, **given: Any) -> dict[str, Any]:
 
     def failing(self: TrlStep, *args: Any) -> Any:
         if whom.startswith("all") or dist.get_rank() == 1:
-            if where == "in a loss":  # after the forward, before the backward
+            if where == "behind it":  # after the forward, before the backward
                 original(self, *args)
             raise RuntimeError("made to fail")
         return original(self, *args)

@@ -41,7 +41,7 @@ def test_abort_reaches_every_rank(run_on_two, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("who", ["one rank, between collectives", "all ranks, inside a forward", "all, in a loss"])
+@pytest.mark.parametrize("who", ["one rank, between collectives", "all ranks, inside a forward", "all, behind it"])
 def test_a_replay_that_fails_leaves_training_as_it_was(run_on_two, world, tmp_path, layout, who):
     given = {**SMALL, **LAYOUTS[layout], "plant": PLANT}
     stock = run_on_two("stock", **given)

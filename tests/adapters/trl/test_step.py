@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from gradloc.core.step import has_finite_loss, kl_coefficients
 from tests.adapters.trl.conftest import check_harmless, events_in, named_in
 from tests.adapters.trl.harness import make
 
@@ -88,16 +89,16 @@ def test_a_tokens_weight_is_that_of_the_papers_mean(tmp_path, loss):
     _, step = stepped(str(tmp_path), **({"base": "RLOOTrainer"} if loss == "RLOO" else {"loss_type": loss}))
     for index in range(2):
         expected = WEIGHTS[loss](step.token_mask(index).float(), step)
-        torch.testing.assert_close(step.token_weights(index), expected)
+        torch.testing.assert_close(step.details(index).weights, expected)
 
 
 def test_the_kl_terms_part_is_its_own_derivative(tmp_path):
     trainer, step = stepped(str(tmp_path), beta=0.05, loss_type="dr_grpo")
-    leaf = step.leaf(1)
+    leaf = step.recorded(1).log_prob.float().requires_grad_()
     difference = step.inputs[1]["ref_per_token_logps"] - leaf
     term = 0.05 * (difference.exp() - difference - 1) * step.token_mask(1) / (4 * 12) / 2
     (expected,) = torch.autograd.grad(term.sum(), leaf)
-    torch.testing.assert_close(step.kl_coefficients(1), expected, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(kl_coefficients(step, 1), expected, atol=1e-7, rtol=1e-4)
 
 
 def test_a_replay_leaves_nothing_behind_in_the_trainer(tmp_path):
@@ -105,7 +106,7 @@ def test_a_replay_leaves_nothing_behind_in_the_trainer(tmp_path):
     before = {name: value for name, value in vars(trainer).items() if isinstance(value, float | int | str)}
     counts = {name: len(values) for name, values in trainer._metrics["train"].items()}
     own = set(vars(trainer.accelerator))
-    step.token_weights(0), step.kl_coefficients(1), step.has_finite_loss(0), step.forward(1), step.loss(0, None)
+    step.details(0), kl_coefficients(step, 1), has_finite_loss(step, 0), step.forward(1)
     assert {name: vars(trainer)[name] for name in before} == before
     assert {name: len(values) for name, values in trainer._metrics["train"].items()} == counts
     assert set(vars(trainer.accelerator)) == own and not step.is_asking

@@ -27,10 +27,9 @@ from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
 from ....core.ranks import LostRank
-from ....core.step import RngState, Scheduled
+from ....core.step import Numerics, Outputs, Recorded, RngState, Scheduled
 from ....touched import replaced
 from ...verl_common.precise import ROWS_PART, logit_bytes, precise_linear
-from ..packed import only
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
 
@@ -38,20 +37,18 @@ _NUMBER = "gradloc_micro_batch"
 _PLACE = "gradloc_place"
 """A micro-batch's number in the step, and its place in a pass."""
 
-_Selections = Sequence[tuple[int, torch.Tensor | None]]
+_Pulls = Sequence[tuple[int, Outputs | None]]
+"""Micro-batches of a pass; None where it is a forward alone."""
 
 
 class MegatronStep(EngineStep, Scheduled):
     """One mini-batch of verl's ``MegatronEngineWithLMHead``, replayable."""
 
-    loss_scale = 1.0
-    reduces_once = True
-
     def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
         super().__init__(engine, loss_function, dp_size)
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._is_shared = self.num_stages == 1
-        self._pass: _Selections | None = None
+        self._pass: _Pulls | None = None
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._failure: Exception | None = None
         self._own_num_tokens: torch.Tensor | None = None
@@ -83,18 +80,29 @@ class MegatronStep(EngineStep, Scheduled):
             self._recorded[number].rng = RngState(torch.device(get_device_name()))
 
     def after_output(self, output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
-        """On the last stage: record training's values, or let a pass through its own tokens alone."""
+        """On the last stage: record training's values, or keep those of a forward alone."""
         if self._pass is None:
             self.after_forward(output, tu.get_non_tensor_data(data, key=_NUMBER, default=-1))
             return output
-        place = tu.get_non_tensor_data(data, key=_PLACE, default=-1)
-        number, selected = self._pass[place]
         if not torch.is_grad_enabled():
+            place = tu.get_non_tensor_data(data, key=_PLACE, default=-1)
             self._outputs[place] = {key: output[key].values() for key in FIELDS if output.get(key) is not None}
-        if selected is None:
-            return output
-        packed = self._layout(number).pack(selected)
-        return {key: only(packed, value) for key, value in output.items()}
+        return output
+
+    def _pulled(self, model_output: dict[str, torch.Tensor], data: Any, **_: Any) -> tuple[torch.Tensor, dict]:
+        """In the loss's place in a pass: whatever the schedule multiplies it with, its backward delivers the pass'
+        coefficients, as training's delivered them."""
+        assert self._pass is not None
+        number, pull = self._pass[tu.get_non_tensor_data(data, key=_PLACE, default=-1)]
+        total = torch.zeros((), device=torch.device(get_device_name()))
+        for key, name in FIELDS.items():
+            coefficient = getattr(pull, name)
+            if model_output.get(key) is None or coefficient is None:
+                continue
+            values, packed = model_output[key].values(), self._layout(number).pack(coefficient)
+            values.register_hook(lambda grad, packed=packed: packed.to(grad.dtype))
+            total = total + values.sum()
+        return total, {}
 
     @contextmanager
     def dividing(self) -> Iterator[None]:
@@ -119,8 +127,9 @@ class MegatronStep(EngineStep, Scheduled):
     # ---- what the search may ask
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.engine.param_dtype
+    def numerics(self) -> Numerics:
+        temperature = float(self.micro_batches[0]["temperature"])
+        return Numerics(self.engine.param_dtype, 1.0, self._factor / self.dp_size, temperature, reduces_once=True)
 
     def share(self) -> None:
         if self._is_shared:
@@ -132,11 +141,12 @@ class MegatronStep(EngineStep, Scheduled):
         self._packed = agree(partial(_on, torch.device(get_device_name()), known))
         self._is_shared = True
 
-    def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def recorded(self, micro_batch: int) -> Recorded:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            return torch.zeros(self.token_mask(micro_batch).shape), None  # the last stage tells
-        log_prob, entropy = super().coefficients(micro_batch)
-        return log_prob * self._factor, None if entropy is None else entropy * self._factor
+            unknown = Recorded(self._recorded[micro_batch].rng)  # the last stage tells
+            unknown.log_prob = torch.zeros(self.token_mask(micro_batch).shape)
+            return unknown
+        return super().recorded(micro_batch)
 
     @property
     def _factor(self) -> float:
@@ -156,16 +166,21 @@ class MegatronStep(EngineStep, Scheduled):
         processes = parallel_state.get_tensor_and_context_parallel_world_size()
         return int(size * vocabulary * each) // processes
 
-    def run_pass(self, selections: _Selections) -> None:
+    def run_pass(self, pulls: _Pulls) -> None:
         self.engine.optimizer_zero_grad()
-        self._run(selections, forward_only=False)
+        self._run(pulls, forward_only=False)
         self._end()
         self.engine.optimizer.prepare_grads()
 
     # ---- inside
 
     @torch.no_grad()
-    def _forward(self, micro_batch: int, data: Any) -> dict[str, torch.Tensor]:
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """Without a graph: a pass runs by :meth:`run_pass`."""
+        data = self._data(micro_batch)
+        if needs_entropy:
+            data = data.copy()
+            tu.assign_non_tensor(data, calculate_entropy=True)
         with _precise_readout(self.engine):
             self._run([(micro_batch, None)], forward_only=True, data=data)
         has_entropy = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
@@ -176,7 +191,7 @@ class MegatronStep(EngineStep, Scheduled):
                 source = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(values, src=source, group=_stages())
         self._end()
-        return dict(zip(keys, values.unbind(), strict=True))
+        return Outputs(*values.unbind())
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
         """What the pass put out, (keys, B, T): zeros where this is not the last stage, or where it failed."""
@@ -190,21 +205,21 @@ class MegatronStep(EngineStep, Scheduled):
         shape = self.token_mask(micro_batch).shape
         return torch.zeros(len(keys), *shape, device=torch.device(get_device_name()))
 
-    def _run(self, selections: _Selections, forward_only: bool, data: Any = None) -> None:
+    def _run(self, pulls: _Pulls, forward_only: bool, data: Any = None) -> None:
         """Megatron's schedule over these micro-batches.
 
-        The interleaved one takes so many at a time: what is missing is run with nothing let through.
+        The interleaved one takes so many at a time: what is missing is run with coefficients of 0.
         """
-        engine, chosen = self.engine, list(selections)
+        engine, chosen = self.engine, list(pulls)
         at_once = engine.tf_config.microbatch_group_size_per_vp_stage if len(engine.module) > 1 else 1
-        nothing = torch.zeros_like(self.token_mask(chosen[0][0]))
+        nothing = Outputs(torch.zeros_like(self.recorded(chosen[0][0]).log_prob))
         chosen += [(chosen[0][0], nothing)] * (-len(chosen) % at_once)
         batches = []
         for place, (number, _) in enumerate(chosen):
             batch = (self.micro_batches[number] if data is None else data).copy()
             tu.assign_non_tensor(batch, num_micro_batch=len(chosen), **{_NUMBER: number, _PLACE: place})
             batches.append(batch)
-        loss_function = None if forward_only else self.loss_function
+        loss_function = None if forward_only else self._pulled
         postprocess = partial(
             engine.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function
         )
@@ -214,7 +229,7 @@ class MegatronStep(EngineStep, Scheduled):
                 get_forward_backward_func()(
                     forward_step_func=partial(
                         engine.forward_step,
-                        logits_processor_func=loss_function,
+                        logits_processor_func=None if forward_only else self.loss_function,
                         postprocess_micro_batch_func=postprocess,
                     ),
                     data_iterator=make_batch_generator(batches, vpp_size=len(engine.module)),

@@ -5,6 +5,8 @@ import importlib
 from typing import Any
 from unittest import mock
 
+import torch
+
 from tests.adapters.verl09 import as_actor, harness
 
 
@@ -31,18 +33,18 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
     of_verl = Handler.offload
     offload = mock.Mock(side_effect=lambda tensor: of_verl(tensor, pin_memory=False))
     step, failed = as_actor.step_class(), []
-    loss = step.loss
+    forward = step.forward
 
-    def failing(self: Any, micro_batch: int, selected: Any) -> Any:
-        if failed or fails_at is None:
-            return loss(self, micro_batch, selected)
+    def failing(self: Any, micro_batch: int, needs_entropy: bool = False) -> Any:
+        if failed or fails_at is None or not torch.is_grad_enabled():
+            return forward(self, micro_batch, needs_entropy)
         failed.append(fails_at)
         if fails_at == "layer":
             layer = self.engine.module.model.layers[1].mlp
             with mock.patch.object(layer, "forward", side_effect=RuntimeError("made to fail")):
-                return loss(self, micro_batch, selected)
-        loss(self, micro_batch, selected)
+                return forward(self, micro_batch)
+        forward(self, micro_batch)
         raise RuntimeError("made to fail")
 
-    with mock.patch.object(Handler, "offload", staticmethod(offload)), mock.patch.object(step, "loss", failing):
+    with mock.patch.object(Handler, "offload", staticmethod(offload)), mock.patch.object(step, "forward", failing):
         return {"found": function(**given), "offloaded": offload.call_count, "failed": failed}
