@@ -23,8 +23,6 @@ from .step import HostStep, Outputs, TrainingStep, run_backward
 
 T = TypeVar("T")
 
-_NEAR = 2.0**-20  # of the unit: a pass whose coefficients are all smaller needs no division
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -49,10 +47,6 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
-        self.unit = 1.0
-        """Coefficients near it are divided by it: 1 unless the step's gradient overflowed by their size alone."""
-        self.divisor = 1.0
-        """By what the last pass' gradient in ``.grad`` is divided: 1 or :attr:`unit`."""
         self.scatter: float | None = None
         """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
@@ -99,7 +93,7 @@ class Prober:
             raise
 
     def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
-        """Fill ``.grad`` with the sum of these selections' gradients, in the order given, over :attr:`divisor`.
+        """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
 
         Args:
             selections: pairs of a micro-batch and what to select: bool (B, T), factors (B, T), or None for all.
@@ -110,20 +104,7 @@ class Prober:
             self._make_sure()
             return [(micro_batch, self.step.pull(micro_batch, selected)) for micro_batch, selected in selections]
 
-        self._run(self._within_range(self.ranks.agree(prepare)))
-
-    def _within_range(self, pulls: list[tuple[int, Outputs]]) -> list[tuple[int, Outputs]]:
-        """Coefficients over :attr:`unit` where one of theirs, on any rank, is near it; :attr:`divisor` says so."""
-        self.divisor = 1.0
-        if self.unit == 1.0:
-            return pulls
-        (largest,) = self.ranks.max(self.ranks.agree(lambda: [max(largest_of(pull) for _, pull in pulls)]))
-        if largest <= self.unit * _NEAR:
-            return pulls
-        self.divisor = self.unit
-        return [
-            (index, Outputs(*(None if each is None else each / self.unit for each in pull))) for index, pull in pulls
-        ]
+        self._run(self.ranks.agree(prepare))
 
     def _run(self, pulls: list[tuple[int, Outputs]]) -> None:
         """One pass: these micro-batches' forwards, each with its backward."""
@@ -140,10 +121,6 @@ class Prober:
                 self._together(partial(run_backward, outputs, pull))
         if self.step.numerics.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.numerics.loss_scale)
-
-    def norm(self) -> float:
-        """Of the gradient that the last pass computed, also where float32 could not hold it."""
-        return self.space.norm() * self.divisor
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
@@ -181,10 +158,4 @@ class Prober:
         selected, sums = self.ranks.agree(prepare)
         self.compute([(part.micro_batch, selected)])
         num_tokens, square = self.ranks.sum(sums)
-        return Measurement(norm=self.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)
-
-
-def largest_of(pull: Outputs) -> float:
-    """The largest finite |coefficient| of a pull; 0 without any."""
-    sizes = [float(each.nan_to_num(0.0, 0.0, 0.0).abs().max()) for each in pull if each is not None and each.numel()]
-    return max(sizes, default=0.0)
+        return Measurement(norm=self.space.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)

@@ -88,12 +88,14 @@ class Recorded:
         log_prob = self.log_prob_coefficient
         if log_prob is None:  # zeros: a rank without a gradient still runs the collectives that its peers wait for
             log_prob = torch.zeros_like(self.log_prob)
-        return Outputs(only(selected, log_prob), only(selected, self.entropy_coefficient), self.beside_coefficient)
+        entropy = self.entropy_coefficient
+        entropy = None if entropy is None else only(selected, entropy)
+        return Outputs(only(selected, log_prob), entropy, self.beside_coefficient)
 
 
-def only(selected: torch.Tensor | None, coefficients: torch.Tensor | None) -> torch.Tensor | None:
+def only(selected: torch.Tensor | None, coefficients: torch.Tensor) -> torch.Tensor:
     """Coefficients (B, T) of the selected tokens, times their factors if ``selected`` holds factors; 0 elsewhere."""
-    if selected is None or coefficients is None:
+    if selected is None:
         return coefficients
     if selected.is_floating_point():
         return torch.where(selected != 0, coefficients * selected.to(coefficients.dtype), 0.0)
@@ -135,8 +137,8 @@ class Numerics:
     loss_scale: float = 1.0
     """The loss was multiplied by this (fp16), and so is what a backward adds to ``.grad``."""
     weight: float = 1.0
-    """Times this, a recorded coefficient is a derivative of the step's loss over all ranks, unscaled: 1 / (data-parallel
-    ranks x :attr:`loss_scale`) where these average their gradients."""
+    """Times this, a recorded coefficient is a derivative of the step's loss over all ranks, unscaled: 1 / (ranks x
+    :attr:`loss_scale`) where data-parallel ranks average their gradients."""
     temperature: float = 1.0
     """The logits were divided by this."""
     reduces_once: bool = False
@@ -213,8 +215,10 @@ class Scheduled(ABC):
 class OwnLoss(ABC):
     """A power that a trainer may have: its own loss, differentiated by what was recorded. Nothing here communicates."""
 
-    without_kl: Mapping[str, Any] | None = None
-    """Settings under which the loss has no KL term; None if it has none anyway."""
+    @property
+    def without_kl(self) -> Mapping[str, Any] | None:
+        """Settings under which the loss has no KL term; None if it has none anyway."""
+        return None
 
     @abstractmethod
     def coefficients_under(

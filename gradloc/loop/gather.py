@@ -16,7 +16,7 @@ import torch
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.selection import Token, mask_without
-from ..core.step import TrainingStep
+from ..core.step import HostStep
 from ..core.trigger import Place, Spike
 from ..record import (
     Action,
@@ -51,7 +51,7 @@ class SpikeContext:
     place: Place
     spike: Spike
     finding: Finding
-    step: TrainingStep
+    step: HostStep
     space: GradientSpace
     ranks: Ranks
     squares: torch.Tensor
@@ -264,7 +264,7 @@ def _sequence(context: SpikeContext, place: _Row) -> Sequence:
     )
 
 
-def _places(step: TrainingStep, tokens: Iterable[Token]) -> list[tuple[int, int]]:
+def _places(step: HostStep, tokens: Iterable[Token]) -> list[tuple[int, int]]:
     """Row and response position in their micro-batch of tokens that share one."""
     tokens = list(tokens)
     mask = step.token_mask(tokens[0].micro_batch)

@@ -16,7 +16,7 @@ from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.selection import Token
-from ..core.step import RngState, TrainingStep
+from ..core.step import HostStep, RngState, TrainingStep
 from ..core.trigger import Spike
 from ..record import Certificate, FirstNotFinite, Rerun
 from .auto import auto, share
@@ -99,10 +99,10 @@ def localize(
     rng = RngState(space.device)
     saved = space.take()
     prober = Prober(step, space, ranks)
-    step = prober.step
+    held = prober.step
     try:
-        tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, step, ranks)
-        limit = Limit(step.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
+        tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
+        limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         reran = rerun(task) if reruns else None
         beside, first = triage(task, typical or {}, reran), None
@@ -114,10 +114,10 @@ def localize(
         if certificate is None:
             certificate = task.certify(result.tokens)
         # entropies take forwards, which bisection, for want of memory, does not run
-        holders = _with_unlikely(result, step, ranks) if strategy != "bisect" else []
+        holders = _with_unlikely(result, held, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
-        entropies = {index: prober.entropies(index) for index in holders}
-        entropies = {index: values for index, values in entropies.items() if values is not None}
+        looked_up = {index: prober.entropies(index) for index in holders}
+        entropies = {index: values for index, values in looked_up.items() if values is not None}
         space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
     finally:
         space.put(saved)
@@ -137,7 +137,7 @@ def localize(
     )
 
 
-def _with_unlikely(result: SearchResult, step: TrainingStep, ranks: Ranks) -> list[int]:
+def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:
     """Micro-batches with an unlikely culprit that the loss makes likelier.
 
     Its entropy tells whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises
@@ -168,7 +168,7 @@ def _status(result: SearchResult) -> str:
     return "found" if result.culprits else "not_found"
 
 
-def _rehearsal_tau(spike: Spike, step: TrainingStep, ranks: Ranks) -> float:
+def _rehearsal_tau(spike: Spike, step: HostStep, ranks: Ranks) -> float:
     """tau for a step without a threshold: half of the norm per unit of the tokens' weight; 1 without any weight."""
 
     def local() -> float:

@@ -21,9 +21,10 @@ from functools import partial
 import torch
 
 from ..core.selection import Token
+from ..core.step import Outputs
 from ..record import PathEntry
 from .candidates import by_value
-from .readout import Outputs, Readout
+from .readout import Readout
 from .task import SearchResult, Task, verify
 from .weights import MovedWeights, forward_on_routes, hold_routes
 

@@ -27,6 +27,7 @@ from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
 from ..core.probe import Prober
 from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
+from ..core.step import Outputs
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32
@@ -176,7 +177,7 @@ def hold_routes(prober: Prober, micro_batches: Iterable[int]) -> None:
             prober.routes[index] = chosen
 
 
-def forward_on_routes(prober: Prober, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward_on_routes(prober: Prober, micro_batch: int) -> Outputs:
     """:meth:`~..core.probe.Prober.forward` with every token sent where :func:`hold_routes` noted it."""
     chosen = prober.routes.get(micro_batch)
     if not chosen:

@@ -146,7 +146,6 @@ class BareStep(OwnLoss):
         self.device = next(model.parameters()).device
         rank, self.dp_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.numerics = Numerics(dtype, loss_scale, 1.0 / (self.dp_size * loss_scale))
-        self.without_kl = {"kl": 0.0} if loss.kl else None
         self._each = len(batch.labels) // (self.dp_size * num_micro_batches)
         self._first = rank * num_micro_batches * self._each
         self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
@@ -180,6 +179,10 @@ class BareStep(OwnLoss):
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
+
+    @property
+    def without_kl(self) -> dict[str, Any] | None:
+        return {"kl": 0.0} if self._terms.kl else None
 
     def coefficients_under(self, micro_batch: int, settings: Mapping[str, Any], tensors: Any = None) -> Outputs:
         recorded, part = self._recorded[micro_batch], self._parts[micro_batch]

@@ -27,7 +27,11 @@ class Given(OwnLoss):
     """The sum of sqrt(log-prob), and three times the log-prob as its KL term."""
 
     def __init__(self, log_prob, has_kl=True):
-        self.log_prob, self.without_kl = log_prob, {"kl": 0.0} if has_kl else None
+        self.log_prob, self.has_kl = log_prob, has_kl
+
+    @property
+    def without_kl(self):
+        return {"kl": 0.0} if self.has_kl else None
 
     def coefficients_under(self, micro_batch, settings, tensors=None):
         log_prob = torch.tensor([self.log_prob]).requires_grad_()

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from verl.workers.actor import dp_actor
-
 from ...touched import replaced
 from ..verl_common.losses import changed
 
@@ -43,6 +41,8 @@ def own_loss(
         entropy: (B, T); None where the loss does not ask for it.
         settings: of the actor's config, in place of its own.
     """
+    from verl.workers.actor import dp_actor  # which imports the adapter
+
     kept, given = _Kept(), Forwarded(log_probs=log_prob, entropys=entropy)
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {

@@ -202,7 +202,9 @@ class CriticStep(EngineStep):
 
     output, old, factor = "values", "values", 0.5
 
-    without_kl = None
+    @property
+    def without_kl(self) -> None:
+        """A critic has no such term."""
 
     def forward_bytes(self) -> int:
         return 0

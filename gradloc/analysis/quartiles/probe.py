@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...core.gradients import Gradient
-from ...core.step import Recorded, RngState, record
+from ...core.step import Outputs, Recorded, RngState, record
 from ...record.analysis import Update
 from ..actor import BUCKET_KEY, MicroBatch
 from ..rows import RowProbe, Weights, add_up, only
@@ -106,7 +106,7 @@ class QuartileProbe(RowProbe):
         self.num_backwards += 1
         recorded = Recorded(RngState(self.actor.device))
         log_prob, entropy = self.actor.forward(part.inputs)
-        record(recorded, log_prob, entropy)
+        record(recorded, Outputs(log_prob, entropy))
         if len(part.rows):
             terms = self.actor.loss_terms(part.inputs, log_prob, entropy, part.on_policy)
             loss = sum(value * self.actor.share(part, term, num_rows) for term, value in terms.items())

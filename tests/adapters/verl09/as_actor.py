@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
+from tests.bare.step import let_through
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
@@ -106,7 +107,7 @@ class Trainer(harness.Trainer):
 
     def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
         """The same with all but the chosen tokens, bool (R, T), detached."""
-        from gradloc.adapters.verl09.packed import only, pack, padded
+        from gradloc.adapters.verl09.packed import pack, padded
 
         def detach(model_output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
             packed = pack(padded(data["chosen"]).bool(), data)
@@ -351,3 +352,10 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
 
     with mock.patch.object(FSDPEngineWithLMHead, "forward_step", forward_step):
         yield
+
+
+def only(packed: torch.Tensor, nested: torch.Tensor | None) -> torch.Tensor | None:
+    """Let gradient through at these positions alone; the values stay the same, bit for bit."""
+    if nested is None or not nested.requires_grad:
+        return nested
+    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())
