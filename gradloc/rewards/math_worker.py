@@ -1,19 +1,7 @@
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""A process that math_verify_pool starts: compares one pair of answers at a time, until its pipe is closed.
+# SPDX-License-Identifier: Apache-2.0
+"""A process that math_pool starts: compares one pair of answers at a time, until its pipe is closed.
 
-Run as a file, ``python -I math_verify_worker.py FD``, with one end of a socket as file descriptor FD. Messages are
+Run as a file, ``python -I math_worker.py FD``, with one end of a socket as file descriptor FD. Messages are
 JSON: the first names the import path, each later one an item; each gets one reply with a ``score`` or an ``error``.
 Imports neither verl nor torch, so that it starts in the time that sympy takes.
 """

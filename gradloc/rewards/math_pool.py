@@ -1,16 +1,4 @@
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Math-Verify in a few long-lived processes of its own, every item under a time limit.
 
 Math-Verify parses and simplifies what a language model wrote, and ``9^{9^{9^9}}`` keeps it busy for ever. Its own time
@@ -18,7 +6,7 @@ limit is an alarm signal, which Python delivers to the main thread only, while v
 executors, Ray actors and daemonic processes. So the work is done elsewhere: whoever scores talks over a pipe to a
 worker process and kills it when its time is up. The item then fails, and no other does.
 
-The workers are plain child processes running math_verify_worker.py, not ``multiprocessing`` ones: daemonic processes
+The workers are plain child processes running math_worker.py, not ``multiprocessing`` ones: daemonic processes
 may not have those, and those import the caller's main module, which in verl means torch and seconds. Math-Verify is
 imported in the workers only.
 
@@ -49,7 +37,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 # The second pin keeps the antlr runtime that Hydra 1.3 needs. Math-Verify's extra for it is ignored by pip 23.2.
 INSTALL_COMMAND = "pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3"
 
-WORKER_FILE = Path(__file__).resolve().with_name("math_verify_worker.py")
+WORKER_FILE = Path(__file__).resolve().with_name("math_worker.py")
 # What Math-Verify itself grants in a main thread: 5 s to parse an answer and 5 s for a comparison. Usual answers take
 # milliseconds, hard integrals about one second.
 DEFAULT_TIMEOUT_S = 10.0

@@ -1,16 +1,4 @@
-# Copyright 2025 Individual Contributor: the GradLoc for verl authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The rule-based reward of Knights and Knaves (Logic-RL, arXiv 2502.14768; used by arXiv 2505.12929).
 
 A response is ``<think>...</think><answer>...</answer>``, each tag exactly once and in this order, with one
@@ -26,14 +14,17 @@ a tag missing, twice or out of order                 -3.0
 
 import re
 
-__all__ = ["compute_score"]
-
 RIGHT, WRONG, UNREADABLE, MALFORMED = 3.0, -0.5, -1.0, -3.0
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ROLE = re.compile(r"knight|knave", re.IGNORECASE)
 # A line of the solution, such as "(1) Zoey is a knight": the first word is the name.
 SOLUTION_LINE = re.compile(r"\b([A-Za-z]+)\b.*?\b(knight|knave)\b", re.IGNORECASE)
+
+
+def score(data_source: str, solution_str: str, ground_truth: dict, extra_info: dict | None = None, **_) -> dict:
+    """As verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.kk``, ``name=score``."""
+    return compute_score(solution_str, ground_truth)
 
 
 def compute_score(solution_str: str, ground_truth: dict) -> dict:
