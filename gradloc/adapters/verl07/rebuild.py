@@ -20,6 +20,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
+from ...config import GradLocConfig
 from ...core.gradients import GradientSpace
 from ...keys import ROW_KEY
 from ...replay.bundle import Bundle, Entry
@@ -29,6 +30,7 @@ from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
 from ..verl_common.loading import actor_config, clips_of, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
+from .hook import ActorHook
 from .step import ActorStep
 
 
@@ -38,6 +40,7 @@ class ReplayActor(DataParallelPPOActor):
     def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module, dp_size: int):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
             super().__init__(config, module)
+        self.gradloc = ActorHook(self, GradLocConfig())  # of an actor that makes no step
         if not config.use_dynamic_bsz:
             self.gradient_accumulation = config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu
         if clips.weighs_tokens:
