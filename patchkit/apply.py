@@ -16,7 +16,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from .language import MAX_BYTES, apply_hunks, blob_id, parse, refused, sha256_hex, short
+from .language import MAX_BYTES, apply_hunks, blob_id, parse, sha256_hex, short
 from .refusal import INTEGRITY, RESTORE, STATE, Parser, Refusal, capped, guarded, program, quoted, say, say_json
 from .tree import SEAM, Checkout, Edition, Survey, installed_root, read_regular, resolve, survey
 from .write import APPLIED, JOURNAL, Change, Filesystem, Transaction, locked, preflight
@@ -34,28 +34,12 @@ def load(folder: Path) -> list[Edition]:
         for entry in document["patches"]:
             patch = read_regular(folder / entry["name"], MAX_BYTES)
             if sha256_hex(patch) != entry["sha256"]:
-                ids = {"expected": entry["sha256"], "found": sha256_hex(patch)}
-                raise refused("patch-digest", f"{entry['name']} is not the patch that the manifest names", **ids)
+                raise ValueError(f"{entry['name']} has the sha256 {sha256_hex(patch)}, not {entry['sha256']}")
             editions.append(Edition(entry["base"], document["version"], parse(patch), patch))
         return editions
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what, cause = f"{folder}/manifest.json and its patches cannot be read", "patches/ is not whole."
-        raise Refusal(INTEGRITY, "manifest", what, cause, RESTORE, found=str(error)[:90]) from error
-
-
-def named(path: str, digest: str | None, editions: list[Edition]) -> list[Edition]:
-    """The one patch in a file; its sha256 has to be given, or to be in the manifest."""
-    try:
-        patch = Path(path).read_bytes()[: MAX_BYTES + 1]
-    except OSError as error:
-        what = f"the patch {path} cannot be read"
-        raise Refusal(INTEGRITY, "patch-unreadable", what, "It is misspelt.", "Check it.", found=error.strerror) from error
-    carried = [edition for edition in editions if edition.patch == patch]
-    if digest != sha256_hex(patch) and (digest or not carried):
-        next_ = "--patch-sha256 HEX, as its author published it"
-        ids = {"expected": digest or "a sha256 that you give", "found": sha256_hex(patch)}
-        raise Refusal(INTEGRITY, "patch-digest", f"{path} is not known to be what you mean", "It changed.", next_, **ids)
-    return carried or [Edition("of that patch", path, parse(patch), patch)]
+        what, cause = f"{folder} does not hold what its manifest names", "It was edited, converted, or cut off."
+        raise Refusal(INTEGRITY, "patches-broken", what, cause, RESTORE, found=str(error)[:200]) from error
 
 
 def diagnose(tree: Survey) -> Refusal:
@@ -68,7 +52,10 @@ def diagnose(tree: Survey) -> Refusal:
     files, given = tree.files, _applied(checkout)
     minor = tuple(map(int, re.findall(r"\d+", checkout.version)[:2]))
     if tree.other_version:
-        reason, what = "state-other-version", f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}"
+        reason, what = (
+            "state-other-version",
+            f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}",
+        )
         cause = "It was not taken off before the upgrade."
         next_ = f"In a clone of GradLoc {tree.other_version}: {checkout.command} --reverse   (then this, from here)"
         listed = []
@@ -89,11 +76,16 @@ def diagnose(tree: Survey) -> Refusal:
         cause = "From 0.9 on, verl loads GradLoc as a plug-in; 0.8 has no room for either."
         next_ = "verl 0.9: pip install . and add +gradloc=on; verl 0.8: use another verl"
     elif not tree.is_base:
-        reason, what = "state-wrong-base", f"this is verl {checkout.version}, and {what} differ from {tag}, first {first}"
+        reason, what = (
+            "state-wrong-base",
+            f"this is verl {checkout.version}, and {what} differ from {tag}, first {first}",
+        )
         cause, next_ = "Another version of verl is here.", f"Use verl {tag}."
     else:
         what, cause = f"{what} hold neither verl's content nor the patch's, first {first}", "They were edited."
-        next_ = f"git -C {root} stash push -- {quoted(first)}   (keeps your edit, restores the file)" if is_clone else next_
+        next_ = (
+            f"git -C {root} stash push -- {quoted(first)}   (keeps your edit, restores the file)" if is_clone else next_
+        )
     ids = {"expected": short(edition.files[first].before), "found": files[first].obstacle or short(files[first].blob)}
     lines = [f"{one['path']}: {one['why']}" for one in listed]
     more: dict[str, Any] = {"files": listed} | (ids if listed else {})
@@ -145,7 +137,10 @@ class Applier:
             raise diagnose(tree)
         if tree.state == "PARTIAL" and not self.force:
             lacking = [path for path in tree.files if not tree.holds(path, True)]
-            what, cause = "PARTIAL: the tree is half patched", "Files were restored by hand or by git; each one is known."
+            what, cause = (
+                "PARTIAL: the tree is half patched",
+                "Files were restored by hand or by git; each one is known.",
+            )
             found = f"{len(tree.files) - len(lacking)} of {len(tree.files)} files patched"
             data = {"state": tree.state, "lines": [f"not patched: {path}" for path in lacking], "found": found}
             next_ = f"{self.checkout.command} --force   (finishes; with --reverse it undoes)"
@@ -193,8 +188,6 @@ def parser() -> argparse.ArgumentParser:
     add("--status", action="store_true", help="say which state the tree is in")
     add("--reverse", action="store_true", help="take the patch off again")
     add("--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for another run in the tree")
-    add("--patch-file", metavar="FILE", help="a patch other than the built ones")
-    add("--patch-sha256", metavar="HEX", help="the sha256 that this file must have")
     add("--force", action="store_true", help="finish or undo a half patched tree, work while git is; says so")
     add("--json", action="store_true", help="print one JSON object, for refusals too")
     add("--quiet", action="store_true", help="print errors only (with --status: the state alone)")
@@ -216,8 +209,6 @@ def _run(options: argparse.Namespace) -> int:
     if len(targets) + options.installed != 1:
         parser().error(f"exactly one target is needed, and {len(targets) + options.installed} were named")
     editions = load(options.patches)
-    if options.patch_file:
-        editions = named(options.patch_file, options.patch_sha256, editions)
     target = str(installed_root()) if options.installed else targets[0]
     applier = Applier(resolve(target, options.installed), editions, options.force, options.wait)
     changes: list[Change] = []

@@ -2,8 +2,8 @@
 """Builds patches/ from verl_overrides/, after taking a patched tree's edits into it where one is named.
 
 ``verl_overrides/v0.7.0/`` has the base's commit and archive in ``base.json``, one small diff for each file of verl's
-(``NAME.patch``), and whole files that verl gets. A further base is a further folder: what the first one holds serves it,
-too, where it fits as it is.
+(``NAME.patch``), and whole files that verl gets. A further base is a further folder: what the first one holds serves
+it, too, where it fits as it is.
 """
 
 import argparse
@@ -18,7 +18,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .language import ABSENT, FilePatch, apply_hunks, blob_id, check_path, hidden_character, misfit, parse, sha256_hex, split
+from .language import (
+    ABSENT,
+    CONTEXT_LINES,
+    FilePatch,
+    blob_id,
+    check_path,
+    hidden_character,
+    misfit,
+    parse,
+    sha256_hex,
+    split,
+)
 from .refusal import INTEGRITY, NETWORK, STATE, Parser, Refusal, capped, guarded, quoted, say
 from .tree import SEAM, VERSION_FILE, read_plain, read_regular, resolve
 from .write import APPLIED
@@ -31,8 +42,6 @@ Origin: built by make_patch.sh from verl_overrides/; edit there, never here
 Applies-To: verl {tag}, commit {commit}
 
 """
-_DIFF = "diff --no-index --no-ext-diff --no-textconv --no-color --text --unified=3 --inter-hunk-context=0"
-_DIFF += " --diff-algorithm=histogram -- before after"
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,10 @@ class Base:
 
 def bases(overrides: Path = ROOT / "verl_overrides") -> dict[str, Base]:
     """The bases by tag, the oldest first."""
-    return {path.parent.name: Base(path.parent, **json.loads(path.read_text())) for path in sorted(overrides.glob("v*/base.json"))}
+    return {
+        path.parent.name: Base(path.parent, **json.loads(path.read_text()))
+        for path in sorted(overrides.glob("v*/base.json"))
+    }
 
 
 def ensure_base(base: Base, cache: Path = CACHE) -> Path:
@@ -86,8 +98,12 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
 
 def _fetch(name: str, folder: str) -> Path:
     requirement, archive = name.replace("-", "=="), Path(folder) / f"{name}.tar.gz"
-    command = "-m pip download --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-binary verl --dest"
-    done = subprocess.run([sys.executable, *command.split(), folder, requirement], capture_output=True, text=True, cwd=folder)
+    command = (
+        "-m pip download --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-binary verl --dest"
+    )
+    done = subprocess.run(
+        [sys.executable, *command.split(), folder, requirement], capture_output=True, text=True, cwd=folder
+    )
     if done.returncode or not archive.is_file():
         what, cause = f"pip could not fetch the source archive of {requirement}", "No network, or no such package."
         next_ = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, with a copy fetched elsewhere"
@@ -96,17 +112,10 @@ def _fetch(name: str, folder: str) -> Path:
 
 
 def seam(path: str, before: bytes, after: bytes) -> str:
-    """The section that turns ``before`` into ``after``, by git, which compares two files outside any repository."""
-    settings = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1", "LC_ALL": "C"}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "before").write_bytes(before)
-        (Path(folder) / "after").write_bytes(after)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | settings
-        environment["GIT_CEILING_DIRECTORIES"] = str(Path(folder).parent)
-        output = subprocess.run(["git", *_DIFF.split()], cwd=folder, env=environment, capture_output=True).stdout.decode()
-    index = f"index {blob_id(before)}..{blob_id(after)} 100644"
-    text = f"diff --git a/{path} b/{path}\n{index}\n--- a/{path}\n+++ b/{path}\n{output[output.find('@@ ') :]}"
-    return text
+    """The section that turns ``before`` into ``after``: the same bytes on every machine, whatever its git."""
+    lines = list(difflib.unified_diff(split(before.decode()), split(after.decode()), n=CONTEXT_LINES))
+    header = f"diff --git a/{path} b/{path}\nindex {blob_id(before)}..{blob_id(after)} 100644\n"
+    return header + f"--- a/{path}\n+++ b/{path}\n" + "".join(lines[2:])
 
 
 def new_file(path: str, text: str) -> str:
@@ -122,10 +131,15 @@ def check_text(path: str, data: bytes) -> str:
     check_path(path)
     text = data.decode("utf-8", "replace")
     problems = {"is not UTF-8 text": text.encode() != data, "is empty": not data, "has a carriage return": "\r" in text}
-    problems |= {"does not end in a newline": data[-1:] != b"\n", "has a hidden character": hidden_character(text)}
+    problems |= {
+        "does not end in a newline": data[-1:] != b"\n",
+        "has a hidden character": bool(hidden_character(text)),
+    }
     for problem, is_so in problems.items():
         if is_so:
-            raise Refusal(INTEGRITY, "build-text", f"{path} {problem}", "An editor wrote it.", "Write it anew, as text with LF.")
+            raise Refusal(
+                INTEGRITY, "build-text", f"{path} {problem}", "An editor wrote it.", "Write it anew, as text with LF."
+            )
     return text
 
 
@@ -143,7 +157,10 @@ def results(base: Base, tree: Path) -> dict[str, bytes]:
                 continue
             file, there = parse(place.read_bytes()).get(verls), read_plain(tree, verls).content
             if file is None or there is None:
-                what, cause = f"{place} is no seam of a file that verl {base.tag} has", "It was renamed, or verl moved on."
+                what, cause = (
+                    f"{place} is no seam of a file that verl {base.tag} has",
+                    "It was renamed, or verl moved on.",
+                )
                 raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
             made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
     return made
@@ -172,9 +189,14 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
         for path, after in results(base, tree).items():
             text, before = check_text(path, after), read_plain(tree, path).content
             sections[path] = new_file(path, text) if before is None else seam(path, before, after)
-        seam_says = re.search(r'^VERSION = "(.*?)"', "".join(sections.get(SEAM, "").splitlines(True)).replace("\n+", "\n"), re.M)
+        seam_says = re.search(
+            r'^VERSION = "(.*?)"', "".join(sections.get(SEAM, "").splitlines(True)).replace("\n+", "\n"), re.M
+        )
         if seam_says and seam_says[1] != version:
-            what, cause = f"{SEAM} is for gradloc {seam_says[1]}, and this is {version}", "The version was changed in one place."
+            what, cause = (
+                f"{SEAM} is for gradloc {seam_says[1]}, and this is {version}",
+                "The version was changed in one place.",
+            )
             raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" in verl_overrides/')
         preamble = _PREAMBLE.format(tag=base.tag, commit=base.commit, version=version)
         patch = (preamble + "".join(sections[path] for path in sorted(sections))).encode()
@@ -197,7 +219,9 @@ def take(checkout: Path, overrides: Path, version: str, also: list[str]) -> list
     said = target.version.removesuffix(".dev")
     base = bases(overrides).get(f"v{said}")
     if base is None:
-        raise Refusal(STATE, "take-base", f"{checkout} is verl {said}", "There is no folder of overrides for it.", "Add one.")
+        raise Refusal(
+            STATE, "take-base", f"{checkout} is verl {said}", "There is no folder of overrides for it.", "Add one."
+        )
     tree, ours = ensure_base(base), results(base, ensure_base(base))
     try:
         given = {path: file.after for path, file in parse(read_regular(target.state_folder / APPLIED)).items()}
@@ -212,14 +236,23 @@ def take(checkout: Path, overrides: Path, version: str, also: list[str]) -> list
         if (mine is not None and blob_id(mine) == found.blob) or found.blob == given.get(path):
             continue
         if mine is not None and blob_id(mine) != given.get(path):
-            diff = difflib.unified_diff(split(mine.decode()), split(found.content.decode("utf-8", "replace")), "here", "there", n=0)
-            what, cause = f"{path} was edited there and in verl_overrides/, differently", "Someone took other edits since."
+            diff = difflib.unified_diff(
+                split(mine.decode()), split(found.content.decode("utf-8", "replace")), "here", "there", n=0
+            )
+            what, cause = (
+                f"{path} was edited there and in verl_overrides/, differently",
+                "Someone took other edits since.",
+            )
             next_ = "Bring both together in the checkout, undo the one here, run this again."
             raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=[line.rstrip() for line in diff])
         text = check_text(path, found.content)
-        _store(base, path, text.encode() if before is None else seam(path, before, found.content).encode(), before is None)
+        _store(
+            base, path, text.encode() if before is None else seam(path, before, found.content).encode(), before is None
+        )
     places = (place.relative_to(target.root) for place in (target.root / "verl").rglob("*") if place.is_file())
-    others = {path.as_posix() for path in places if not any(part.startswith((".", "__pycache__")) for part in path.parts)}
+    others = {
+        path.as_posix() for path in places if not any(part.startswith((".", "__pycache__")) for part in path.parts)
+    }
     known = {*ours, *also, VERSION_FILE}
     return sorted(path for path in others - known if read_plain(tree, path).blob != read_plain(target.root, path).blob)
 
@@ -230,23 +263,6 @@ def _store(base: Base, path: str, data: bytes, is_new: bool) -> None:
     shared = base.shared / name
     serves = is_new or (shared.is_file() and parse(shared.read_bytes())[path].before == parse(data)[path].before)
     write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
-
-
-def drift(root: Path, base: Base) -> list[str]:
-    """How each source of the base stands to another verl tree, a line each."""
-    lines = []
-    for path, after in results(base, ensure_base(base)).items():
-        there, before = read_plain(root, path).content, read_plain(ensure_base(base), path).content
-        said = "is new" if before is None else "is as in the base" if there == before else "has the patch" if there == after else ""
-        if not said and before is not None:
-            file = parse(seam(path, before, after).encode())[path]
-            try:
-                relocated(file, there or b"")
-                said = "fits, elsewhere in the file"
-            except Refusal as error:
-                said = "\n    ".join([f"does not fit: {error.what}", *error.data["lines"]])
-        lines.append(f"{path} {said}")
-    return lines
 
 
 def write_file(path: Path, data: bytes) -> bool:
@@ -266,9 +282,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = made.add_mutually_exclusive_group()
     command.add_argument("--repo", type=Path, metavar="CHECKOUT", help="first take the edits of this patched tree")
     command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
-    command.add_argument("--drift", type=Path, metavar="VERL", help="say which seams still fit a verl tree")
     command.add_argument("--base-tree", metavar="TAG", help="print the folder of a pristine verl, fetched if need be")
-    made.add_argument("--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's")
+    made.add_argument(
+        "--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's"
+    )
     made.add_argument("--debug", action="store_true", help="show a traceback on an error")
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
@@ -280,10 +297,6 @@ def _run(options: argparse.Namespace) -> None:
     version = re.findall(r'^__version__ = "(.+)"', (options.root / "gradloc/__init__.py").read_text(), re.M)[0]
     if options.base_tree:
         return say(str(ensure_base(bases(overrides)[options.base_tree])))
-    if options.drift:
-        for base in bases(overrides).values():
-            say("\n".join([f"the sources for verl {base.tag}:", *drift(resolve(str(options.drift), True).root, base)]))
-        return None
     if options.repo:
         left_out = take(options.repo, overrides, version, options.also)
         for line in capped(f"left out: {path}   (--also {quoted(path)} takes it)" for path in left_out):
@@ -294,9 +307,10 @@ def _run(options: argparse.Namespace) -> None:
         for name in sorted(built.keys() | names):
             found = (patches / name).read_bytes() if name in names else b""
             if built.get(name) != found:
-                sides = (text.decode().splitlines() for text in (found, built.get(name, b"")))
-                lines = list(difflib.unified_diff(*sides, f"patches/{name}", "built", lineterm="", n=1))
-                what, cause = f"patches/{name} is not what its sources build", "One was edited and the other not rebuilt."
+                before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, built.get(name, b"")))
+                lines = list(difflib.unified_diff(before, after, f"patches/{name}", "built", lineterm="", n=1))
+                what = f"patches/{name} is not what its sources build"
+                cause = "One was edited and the other not rebuilt."
                 raise Refusal(INTEGRITY, "build-stale", what, cause, "bash make_patch.sh", lines=lines)
         return say("patches/ is what its sources build")
     written = [name for name, data in built.items() if write_file(patches / name, data)]

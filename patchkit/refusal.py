@@ -45,7 +45,9 @@ class Refusal(Exception):
     def text(self) -> str:
         """The refusal as it is printed."""
         shown = [f"  {key + ':':<9} {value}" for key, value in self.parts().items() if key not in ("reason", "what")]
-        return "\n".join([f"refused: {self.what}", *shown, *(f"  {line}" for line in capped(self.data.get("lines", ())))])
+        return "\n".join(
+            [f"refused: {self.what}", *shown, *(f"  {line}" for line in capped(self.data.get("lines", ())))]
+        )
 
 
 def capped(lines: Iterable[str]) -> list[str]:

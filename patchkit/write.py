@@ -169,11 +169,7 @@ class Transaction:
 
     def run(self, changes: list[Change], applied: bytes | None) -> None:
         """Makes ``changes`` and keeps a copy of what is ``applied`` now, or raises with everything as it was."""
-        entries = [
-            {"path": change.path} | {side: data and sha256_hex(data) for side, data in sides}
-            for change in changes
-            for sides in [(("before", change.before), ("after", change.after))]
-        ]
+        entries = [{"path": c.path, "before": _digest(c.before), "after": _digest(c.after)} for c in changes]
         try:
             self._prepare(changes)
             self.files.replace(self.state / JOURNAL, json.dumps(entries, indent=1).encode())
@@ -204,7 +200,9 @@ class Transaction:
             entries = json.loads(read_regular(self.state / JOURNAL, 2**20))
             for entry in entries:  # it may have come with an unpacked archive: trust nothing in it
                 check_path(entry["path"])
-                if any(value and not re.fullmatch("[0-9a-f]{64}", value) for value in (entry["before"], entry["after"])):
+                if any(
+                    value and not re.fullmatch("[0-9a-f]{64}", value) for value in (entry["before"], entry["after"])
+                ):
                     raise ValueError("not ours")
         except FileNotFoundError:
             with contextlib.suppress(OSError):
@@ -216,7 +214,9 @@ class Transaction:
             if not (self._is(entry, "before") or self._is(entry, "after")):
                 what = f"{entry['path']} was edited after a run was interrupted there"
                 cause = f"The rest is undone only where contents are known; those of before lie in {self.state}."
-                next_ = f"Move your edit of {quoted(self.root / entry['path'])} elsewhere, restore verl's, run this again."
+                next_ = (
+                    f"Move your edit of {quoted(self.root / entry['path'])} elsewhere, restore verl's, run this again."
+                )
                 raise Refusal(STATE, "journal-conflict", what, cause, next_)
         self._undo(entries)
         return True
@@ -289,4 +289,8 @@ class Transaction:
 
     def _is(self, entry: dict[str, Any], side: str) -> bool:
         file = read_plain(self.root, entry["path"])
-        return not file.obstacle and entry[side] == (None if file.content is None else sha256_hex(file.content))
+        return not file.obstacle and entry[side] == _digest(file.content)
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else sha256_hex(data)

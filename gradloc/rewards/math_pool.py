@@ -25,9 +25,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Callable, Optional
 
 __all__ = ["INSTALL_COMMAND", "Pool", "ScoringError", "ScoringTimeout", "close", "counts", "score"]
 
@@ -83,7 +83,7 @@ class Worker:
         if "error" in reply:
             self.kill()
             raise ImportError(
-                f"data_source math_verify needs the package math-verify, which could not be loaded "
+                f"gradloc.rewards.math_verify needs the package math-verify, which could not be loaded "
                 f"({reply['error']}): run `{INSTALL_COMMAND}`."
             )
 
@@ -211,11 +211,11 @@ class Pool:
             logger.warning(text, error, kind, count, total, answer[-100:])
 
 
-_pool: Optional[Pool] = None
+_pool: Pool | None = None
 _pool_lock = threading.Lock()
 
 
-def score(gold: str, answer: str, limit_s: Optional[float] = None) -> float:
+def score(gold: str, answer: str, limit_s: float | None = None) -> float:
     """``Pool.score`` with this process's pool; ``limit_s=None`` stands for the environment's limit."""
     if limit_s is None:
         limit_s = _positive("VERL_MATH_VERIFY_TIMEOUT_S", float, DEFAULT_TIMEOUT_S)

@@ -7,9 +7,7 @@ verl's own swallows every error, a missing package included, and scores 0; and i
 from . import math_pool
 
 
-def score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **_: object
-) -> float:
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **_: object) -> float:
     """As verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.math_verify``, ``name=score``."""
     return compute_score(solution_str, ground_truth)
 

@@ -11,8 +11,8 @@ import logging
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Callable, Optional
 
 # A worker whose parent was killed ends itself this long after its item's limit.
 ORPHAN_GRACE_S = 1.0
@@ -51,7 +51,7 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (hard if is_lower else MEMORY_BYTES, hard))
 
 
-def _reply(error: Optional[Exception] = None, **content: float) -> bytes:
+def _reply(error: Exception | None = None, **content: float) -> bytes:
     if error is not None:
         content["error"] = f"{type(error).__name__}: {error}"[:500]
     return json.dumps(content).encode()

@@ -18,7 +18,6 @@ from ..verl_common.needs import (
     QUARTILES,
     STABILIZE,
     WHOLE_SEQUENCES,
-    features_on,
 )
 
 SPIKES = f"{ACTOR}.spike_detection"

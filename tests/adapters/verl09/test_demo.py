@@ -7,7 +7,7 @@ import pytest
 
 from experiments import catalog
 from experiments.errors import UsageError
-from experiments.kk import reward as kk_reward
+from gradloc.rewards import kk as kk_reward
 from tests.experiments.real import demo, explode, largest_difference
 
 NAME = catalog.DEMO_VERL09.name
