@@ -52,10 +52,8 @@ def diagnose(tree: Survey) -> Refusal:
     files, given = tree.files, _applied(checkout)
     minor = tuple(map(int, re.findall(r"\d+", checkout.version)[:2]))
     if tree.other_version:
-        reason, what = (
-            "state-other-version",
-            f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}",
-        )
+        reason = "state-other-version"
+        what = f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}"
         cause = "It was not taken off before the upgrade."
         next_ = f"In a clone of GradLoc {tree.other_version}: {checkout.command} --reverse   (then this, from here)"
         listed = []
@@ -70,22 +68,20 @@ def diagnose(tree: Survey) -> Refusal:
     elif given is not None:
         reason, what = "state-edited", f"{what} were edited after it was applied, first {first}"
         cause = "Your own edits are in them."
-        next_ = f"bash make_patch.sh --repo {root}   (if you work on the patch), or put them as the patch has them"
+        next_ = f"bash make_patch.sh --repo {root}   (if you work on the patch)"
+        stash = f"git -C {root} stash push -- {' '.join(tree.strangers)}"
+        next_ = f"{stash}   (keeps them aside; then this again, with --force)" if is_clone else next_
     elif minor >= (0, 8) and not tree.is_base:
         reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
         cause = "From 0.9 on, verl loads GradLoc as a plug-in; 0.8 has no room for either."
         next_ = "verl 0.9: pip install . and add +gradloc=on; verl 0.8: use another verl"
     elif not tree.is_base:
-        reason, what = (
-            "state-wrong-base",
-            f"this is verl {checkout.version}, and {what} differ from {tag}, first {first}",
-        )
+        reason = "state-wrong-base"
+        what = f"this is verl {checkout.version}, and {what} differ from {tag}, first {first}"
         cause, next_ = "Another version of verl is here.", f"Use verl {tag}."
     else:
         what, cause = f"{what} hold neither verl's content nor the patch's, first {first}", "They were edited."
-        next_ = (
-            f"git -C {root} stash push -- {quoted(first)}   (keeps your edit, restores the file)" if is_clone else next_
-        )
+        next_ = f"git -C {root} stash push -- {first}   (keeps your edit, restores the file)" if is_clone else next_
     ids = {"expected": short(edition.files[first].before), "found": files[first].obstacle or short(files[first].blob)}
     lines = [f"{one['path']}: {one['why']}" for one in listed]
     more: dict[str, Any] = {"files": listed} | (ids if listed else {})
@@ -240,5 +236,5 @@ def _print(tree: Survey, changes: list[Change], applier: Applier, options: argpa
         lines += [f"  {one}" for one in capped([f"{p}: {_why(tree, p)}" for p in tree.strangers] or files)]
         lines += [f"  note:     {note}" for note in applier.notes]
         if tree.state == "APPLIED" and not options.check:
-            lines += [f"  next:     pip install {quoted(PATCHES.parent)}   (the package, on every node)"]
+            lines += ["  next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
         say("\n".join(lines))

@@ -7,6 +7,7 @@ it, too, where it fits as it is.
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -143,26 +144,31 @@ def check_text(path: str, data: bytes) -> str:
     return text
 
 
-def results(base: Base, tree: Path) -> dict[str, bytes]:
-    """What the sources make of the base's files, and of those that it gets, by path; a seam has to fit."""
+def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> dict[str, bytes]:
+    """What the sources make of the base's files, and of those that it gets, by path.
+
+    A seam that does not fit is refused; where ``is_strict`` is off, such a file is the base's own.
+    """
     made: dict[str, bytes] = {}
     for folder in dict.fromkeys((base.shared, base.folder)):
         for place in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder):
             path = place.relative_to(folder).as_posix()
             verls = path.removesuffix(".patch")
-            if folder != base.folder and (base.folder / path).is_file():
+            if (folder != base.folder and (base.folder / path).is_file()) or only not in ("", verls):
                 continue
             if verls == path:
                 made[path] = place.read_bytes()
                 continue
             file, there = parse(place.read_bytes()).get(verls), read_plain(tree, verls).content
             if file is None or there is None:
-                what, cause = (
-                    f"{place} is no seam of a file that verl {base.tag} has",
-                    "It was renamed, or verl moved on.",
-                )
+                what, cause = f"{place} is no seam of a file that verl {base.tag} has", "Renamed, or verl moved on."
                 raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
-            made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
+            try:
+                made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
+            except Refusal:
+                if is_strict:
+                    raise
+                made[verls] = there
     return made
 
 
@@ -209,59 +215,64 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
     return files | {"manifest.json": manifest.encode()}
 
 
-def take(checkout: Path, overrides: Path, version: str, also: list[str]) -> list[str]:
+def take(checkout: Path, overrides: Path, also: list[str]) -> list[str]:
     """Takes the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
 
     The tree's git history does not matter: its files are compared with the released verl's. A file that was edited here
-    since the tree was patched, and there, is refused. Returns what is left out: other files that differ from verl's.
+    since the tree was patched, and there, is refused. Another base keeps what it has where the edit does not fit it.
+    Returns what to say: of such bases, and of other files that differ from verl's, which are left out.
     """
-    target = resolve(str(checkout), allow_installed=True)
-    said = target.version.removesuffix(".dev")
-    base = bases(overrides).get(f"v{said}")
+    target, known = resolve(str(checkout), allow_installed=True), bases(overrides)
+    base = known.get(f"v{target.version.removesuffix('.dev')}")
     if base is None:
-        raise Refusal(
-            STATE, "take-base", f"{checkout} is verl {said}", "There is no folder of overrides for it.", "Add one."
-        )
-    tree, ours = ensure_base(base), results(base, ensure_base(base))
+        what, cause = f"{checkout} is verl {target.version}", "There is no folder of overrides for it."
+        raise Refusal(STATE, "take-base", what, cause, f"Make one with a base.json; there are {', '.join(known)}.")
+    results_of = {one: results(one, ensure_base(one), is_strict=False) for one in known.values()}
+    tree, ours, edits = ensure_base(base), results_of[base], dict[str, bytes]()
     try:
         given = {path: file.after for path, file in parse(read_regular(target.state_folder / APPLIED)).items()}
     except OSError:
         given = {path: blob_id(data) for path, data in ours.items()}
     for path in sorted({*ours, *also}):
-        found, before = read_plain(target.root, path), read_plain(tree, path).content
+        found, mine = read_plain(target.root, path), ours.get(path)
         if found.content is None:
             what, next_ = f"{path} is gone in {checkout}", "Put it back, or remove its source in verl_overrides/."
             raise Refusal(STATE, "take-deleted", what, found.obstacle or "It was deleted.", next_)
-        mine = ours.get(path)
         if (mine is not None and blob_id(mine) == found.blob) or found.blob == given.get(path):
             continue
         if mine is not None and blob_id(mine) != given.get(path):
-            diff = difflib.unified_diff(
-                split(mine.decode()), split(found.content.decode("utf-8", "replace")), "here", "there", n=0
-            )
-            what, cause = (
-                f"{path} was edited there and in verl_overrides/, differently",
-                "Someone took other edits since.",
-            )
+            here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
+            lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
+            what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
             next_ = "Bring both together in the checkout, undo the one here, run this again."
-            raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=[line.rstrip() for line in diff])
-        text = check_text(path, found.content)
-        _store(
-            base, path, text.encode() if before is None else seam(path, before, found.content).encode(), before is None
+            raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=lines)
+        edits[path] = check_text(path, found.content).encode()
+    said = []
+    for path, content in edits.items():
+        _store(base, path, content)
+    for one, before in results_of.items():
+        for path in edits.keys() & before.keys() if one != base else ():
+            with contextlib.suppress(Refusal):
+                results(one, ensure_base(one), only=path)
+                continue
+            _store(one, path, before[path])
+            said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
+    for place in sorted((target.root / "verl").rglob("*")):
+        path = place.relative_to(target.root).as_posix()
+        is_other = (
+            place.is_file() and path not in {*ours, *also, VERSION_FILE} and not re.search(r"/(\.|__pycache__/)", path)
         )
-    places = (place.relative_to(target.root) for place in (target.root / "verl").rglob("*") if place.is_file())
-    others = {
-        path.as_posix() for path in places if not any(part.startswith((".", "__pycache__")) for part in path.parts)
-    }
-    known = {*ours, *also, VERSION_FILE}
-    return sorted(path for path in others - known if read_plain(tree, path).blob != read_plain(target.root, path).blob)
+        if is_other and read_plain(tree, path).blob != read_plain(target.root, path).blob:
+            said.append(f"left out: {path}   (--also {quoted(path)} takes it)")
+    return said
 
 
-def _store(base: Base, path: str, data: bytes, is_new: bool) -> None:
+def _store(base: Base, path: str, content: bytes) -> None:
     """Where the first base has the very same file, its source is that base's; else the base's own."""
-    name = path if is_new else f"{path}.patch"
-    shared = base.shared / name
-    serves = is_new or (shared.is_file() and parse(shared.read_bytes())[path].before == parse(data)[path].before)
+    before = read_plain(ensure_base(base), path).content
+    name = path if before is None else f"{path}.patch"
+    data, shared = (content if before is None else seam(path, before, content).encode()), base.shared / name
+    serves = before is None or (shared.is_file() and parse(shared.read_bytes())[path].before == blob_id(before))
     write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
 
 
@@ -298,13 +309,12 @@ def _run(options: argparse.Namespace) -> None:
     if options.base_tree:
         return say(str(ensure_base(bases(overrides)[options.base_tree])))
     if options.repo:
-        left_out = take(options.repo, overrides, version, options.also)
-        for line in capped(f"left out: {path}   (--also {quoted(path)} takes it)" for path in left_out):
+        for line in capped(take(options.repo, overrides, options.also)):
             say(line)
     built = compose(overrides, version)
     names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()
     if options.check:
-        for name in sorted(built.keys() | names):
+        for name in sorted(built.keys() | names, key=lambda name: (name == "manifest.json", name)):
             found = (patches / name).read_bytes() if name in names else b""
             if built.get(name) != found:
                 before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, built.get(name, b"")))

@@ -179,7 +179,7 @@ class Transaction:
                 self.files.sync_folder(folder)
             for entry in entries:
                 if not self._is(entry, "after"):
-                    raise OSError(0, "the disk does not hold what was written", entry["path"])
+                    raise _changed(str(entry["path"]))
             if applied is None:
                 self.files.remove(self.state / APPLIED)
             else:
@@ -240,9 +240,7 @@ class Transaction:
     def _move_in(self, path: str, entry: dict[str, Any]) -> None:
         """Replaces a file, which is looked at once more just before."""
         if not self._is(entry, "before"):
-            what = f"{path} was changed while this ran; everything else was put back"
-            next_ = "Look at it with --status, then run this again."
-            raise Refusal(STATE, "changed-meanwhile", what, "Another program wrote to it.", next_)
+            raise _changed(path)
         if entry["after"] is None:
             self.files.do(os.unlink, self.root / path)
         else:
@@ -290,6 +288,12 @@ class Transaction:
     def _is(self, entry: dict[str, Any], side: str) -> bool:
         file = read_plain(self.root, entry["path"])
         return not file.obstacle and entry[side] == _digest(file.content)
+
+
+def _changed(path: str) -> Refusal:
+    what = f"{path} was changed while this ran; everything else was put back"
+    next_ = "Look at it with --status, then run this again."
+    return Refusal(STATE, "changed-meanwhile", what, "Another program wrote to it.", next_)
 
 
 def _digest(data: bytes | None) -> str | None:
