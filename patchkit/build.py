@@ -259,10 +259,9 @@ def take(checkout: Path, overrides: Path, also: list[str]) -> list[str]:
             said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
     for place in sorted((target.root / "verl").rglob("*")):
         path = place.relative_to(target.root).as_posix()
-        is_other = (
-            place.is_file() and path not in {*ours, *also, VERSION_FILE} and not re.search(r"/(\.|__pycache__/)", path)
-        )
-        if is_other and read_plain(tree, path).blob != read_plain(target.root, path).blob:
+        is_cache, is_known = re.search(r"/(\.|__pycache__/)", path), path in {*ours, *also, VERSION_FILE}
+        is_same = place.is_dir() or read_plain(tree, path).blob == read_plain(target.root, path).blob
+        if not (is_cache or is_known or is_same):
             said.append(f"left out: {path}   (--also {quoted(path)} takes it)")
     return said
 
