@@ -11,7 +11,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - this is what says so
 # Python leaves the script's folder out under -I, -P and PYTHONSAFEPATH.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from patchkit.apply.cli import main  # noqa: E402
+from patchkit.apply import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,5 +17,5 @@ import sys
 if sys.version_info < (3, 10):
     sys.exit("make_patch.sh needs Python 3.10 or newer; this is " + sys.version.split()[0] + " (PYTHON=... names another)")
 sys.path[:] = [sys.argv.pop(1)] + [place for place in sys.path if place]
-from patchkit.build.cli import main
+from patchkit.build import main
 sys.exit(main())' "$here" "$@"

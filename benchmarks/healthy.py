@@ -159,11 +159,11 @@ def _cell(interval: dict[str, float]) -> str:
 def trees(tree: str | None) -> tuple[Path, Path]:
     """The unpatched verl 0.7.0, and a patched one: the named checkout, or the demo's."""
     from experiments.cpu import environment
-    from patchkit.build.base import ensure_base
+    from patchkit.build import bases, ensure_base
 
     if tree is None:
         environment.ensure_patched_copy(sys.executable)
-    return ensure_base(), Path(tree).resolve() if tree else environment.patched_copy().path
+    return ensure_base(bases()["v0.7.0"]), Path(tree).resolve() if tree else environment.patched_copy().path
 
 
 if __name__ == "__main__":

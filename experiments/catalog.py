@@ -290,7 +290,7 @@ KK_AR_LOPTI = KK_BASELINE.heir(
     "kk-ar-lopti", "kk-baseline with both methods (alpha 0.3, eta 0.5)", **_ON_BASELINE["ar-lopti"]
 )
 # No patch brings the reward along.
-_KK_REWARD = tuple(f"reward.custom_reward_function.{key}" for key in ("path=pkg://experiments.kk.reward", "name=score"))
+_KK_REWARD = tuple(f"reward.custom_reward_function.{key}" for key in ("path=pkg://gradloc.rewards.kk", "name=score"))
 KK_BASELINE_VERL09 = on_verl09(KK_BASELINE, config=KK_BASELINE.name, overrides=_KK_REWARD)
 KK_AR_VERL09, KK_LOPTI_VERL09, KK_AR_LOPTI_VERL09 = (
     on_verl09(

@@ -284,7 +284,8 @@ def child_environment(
         # 1 MB or more go back to the system.
         added.update(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(2**20))
         added["GRADLOC_DEMO_MATERIAL"] = str(material)
-    folders = [str(verl), str(target.REPO)] if is_patched else [str(target.REPO)]
+    # In the demo's own environment this repository is installed; a user's own may hold the package alone.
+    folders = [str(verl)] * is_patched + [str(target.REPO)] * (material is None or not is_patched)
     added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, environ.get("PYTHONPATH")]))
     present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     added["VERL_USE_EXTERNAL_MODULES"] = ",".join(filter(None, [*present, *modules]))

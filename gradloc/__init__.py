@@ -7,7 +7,7 @@
 import logging
 import os
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 """The one place that names the version: the patch, the installed package and its commands read it here."""
 
 logging.getLogger(__name__).setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))  # of all loggers in here, as verl's own

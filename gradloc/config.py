@@ -8,8 +8,8 @@ the two and the documented table together.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from .checks import POSITIVE, SWITCH, Allowed, closed, integer, number, one_of, or_null, require, setting
@@ -180,6 +180,17 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
         stabilize=StabilizeConfig() if is_off else settings.stabilize,
         critic="off" if is_off else settings.critic,
     )
+
+
+def settings_from(given: Mapping[str, Any], kind: Any = GradLocConfig) -> Any:
+    """The settings that a block of a config holds, and those of the blocks within; what it lacks takes its default.
+
+    Raises:
+        ValueError: one sentence, for an unknown name or a wrong value.
+    """
+    kinds = {each.name: each.default_factory for each in fields(kind) if is_dataclass(each.default_factory)}
+    pairs = ((name, value) for name, value in given.items() if name != "_target_")  # Hydra's own
+    return kind(**{name: settings_from(value, kinds[name]) if name in kinds else value for name, value in pairs})
 
 
 def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:

@@ -23,13 +23,13 @@ pytest.register_assert_rewrite("tests.adapters.verl07.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
 from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402
-from patchkit.build.base import ensure_base  # noqa: E402
+from patchkit.build import bases, ensure_base  # noqa: E402
 from tests.world import World  # noqa: E402
 
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
 WORLDS = {"worlds", "doomed"}
-IN_PROCESS = {"verl", "reward_score"}
+IN_PROCESS = {"verl"}
 FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
 ACTOR = ("adapters", "replay")
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def base_tree() -> Path:
     """The pinned verl, unpacked: a folder with ``verl/`` in it. Read only: copy before editing."""
-    return ensure_base(f"v{VERL}")
+    return ensure_base(bases()[f"v{VERL}"])
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +109,7 @@ def world_settings(patched_trees: Callable[[str], Path]) -> Callable[..., dict[s
     """``world_settings(verl, is_patched)``: how a `World` is made. Where verl or TRL is installed, it has another."""
 
     def settings(verl: str = VERL, is_patched: bool = True) -> dict[str, Any]:
-        return {"path": (str(patched_trees(verl) if is_patched else ensure_base(f"v{verl}")),)}
+        return {"path": (str(patched_trees(verl) if is_patched else ensure_base(bases()[f"v{verl}"])),)}
 
     return settings
 

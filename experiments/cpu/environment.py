@@ -41,8 +41,6 @@ class Environment:
     """Lists of packages; the first has torch."""
     size: str
     """For the user who waits for it: time and disk."""
-    has_gradloc: bool = False
-    """Whether this repository is installed in it, which lets verl 0.9 and Hydra find gradloc."""
     beside: tuple[Path, ...] = ()
     """Lists of packages that are installed without what they ask for."""
     variable: str | None = None
@@ -66,7 +64,6 @@ VERL09 = Environment(
     "venv-verl09",
     _requirements("verl09.txt"),
     "about a minute, 2 GB",
-    has_gradloc=True,
     beside=_requirements("megatron.txt"),
     variable="VERL09_PYTHON",
 )
@@ -92,8 +89,7 @@ def ensure_python(report=tell, environment: Environment = DEMO) -> str:
     with open(CACHE / f"{environment.name}.lock", "w") as lock:  # two runs in a new clone would install over each other
         fcntl.flock(lock, fcntl.LOCK_EX)
         _ensure_packages(environment, report)
-        if environment.has_gradloc:
-            _ensure_gradloc(environment, report)
+        _ensure_gradloc(environment, report)
     return str(environment.python)
 
 
@@ -120,9 +116,9 @@ def _ensure_packages(environment: Environment, report) -> None:
 
 
 def _ensure_gradloc(environment: Environment, report) -> None:
-    """Installs this repository so that edits need no new installation; only its declarations are copied."""
+    """Installs this repository, which verl, Hydra and the patch find then; edits need no new installation."""
     stamp = environment.folder / "gradloc.sha256"
-    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "adapters" / "verl09" / "search_path.py"]
+    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "conf" / "search_path.py"]
     digest = hashlib.sha256(b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest:
         return
@@ -185,7 +181,7 @@ def ensure_patched_copy(python: str, report=tell, verl: str = DEFAULT_VERL) -> N
         return
     prune_patched_copies()
     report(f"getting verl {verl} and patching a copy of it")
-    fetch = [python, "-m", "patchkit.build.base", "--base", f"v{verl}"]
+    fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
     base = step(fetch, f"verl {verl} could not be fetched").strip()
 
     def fill(folder: Path) -> None:
@@ -243,7 +239,7 @@ def step(command: list[str], problem: str, show: bool = False) -> str:
     Raises:
         ExperimentError: if it fails; the last thing it said goes with the sentence.
     """
-    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    environ = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(
         command,
         cwd=REPO,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event again, on one machine: ``python -m gradloc.replay`` (in a patched verl ``verl.gradloc.replay``)."""
+"""An event again, on one machine: ``python -m gradloc.replay``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay an event on one machine: ``python -m verl.gradloc.replay BUNDLE --model PATH``.
+"""Replay an event on one machine: ``python -m gradloc.replay BUNDLE --model PATH``.
 
 Rebuilds the trainer's actor around the given weights, re-runs the bundled micro-batches with the recorded random
 numbers, localizes the spike again and compares the culprits with the event's. ``--oracle`` also measures every token's

@@ -180,17 +180,10 @@ def lines_of(name: str, trainer: str | None) -> dict[str, str]:
     return _by_verl({verl: ACTIONS[name].line(verl) for verl in VERLS}, trainer)
 
 
-def replay_lines(bundle: str, trainer: str | None) -> dict[str, str]:
-    """The command that runs an event's search again on one machine, as :func:`lines_of`.
-
-    Args:
-        bundle: the event's folder, quoted for a shell.
-        trainer: what made the run.
-    """
-    command = f"python -m {{}}gradloc.replay {bundle} --model MODEL_PATH"
-    if is_trl(trainer):
-        return {"": command.format("")}
-    return _by_verl({"0.7": command.format("verl."), "0.9": command.format("")}, trainer)
+def replay_line(bundle: str) -> str:
+    """The command that runs an event's search again on one machine, whatever trainer made the run; ``bundle`` is the
+    event's folder, quoted for a shell."""
+    return f"python -m gradloc.replay {bundle} --model MODEL_PATH"
 
 
 def _by_verl(lines: Mapping[str, str], trainer: str | None) -> dict[str, str]:

@@ -30,7 +30,7 @@ BY_HAND = ROOT / "tests" / "data" / "mutants.json"
 SEED, SAMPLE, WORKERS = 20, 900, 2
 
 SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health")]
-SOURCES += ["gradloc/reweighting", "patchkit/apply", "patchkit/patch", "patchkit/tree"]
+SOURCES += ["gradloc/reweighting", "patchkit"]
 TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
 TESTS += ["adapters/test_toy.py", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]

@@ -23,8 +23,8 @@ class Workers:
         self.actor = actor
 
     def analyze_gradients(self, data: Any) -> Any:
+        from gradloc.adapters.verl07.analysis_actor import RECORD_KEY, analyze
         from verl import DataProto
-        from verl.gradloc.adapters.verl07.analysis_actor import RECORD_KEY, analyze
 
         record = analyze(self.actor, data.chunk(dist.get_world_size())[dist.get_rank()])
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -53,8 +53,8 @@ class StandIn:
     use_critic = False
 
     def __init__(self, overrides: list[str], dump_dir: str):
-        from verl.gradloc.adapters.verl07.analysis_trainer import build_analysis
-        from verl.gradloc.adapters.verl07.trainer import TrainerHook
+        from gradloc.adapters.verl07.analysis_trainer import build_analysis
+        from gradloc.adapters.verl07.trainer import TrainerHook
 
         made = make_trainer(overrides, dump_dir)
         self.config = made.config

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from gradloc.adapters.verl07.trainer import TrainerHook, clip_limit
+from gradloc.adapters.verl_common.trainer import build_monitor
+from gradloc.health import HealthConfig
+from gradloc.health.monitor import Monitor
 from verl import DataProto
-from verl.gradloc.adapters.verl07.trainer import TrainerHook, clip_limit
-from verl.gradloc.adapters.verl_common.trainer import build_monitor
-from verl.gradloc.health import HealthConfig
-from verl.gradloc.health.monitor import Monitor
 
 
 def proto_of(rewards):

@@ -15,7 +15,7 @@ HOLDERS += ("Copyright 2023-2024 SGLang Team", "Copyright 2025 ModelBest Inc.", 
 
 def touched(suffix):
     """Files of the patch."""
-    text = (ROOT / "patches" / "gradloc.patch").read_text()
+    text = (ROOT / "patches" / "verl-0.7.0.patch").read_text()
     return sorted(path for path in re.findall(r"(?m)^diff --git a/(\S+) b/", text) if path.endswith(suffix))
 
 
@@ -37,19 +37,17 @@ def test_every_python_file_has_a_licence_header_that_verl_accepts(patched_tree):
     for path in touched(".py"):
         head = (patched_tree / path).read_text()[:400]
         assert any(holder in head for holder in HOLDERS), path
-        assert "Apache License" in head, path
+        assert "Apache" in head, path
 
 
 def test_modified_files_state_that_they_were_modified(base_tree, patched_tree):
     for path in touched(".py"):
         if (base_tree / path).exists():
-            assert "# Modified by the GradLoc patch:" in (patched_tree / path).read_text(), path
+            assert re.search("# .*the GradLoc patch", (patched_tree / path).read_text()), path
 
 
 def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_between(base_tree, patched_tree):
     for path in touched(".yaml"):
-        if "_generated_" in path:
-            continue
         old = base_tree / path
         before = set(old.read_text().splitlines()) if old.exists() else set()
         lines = (patched_tree / path).read_text().splitlines()

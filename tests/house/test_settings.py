@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of verl 0.9's presets are those that the patch puts into verl 0.7's yaml."""
+"""The settings that Hydra reads are those of the dataclasses, and a preset differs by what it does."""
 
 import importlib
 from dataclasses import asdict
@@ -7,36 +7,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from gradloc.health.config import HealthConfig
 from gradloc.reweighting import AdvantageReweightingConfig, LoptiConfig
 from gradloc.stabilize.config import LayerClipConfig, SeqClipConfig, SkipStepConfig, TokenClipConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-SEAMS = ROOT / "verl_overrides" / "v0.7.0" / "verl" / "trainer" / "config"
-CONF = ROOT / "gradloc" / "adapters" / "verl09" / "conf"
-ALGORITHM = ("advantage_reweighting", "lopti")
+CONF = ROOT / "gradloc" / "conf"
+VERL09 = ROOT / "gradloc" / "adapters" / "verl09" / "conf" / "gradloc_defaults.yaml"
 
 
-def added(path: Path) -> str:
-    """The lines that a seam adds, as they are in a tree of 0.9, where the package is verl's neighbour."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line[1:] for line in lines if line.startswith("+") and not line.startswith("+++")]
-    return "\n".join(kept).replace("verl.gradloc.", "gradloc.")
-
-
-def test_they_have_the_same_names_and_defaults():
-    found = yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8"))
-    actor = dict(found["actor_rollout_ref"]["actor"])
-    assert actor.pop("_target_") == "gradloc.adapters.verl09.config.actor_config"
-    expected = yaml.safe_load(added(SEAMS / "actor" / "actor.yaml.patch"))
-    assert actor == expected
-    rollout = dict(found["actor_rollout_ref"]["rollout"])
-    assert rollout.pop("_target_") == "gradloc.adapters.verl09.config.GradLocRolloutConfig"
-    assert rollout == yaml.safe_load(added(SEAMS / "rollout" / "rollout.yaml.patch"))
-    trainer = yaml.safe_load("root:\n" + added(SEAMS / "ppo_trainer.yaml.patch"))["root"]
-    assert found["trainer"] == {name: value for name, value in trainer.items() if name not in ALGORITHM}
-    assert found["algorithm"] == {name: trainer[name] for name in ALGORITHM}
+def settings() -> dict:
+    """What Hydra reads on every verl, with what verl 0.9 makes of its blocks."""
+    return OmegaConf.to_container(
+        OmegaConf.merge(OmegaConf.load(CONF / "gradloc_settings" / "all.yaml"), OmegaConf.load(VERL09))
+    )
 
 
 def blocks(node: dict) -> list[dict]:
@@ -47,7 +33,7 @@ def blocks(node: dict) -> list[dict]:
 
 
 def test_they_are_the_defaults_of_the_dataclasses():
-    found = blocks(yaml.safe_load((CONF / "gradloc_defaults.yaml").read_text(encoding="utf-8")))
+    found = blocks(settings())
     assert len(found) == 13
     for block in found:
         module, _, name = block.pop("_target_").rpartition(".")
@@ -103,8 +89,8 @@ def test_a_preset_differs_by_what_it_does():
     presets = {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "gradloc").glob("*.yaml")
     }
-    safe = yaml.safe_load((SEAMS / "gradloc" / "safe.yaml").read_text(encoding="utf-8"))
-    assert {key: value for key, value in presets.pop("safe").items() if key != "defaults"} == safe
+    safe = presets.pop("safe")["actor_rollout_ref"]
+    assert (safe["actor"]["gradloc"]["enable"], safe["rollout"]) == (True, {"calculate_log_probs": True})
     assert presets.pop("off") == {"defaults": ["/gradloc_defaults"]}
     modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
     assert modes == {

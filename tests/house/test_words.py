@@ -11,7 +11,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_WORDS = 30_000  # of all pages, tables included
-GENERATED = {"docs/applier-transcript.md", "docs/advice.md"}  # made by scripts, to be looked up
+GENERATED = {"docs/advice.md"}  # made by a script, to be looked up
 MAX_OF_A_SENTENCE, MAX_MEDIAN = 40, 17
 FENCED = re.compile(r"^(\s*)```.*?^\1```$|^<!-- made by .*?^<!-- end -->$|^<!--.*?-->$", re.S | re.M)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")

@@ -46,12 +46,12 @@ def run_replay(argv: list[str], patches: dict[str, Any]) -> dict[str, Any]:
     """The command, in this process; ``patches`` make ``module.name`` answer or raise."""
     from unittest import mock
 
-    from verl.gradloc.replay.__main__ import main
+    from gradloc.replay.__main__ import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         for target, effect in patches.items():
-            stack.enter_context(mock.patch(f"verl.gradloc.{target}", **effect))
+            stack.enter_context(mock.patch(f"gradloc.{target}", **effect))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
@@ -85,9 +85,9 @@ def save_checkpoint(folder: str, strategy: str) -> None:
 
 def fingerprints() -> dict[str, Any]:
     """Of the harness's model however it is sharded, and of another one."""
-    from verl.gradloc.core.gradients import GradientSpace
-    from verl.gradloc.loop.fingerprint import fingerprint
-    from verl.gradloc.record.store import plain
+    from gradloc.core.gradients import GradientSpace
+    from gradloc.loop.fingerprint import fingerprint
+    from gradloc.record.store import plain
 
     def of(module):
         return plain(fingerprint(GradientSpace(module)))

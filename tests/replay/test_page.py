@@ -15,9 +15,7 @@ PAGE = (ROOT / "docs" / "bundle.md").read_text(encoding="utf-8")
 
 def test_the_bundle_written_by_hand_replays_as_the_page_shows(single, tmp_path):
     script = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-    command, shown = re.search(
-        r"```console\n\$ python -m verl.gradloc.replay (.*?)\n(.*?)```", PAGE, re.DOTALL
-    ).groups()
+    command, shown = re.search(r"```console\n\$ python -m gradloc.replay (.*?)\n(.*?)```", PAGE, re.DOTALL).groups()
     (done,) = single.run("tests.replay.scenarios.run_page", script=script, argv=command.split(), folder=str(tmp_path))
     assert (done["code"], done["err"]) == (0, "")
     # seconds and last digits are the machine's; the words are not

@@ -97,7 +97,7 @@ def test_several_processes_share_the_micro_batches(bundle, models, replay, world
 )
 def test_the_command_runs(bundle, models, patched_tree, launch, where):
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "verl.gradloc.replay", str(bundle), "--model", str(models / "model")],
+        [sys.executable, *launch, "-m", "gradloc.replay", str(bundle), "--model", str(models / "model")],
         env={**os.environ, "PYTHONPATH": str(patched_tree), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -33,7 +33,7 @@ def test_a_run_alone_prints_a_summary_and_what_to_do_next(folder, shown):
 def test_one_event_is_told_with_its_verdict_and_what_to_do_next(folder, shown):
     out = shown(folder, "--event", SECOND)
     assert "One token made the step-9 spike." in out and "\x1b[31m" not in out
-    assert "trainer.rollout_data_dir=rollouts" in out and "python -m verl.gradloc.replay" in out
+    assert "trainer.rollout_data_dir=rollouts" in out and "python -m gradloc.replay" in out
 
 
 def test_a_run_of_0_2_0_opens(tmp_path, shown):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``data_source: math_verify`` scores what Math-Verify scores.
+"""``gradloc.rewards.math_verify`` scores what Math-Verify scores.
 
 pytest tests/reward/test_answers.py
 """
@@ -8,6 +8,7 @@ import pytest
 from math_verify.metric import math_metric
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
+from gradloc.rewards import math_verify
 from tests.reward.answers import boxed, boxed_gold
 
 CASES = {
@@ -35,27 +36,27 @@ CASES = {
 
 
 @pytest.mark.parametrize("answer, truth, expected", CASES.values(), ids=CASES.keys())
-def test_an_answer_scores_what_it_is_worth(reward_score, answer, truth, expected):
-    score = reward_score.default_compute_score("math_verify", answer, truth)
+def test_an_answer_scores_what_it_is_worth(answer, truth, expected):
+    score = math_verify.score("", answer, truth)
     assert isinstance(score, float) and score == expected
 
 
-def test_the_scores_are_those_of_math_verifys_own_metric(reward_score):
+def test_the_scores_are_those_of_math_verifys_own_metric(pool_module):
     metric = math_metric(
         gold_extraction_target=(LatexExtractionConfig(),),
         pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
     )
     for answer, truth, _ in CASES.values():
         oracle, _ = metric([boxed_gold(truth)], [answer])
-        assert reward_score.math_verify.compute_score(answer, truth) == oracle
+        assert math_verify.compute_score(answer, truth) == oracle
 
 
-def test_two_equal_power_towers_need_no_arithmetic(reward_score):
+def test_two_equal_power_towers_need_no_arithmetic(pool_module):
     tower = "9^{9^{9^9}}"
-    assert reward_score.math_verify.compute_score(boxed(tower), tower, timeout_s=2) == 1.0
+    assert math_verify.compute_score(boxed(tower), tower, timeout_s=2) == 1.0
 
 
-def test_a_ground_truth_without_an_answer_is_an_error_and_scores_0(reward_score, pool_module):
+def test_a_ground_truth_without_an_answer_is_an_error_and_scores_0(pool_module):
     before = pool_module.counts()
-    assert reward_score.math_verify.compute_score(boxed("42"), "") == 0.0
+    assert math_verify.compute_score(boxed("42"), "") == 0.0
     assert pool_module.counts() == {**before, "errors": before["errors"] + 1}

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gradloc.rewards import math_verify
 from tests.reward.answers import HANGING, boxed, boxed_gold, pids
 
 
@@ -101,10 +102,10 @@ def test_one_worker_serves_hundreds_of_calls_in_milliseconds_each(make_pool):
     assert call_ms < 50, "a start of a process takes 400 ms: is there one per call?"
 
 
-def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(reward_score):
+def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(pool_module):
     async def score_all():
         loop = asyncio.get_running_loop()
-        compute = reward_score.default_compute_score
+        compute = math_verify.score
         calls = [loop.run_in_executor(None, compute, "math_verify", boxed(n), str(n % 3)) for n in range(12)]
         return await asyncio.gather(*calls)
 
@@ -115,9 +116,9 @@ def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(reward_scor
     assert scores == [1.0] * 3 + [0.0] * 9
 
 
-def test_compute_score_gives_a_timeout_its_score_counts_it_and_says_so(reward_score, pool_module, monkeypatch, caplog):
+def test_compute_score_gives_a_timeout_its_score_counts_it_and_says_so(pool_module, monkeypatch, caplog):
     pool_module.close()
-    compute = reward_score.math_verify.compute_score
+    compute = math_verify.compute_score
     with caplog.at_level(logging.WARNING):
         assert compute(HANGING, "1", timeout_s=0.5) == 0.0
         assert compute(HANGING, "1", -1.0, timeout_s=0.5) == -1.0
@@ -145,7 +146,7 @@ def test_without_the_package_the_error_names_the_command_that_installs_it(make_p
     with pytest.raises(ImportError) as caught:
         pool.score(boxed_gold(1), boxed(1), 10)
     assert str(caught.value) == (
-        "data_source math_verify needs the package math-verify, which could not be loaded "
+        "gradloc.rewards.math_verify needs the package math-verify, which could not be loaded "
         "(ModuleNotFoundError: No module named 'math_verify'): "
         "run `pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3`."
     )

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.rewards import math_verify
 from tests.reward.answers import HANGING, boxed, pids
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.full
 
 # Loads the pool by its path: it needs nothing of verl, and `import verl` takes seconds of torch.
 POOL = """
 import importlib.util, sys, threading, time
-spec = importlib.util.spec_from_file_location("math_verify_pool", sys.argv[1])
+spec = importlib.util.spec_from_file_location("math_pool", sys.argv[1])
 pool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pool)
 
@@ -38,8 +40,8 @@ HANGING = sys.argv[2]
 """
 ACTOR = """
 import asyncio, json, ray, sys
-from verl.utils.reward_score import default_compute_score, math_verify_pool
-from verl.utils.reward_score.math_verify import compute_score
+from gradloc.rewards import math_pool
+from gradloc.rewards.math_verify import compute_score, score
 
 HANGING = sys.argv[2]
 
@@ -50,8 +52,8 @@ class RewardLoop:
         calls = [loop.run_in_executor(None, lambda: compute_score(HANGING, "1", -1.0, timeout_s=2))]
         for n in range(20):
             args = ("math_verify", "so $" + str(n) + "$", str(n % 5))
-            calls.append(loop.run_in_executor(None, lambda args=args: default_compute_score(*args)))
-        return await asyncio.gather(*calls), math_verify_pool.counts()
+            calls.append(loop.run_in_executor(None, lambda args=args: score(*args)))
+        return await asyncio.gather(*calls), math_pool.counts()
 
 ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
 print(json.dumps(ray.get(RewardLoop.remote().score.remote())), flush=True)
@@ -60,16 +62,16 @@ ray.shutdown()
 
 
 @pytest.fixture
-def start(patched_tree):
-    """Starts Python code as a process of its own on the patched tree."""
-    pool_file = patched_tree / "verl/utils/reward_score/math_verify_pool.py"
+def start():
+    """Starts Python code as a process of its own."""
+    pool_file = ROOT / "gradloc/rewards/math_pool.py"
     processes = []
 
     def start(code):
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code, str(pool_file), HANGING],
-                env={**os.environ, "PYTHONPATH": str(patched_tree), "RAY_DEDUP_LOGS": "0"},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -99,8 +101,8 @@ def _end_within(pid: int, limit_s: float) -> bool:
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["daemonic", "not daemonic"])
-def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(reward_score, pool_module, daemon):
-    compute = reward_score.math_verify.compute_score
+def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(pool_module, daemon):
+    compute = math_verify.compute_score
     assert compute(boxed(1), "1") == 1.0
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()

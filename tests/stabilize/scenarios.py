@@ -208,7 +208,7 @@ def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str
 
 def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
     """Whether the trainer keeps a stabilizer's memory, or the refusal, for each list of overrides."""
-    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
+    from gradloc.adapters.verl07.trainer import build_trainer_hook
 
     answers: list[Any] = []
     for overrides in cases:

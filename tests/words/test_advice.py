@@ -17,7 +17,6 @@ from gradloc.words.advice import (
     actions_of,
     in_force,
     lines_of,
-    replay_lines,
     trl_settings,
     verl_of,
 )
@@ -71,13 +70,6 @@ def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
 )
 def test_a_trainer_is_of_the_verl_that_its_lines_are_for(trainer, verl):
     assert verl_of(trainer) == verl
-
-
-def test_the_replay_is_the_command_of_the_trainer_that_ran():
-    assert replay_lines("run/e", "verl 0.9.1") == {"": "python -m gradloc.replay run/e --model MODEL_PATH"}
-    assert replay_lines("run/e", "verl 0.7.0") == {"": "python -m verl.gradloc.replay run/e --model MODEL_PATH"}
-    assert replay_lines("run/e", "trl 1.16.0") == replay_lines("run/e", "verl 0.9.1")
-    assert list(replay_lines("run/e", None)) == ["verl 0.9", "verl 0.7"]
 
 
 def test_what_a_run_has_already_is_known_where_its_config_is():

@@ -14,8 +14,8 @@ from tests.world.harness import lines_of, local_of, make_batch, make_trainer
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
     """Save the weights, the disk of one rank maybe full; and read them back with verl's own manager."""
-    from verl.gradloc.adapters.verl_common.watch import save_weights
-    from verl.gradloc.core.ranks import Ranks
+    from gradloc.adapters.verl_common.watch import save_weights
+    from gradloc.core.ranks import Ranks
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     trainer = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
@@ -43,7 +43,7 @@ def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str,
 
 def update_without_policy(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Two updates of a trainer that calls the worker group itself."""
-    with lines_of("verl.gradloc.adapters.verl07.hook") as lines:
+    with lines_of("gradloc.adapters.verl07.hook") as lines:
         trainer = make_trainer(overrides, dump_dir)
         for seed in range(2):
             batch = make_batch(seed=seed)

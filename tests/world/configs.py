@@ -117,19 +117,19 @@ def actor(config: Any) -> dict[str, Any]:
     from verl.utils.config import omega_conf_to_dataclass
 
     part = config.actor_rollout_ref.actor
-    made = omega_conf_to_dataclass(part)
     raw = OmegaConf.to_container(part.gradloc, resolve=True)
+    _hook(config)
+    made = omega_conf_to_dataclass(part)
     return {"ok": asdict(made.gradloc), "yaml": raw, "spike": made.spike_detection}
 
 
 def settings(config: Any) -> dict[str, Any]:
     """GradLoc's settings, its two names each resolved, as the trainer sees them."""
-    from verl.gradloc.adapters.verl07.trainer import clip_limit
-    from verl.gradloc.adapters.verl_common.trainer import limit_of_all
-    from verl.gradloc.config import settings_in
-    from verl.utils.config import omega_conf_to_dataclass
+    from gradloc.adapters.verl07.refusals import settings_of
+    from gradloc.adapters.verl07.trainer import clip_limit
+    from gradloc.adapters.verl_common.trainer import limit_of_all
 
-    found = settings_in(config, omega_conf_to_dataclass)
+    found = settings_of(config)
     return {
         "enable": found.enable,
         "mode": found.action.mode,
@@ -141,7 +141,7 @@ def settings(config: Any) -> dict[str, Any]:
 def _hook(config: Any) -> Any:
     from types import SimpleNamespace
 
-    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
+    from gradloc.adapters.verl07.trainer import build_trainer_hook
 
     return build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
 
@@ -168,7 +168,7 @@ def health(config: Any) -> dict[str, Any]:
     """Whether there is a monitor, and its settings."""
     from omegaconf import OmegaConf
 
-    from verl.gradloc.adapters.verl_common.trainer import build_monitor
+    from gradloc.adapters.verl_common.trainer import build_monitor
 
     is_on = build_monitor(config, 1.0) is not None
     return {"on": is_on, "yaml": OmegaConf.to_container(config.trainer.health, resolve=True)}

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_hook(actor: Any) -> "ActorHook":
-    """The hook of verl's ``DataParallelPPOActor``; it does nothing for a reference policy and while all is off."""
-    return ActorHook(actor, GradLocConfig() if actor.actor_optimizer is None else actor.config.gradloc)
+    """The hook of verl's ``DataParallelPPOActor``, for which the driver has settled the settings."""
+    return ActorHook(actor, actor.config.gradloc)
 
 
 def ranks_of(actor: Any) -> Ranks:

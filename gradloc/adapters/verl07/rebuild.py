@@ -21,6 +21,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
+from ...config import GradLocConfig
 from ...core.gradients import GradientSpace
 from ...core.step import Details, Outputs
 from ...keys import ROW_KEY
@@ -30,6 +31,7 @@ from ...stabilize.config import StabilizeConfig
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.loading import actor_config, clips_of, has_flash_attention, load
 from ..verl_common.loading import start_processes as start_processes
+from .hook import ActorHook
 from .loss import own_loss
 from .step import ActorStep
 
@@ -40,6 +42,7 @@ class ReplayActor(DataParallelPPOActor):
     def __init__(self, config: Any, clips: StabilizeConfig, module: torch.nn.Module):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
             super().__init__(config, module)
+        self.gradloc = ActorHook(self, GradLocConfig())  # of an actor that makes no step
         if clips.weighs_tokens:
             self.gradloc.weigher = TokenWeigher(clips)
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that hold, and every refusal of a run in which a feature could not work."""
 
+from dataclasses import asdict
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from ...checks import SEARCHABLE, Requirement, check_requirements
-from ...config import settle
+from ...config import PUBLISHED, GradLocConfig, settings_from, settings_in
 from ..verl_common import needs
 from ..verl_common.needs import (
     ACTOR,
@@ -15,7 +18,6 @@ from ..verl_common.needs import (
     QUARTILES,
     STABILIZE,
     WHOLE_SEQUENCES,
-    features_on,
 )
 
 SPIKES = f"{ACTOR}.spike_detection"
@@ -51,15 +53,20 @@ def check_critic(config: Any) -> None:
     needs.check_critic(config, *keys, _LEGACY)
 
 
-def settle_actor_config(actor: Any) -> None:
-    """When the actor's config is built, on the trainer and on every worker: both names of a setting say the same from
-    here on, and a wrong setting or combination is refused.
-
-    Args:
-        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
+def settings_of(config: Any) -> GradLocConfig:
+    """The settings that hold in a run, of the trainer's whole config.
 
     Raises:
-        ValueError: as :func:`check_run`.
+        ValueError: one sentence.
     """
-    for feature in features_on(settle(actor), actor.strategy, SPIKES):
-        check_run(feature, actor, f"{ACTOR}.")
+    return settings_in(config, lambda block: settings_from(OmegaConf.to_container(block, resolve=True)))
+
+
+def settle(config: Any, settings: GradLocConfig) -> None:
+    """Write these settings into the trainer's config, before any worker gets it: under both names of each, with the
+    events' folder absolute (on another node it has another working folder), and with what makes them of the block."""
+    actor = config.actor_rollout_ref.actor
+    settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings), "dump_dir": settings.root}
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.root, settled)
+    for name, value in zip((*PUBLISHED, "gradloc"), values, strict=True):
+        OmegaConf.update(actor, name, value, merge=False, force_add=True)

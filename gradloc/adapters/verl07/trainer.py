@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.config import omega_conf_to_dataclass
-
-from ...config import fix_dump_dir, settings_in
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
@@ -19,8 +16,8 @@ from ...stabilize.memory import build_memory
 from ..verl_common.needs import LOPTI, features_on
 from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
 from .analysis_trainer import build_analysis
-from .refusals import SPIKES, check_critic, check_run
-from .worker import report_of_actor, report_of_critic
+from .refusals import SPIKES, check_critic, check_run, settings_of, settle
+from .worker import report_of_actor, report_of_critic, watch_critic
 
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor)
 _CRITIC = Workers("critic_wg", "critic", report_of_critic)
@@ -34,14 +31,14 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     """
     config = trainer.config
     refuse_unknown_names(config)
-    settings = settings_in(config, omega_conf_to_dataclass)
+    settings = settings_of(config)
     alpha, lopti = reweighting_of(config)
     features = features_on(settings, config.actor_rollout_ref.actor.get("strategy"), SPIKES)
     for feature in features if lopti is None else [*features, LOPTI]:
         check_run(feature, config)
     if settings.critic != "off":
         check_critic(config)
-    fix_dump_dir(config, settings.root)
+    settle(config, settings)
     clip = clip_limit(config)
     hook = TrainerHook(
         settings,
@@ -101,6 +98,7 @@ class TrainerHook(TrainerParts):
     def begin_fit(self, tracking: Any) -> None:
         super().begin_fit(tracking)
         if self.critic is not None:
+            self.trainer.critic_wg.execute_with_func_generator(watch_critic)
             of_verl = self.trainer.critic_wg.update_critic
 
             def update_critic(batch: Any) -> Any:

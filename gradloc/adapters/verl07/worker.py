@@ -9,6 +9,7 @@ from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_
 from ...keys import POLICY_KEY
 from ..verl_common.reports import answer
 from .analysis_actor import RECORD_KEY, analyze
+from .critic import WatchedCritic
 
 
 def keeps_lr_schedule(data: DataProto) -> bool:
@@ -27,6 +28,12 @@ def analyze_gradients(worker: Any, data: DataProto) -> DataProto:
     if worker._is_offload_param:
         offload_fsdp_model_to_cpu(worker.actor_module_fsdp)
     return DataProto(meta_info={"metrics": {RECORD_KEY: record}})
+
+
+def watch_critic(worker: Any) -> DataProto:
+    """Before the first update: have the critic of verl's ``CriticWorker`` be ours."""
+    worker.critic.__class__ = WatchedCritic
+    return answer(None)
 
 
 def report_of_actor(worker: Any) -> DataProto:

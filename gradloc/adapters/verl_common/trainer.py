@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl.utils.config import omega_conf_to_dataclass
-
-from ...config import GradLocConfig
+from ...config import GradLocConfig, settings_from
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
 from ...loop.wire import Policy, RankReport
 from ...record.state import load_states, save_states
-from ...reweighting import LoptiConfig
+from ...reweighting import AdvantageReweightingConfig, LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
@@ -29,10 +27,9 @@ _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 
 def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
     """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
-    blocks = [config.algorithm.get(name) for name in ("advantage_reweighting", "lopti")]
-    alpha, lopti = (None if block is None else omega_conf_to_dataclass(block) for block in blocks)
-    is_on = lopti is not None and lopti.enable
-    return (0.0 if alpha is None else alpha.alpha), (lopti if is_on else None)
+    blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
+    alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
+    return alpha.alpha, (lopti if lopti.enable else None)
 
 
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:

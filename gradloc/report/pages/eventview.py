@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from ...record import Culprit, Event, Sequence
-from ...words.advice import replay_lines
+from ...words.advice import replay_line
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.hurt import did_it_hurt
 from ...words.meanings import Meaning, meaning_of
@@ -207,7 +207,7 @@ def _replay(event: Event, run: RunFolder) -> dict[str, str]:
     folder = bundle_folder(run.events_root or run.path, event)
     if folder is None or not folder.is_dir() or event.model:  # a replay rebuilds the actor alone
         return {}
-    return replay_lines(shlex.quote(one_line(str(folder))), event.run.trainer)
+    return {"": replay_line(shlex.quote(one_line(str(folder))))}
 
 
 def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:

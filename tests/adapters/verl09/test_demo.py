@@ -7,7 +7,7 @@ import pytest
 
 from experiments import catalog
 from experiments.errors import UsageError
-from experiments.kk import reward as kk_reward
+from gradloc.rewards import kk as kk_reward
 from tests.experiments.real import demo, explode, largest_difference
 
 NAME = catalog.DEMO_VERL09.name
@@ -79,7 +79,7 @@ def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
 @pytest.mark.parametrize("name, alpha", [(catalog.KK_BASELINE_VERL09.name, None), (catalog.KK_AR_VERL09.name, 0.2)])
 def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, name, alpha):
     config = composed(name)
-    assert config["reward"]["custom_reward_function"]["path"] == "pkg://experiments.kk.reward"
+    assert config["reward"]["custom_reward_function"]["path"] == "pkg://gradloc.rewards.kk"
     assert config["algorithm"].get("advantage_reweighting", {}).get("alpha") == alpha
     assert not config["actor_rollout_ref"]["actor"].get("gradloc", {}).get("enable")
     assert kk_reward.score("kk_logic3", "nothing", {"solution_text_format": "(1) Zoey is a knight"})["score"] == -3.0

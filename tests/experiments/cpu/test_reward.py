@@ -84,9 +84,9 @@ def test_only_a_training_response_without_an_end_in_time_is_penalized(verl, leng
         assert found.sum().item() == pytest.approx(factor)
 
 
-def test_mathematics_is_scored_by_verls_own_function(verl):
+def test_mathematics_is_scored_by_math_verify():
     pytest.importorskip("math_verify")
-    from experiments.math_reward import score
+    from gradloc.rewards.math_verify import score
 
     assert score("math", r"so we get \boxed{\frac{1}{2}}", "0.5") == 1.0
     assert score("math", r"so we get \boxed{3}", "0.5") == 0.0

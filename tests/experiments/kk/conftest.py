@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow obvious versions, and the reward of the patched tree."""
+"""Slow obvious versions, and the reward."""
 
-import importlib.util
+import importlib
 import itertools
 
 import pytest
@@ -31,10 +31,6 @@ def every_solution(said: tuple[tuple, ...]) -> list[tuple[bool, ...]]:
 
 
 @pytest.fixture(scope="session")
-def kk(patched_tree):
-    """The patched tree's reward module, which imports nothing of verl."""
-    path = patched_tree / "verl" / "utils" / "reward_score" / "kk.py"
-    spec = importlib.util.spec_from_file_location("kk_reward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def kk():
+    """The reward's module."""
+    return importlib.import_module("gradloc.rewards.kk")

@@ -104,10 +104,7 @@ def test_a_solution_about_nobody_is_refused(kk):
         kk.compute_score(RIGHT, {"solution_text_format": ""})
 
 
-def test_verl_routes_the_data_source_to_it(patched_tree, monkeypatch):
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(patched_tree))
-    from verl.utils.reward_score import default_compute_score
-
-    assert default_compute_score("kk_logic2", RIGHT, TRUTH)["score"] == 3.0
-    assert default_compute_score("kk_logic7", "", TRUTH)["format_error"] == 1.0
+def test_verl_calls_it_by_names(kk):
+    given = {"data_source": "kk_logic2", "extra_info": None, "ground_truth": TRUTH}
+    assert kk.score(solution_str=RIGHT, **given)["score"] == 3.0
+    assert kk.score(solution_str="", **given)["format_error"] == 1.0

@@ -194,9 +194,7 @@ def test_every_line_to_copy_is_one_of_the_verl_that_ran(told):
         known = {trl_settings(line) for line in known}
     for line in told.copied:
         if line.startswith("python -m"):
-            assert verl is None or line.startswith(
-                "python -m gradloc.replay" if verl == "0.9" else "python -m verl.gradloc"
-            )
+            assert line.startswith("python -m gradloc.replay ")
         else:
             assert re.sub("(?<=resume_from_path=).*", CHECKPOINT, line) in known, line
 

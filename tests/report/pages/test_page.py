@@ -117,7 +117,7 @@ def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
         "Certificate: explained",
         "Action: observe",
         "python -m gradloc.replay",
-        "python -m verl.gradloc.replay",
+        "python -m gradloc.replay",
     ]
     at = 0
     for words in in_order:

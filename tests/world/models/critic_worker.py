@@ -18,8 +18,8 @@ FSDP = "critic.model.fsdp_config"
 
 def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     """One update, with ours on where the overrides say so."""
-    from verl.gradloc.adapters.verl07.critic import WatchedCritic
-    from verl.gradloc.adapters.verl07.trainer import build_trainer_hook
+    from gradloc.adapters.verl07.critic import WatchedCritic
+    from gradloc.adapters.verl07.trainer import build_trainer_hook
 
     paths = [f"{model}.model.path={folder}" for model in ("critic", "actor_rollout_ref")]
     config = make_config([f"{FSDP}.dtype=float32", *paths, *overrides], folder)

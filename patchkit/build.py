@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds patches/ from verl_overrides/, after taking a patched tree's edits into it where one is named.
+
+``verl_overrides/v0.7.0/`` has the base's commit and archive in ``base.json``, one small diff for each file of verl's
+(``NAME.patch``), and whole files that verl gets. A further base is a further folder: what the first one holds serves
+it, too, where it fits as it is.
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .language import (
+    ABSENT,
+    CONTEXT_LINES,
+    FilePatch,
+    blob_id,
+    check_path,
+    hidden_character,
+    misfit,
+    parse,
+    sha256_hex,
+    split,
+)
+from .refusal import INTEGRITY, NETWORK, STATE, Parser, Refusal, capped, guarded, quoted, say
+from .tree import SEAM, VERSION_FILE, read_plain, read_regular, resolve
+from .write import APPLIED
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".gradloc" / "base"
+_PREAMBLE = """\
+Description: GradLoc for verl {tag}: the seams alone; the package gradloc {version} does the rest
+Origin: built by make_patch.sh from verl_overrides/; edit there, never here
+Applies-To: verl {tag}, commit {commit}
+
+"""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A verl that there is a patch for: its folder of overrides, and what ``base.json`` says."""
+
+    folder: Path
+    commit: str
+    sdist_sha256: str
+
+    @property
+    def tag(self) -> str:
+        return self.folder.name
+
+    @property
+    def shared(self) -> Path:
+        """The first base's folder."""
+        return sorted(self.folder.parent.glob("v*"))[0]
+
+
+def bases(overrides: Path = ROOT / "verl_overrides") -> dict[str, Base]:
+    """The bases by tag, the oldest first."""
+    return {
+        path.parent.name: Base(path.parent, **json.loads(path.read_text()))
+        for path in sorted(overrides.glob("v*/base.json"))
+    }
+
+
+def ensure_base(base: Base, cache: Path = CACHE) -> Path:
+    """The pristine verl of a base, unpacked: complete or absent, never in between. What has another sha256 is refused.
+
+    Its archive comes from ``VERL_BASE_SDIST`` (paths, joined by ``:``) or through pip, once.
+    """
+    name = f"verl-{base.tag.removeprefix('v')}"
+    if not (cache / name).is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
+            given = [Path(path) for path in os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep) if path]
+            archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
+            if (found := sha256_hex(archive.read_bytes())) != base.sdist_sha256:
+                what, cause = f"the archive {archive} is not verl's released one", "It was changed, or is another."
+                ids = {"expected": base.sdist_sha256, "found": found}
+                raise Refusal(INTEGRITY, "base-digest", what, cause, "Delete it and fetch it again.", **ids)
+            with tarfile.open(archive, "r:gz") as tar:  # every byte of it is known
+                tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                tar.extractall(Path(folder) / "tree")
+            try:
+                (Path(folder) / "tree" / name).rename(cache / name)
+            except OSError:
+                if not (cache / name).is_dir():  # else another process has done so, with the same
+                    raise
+    return cache / name
+
+
+def _fetch(name: str, folder: str) -> Path:
+    requirement, archive = name.replace("-", "=="), Path(folder) / f"{name}.tar.gz"
+    command = (
+        "-m pip download --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-binary verl --dest"
+    )
+    done = subprocess.run(
+        [sys.executable, *command.split(), folder, requirement], capture_output=True, text=True, cwd=folder
+    )
+    if done.returncode or not archive.is_file():
+        what, cause = f"pip could not fetch the source archive of {requirement}", "No network, or no such package."
+        next_ = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, with a copy fetched elsewhere"
+        raise Refusal(NETWORK, "base-pip", what, cause, next_, found=(done.stderr.strip().splitlines() or [""])[-1])
+    return archive
+
+
+def seam(path: str, before: bytes, after: bytes) -> str:
+    """The section that turns ``before`` into ``after``: the same bytes on every machine, whatever its git."""
+    lines = list(difflib.unified_diff(split(before.decode()), split(after.decode()), n=CONTEXT_LINES))
+    header = f"diff --git a/{path} b/{path}\nindex {blob_id(before)}..{blob_id(after)} 100644\n"
+    return header + f"--- a/{path}\n+++ b/{path}\n" + "".join(lines[2:])
+
+
+def new_file(path: str, text: str) -> str:
+    """The section that adds a file, exactly as git writes it."""
+    lines = text.split("\n")[:-1]
+    count = "1" if len(lines) == 1 else f"1,{len(lines)}"
+    header = f"diff --git a/{path} b/{path}\nnew file mode 100644\nindex {ABSENT}..{blob_id(text.encode())}\n"
+    return header + f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +{count} @@\n" + "".join(f"+{line}\n" for line in lines)
+
+
+def check_text(path: str, data: bytes) -> str:
+    """The text of a file that verl is to have; what a patch must not carry is refused."""
+    check_path(path)
+    text = data.decode("utf-8", "replace")
+    problems = {"is not UTF-8 text": text.encode() != data, "is empty": not data, "has a carriage return": "\r" in text}
+    problems |= {
+        "does not end in a newline": data[-1:] != b"\n",
+        "has a hidden character": bool(hidden_character(text)),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise Refusal(
+                INTEGRITY, "build-text", f"{path} {problem}", "An editor wrote it.", "Write it anew, as text with LF."
+            )
+    return text
+
+
+def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> dict[str, bytes]:
+    """What the sources make of the base's files, and of those that it gets, by path.
+
+    A seam that does not fit is refused; where ``is_strict`` is off, such a file is the base's own.
+    """
+    made: dict[str, bytes] = {}
+    for folder in dict.fromkeys((base.shared, base.folder)):
+        for place in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder):
+            path = place.relative_to(folder).as_posix()
+            verls = path.removesuffix(".patch")
+            if (folder != base.folder and (base.folder / path).is_file()) or only not in ("", verls):
+                continue
+            if verls == path:
+                made[path] = place.read_bytes()
+                continue
+            file, there = parse(place.read_bytes()).get(verls), read_plain(tree, verls).content
+            if file is None or there is None:
+                what, cause = f"{place} is no seam of a file that verl {base.tag} has", "Renamed, or verl moved on."
+                raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
+            try:
+                made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
+            except Refusal:
+                if is_strict:
+                    raise
+                made[verls] = there
+    return made
+
+
+def relocated(file: FilePatch, data: bytes) -> bytes:
+    """The result of ``file`` on another base than its own; refuses unless each hunk fits at just one place."""
+    lines, done, at = split(data.decode("utf-8")), list[str](), 0
+    for number, hunk in enumerate(file.hunks, start=1):
+        count, old = len(hunk.old), list(hunk.old)
+        places = [start for start in range(at, len(lines) - count + 1) if lines[start : start + count] == old]
+        if len(places) != 1:
+            near = difflib.SequenceMatcher(None, lines, old, autojunk=False).find_longest_match(0, len(lines), 0, count)
+            start = max(near.a - near.b, 0)
+            raise misfit(file.path, number, hunk, [] if places else lines[start : start + count])
+        done += [*lines[at : places[0]], *hunk.new]
+        at = places[0] + count
+    return "".join(done + lines[at:]).encode()
+
+
+def compose(overrides: Path, version: str) -> dict[str, bytes]:
+    """What patches/ must hold, by name."""
+    files, entries = dict[str, bytes](), list[dict[str, str]]()
+    for base in bases(overrides).values():
+        tree, sections = ensure_base(base), dict[str, str]()
+        for path, after in results(base, tree).items():
+            text, before = check_text(path, after), read_plain(tree, path).content
+            sections[path] = new_file(path, text) if before is None else seam(path, before, after)
+        seam_says = re.search(
+            r'^VERSION = "(.*?)"', "".join(sections.get(SEAM, "").splitlines(True)).replace("\n+", "\n"), re.M
+        )
+        if seam_says and seam_says[1] != version:
+            what, cause = (
+                f"{SEAM} is for gradloc {seam_says[1]}, and this is {version}",
+                "The version was changed in one place.",
+            )
+            raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" in verl_overrides/')
+        preamble = _PREAMBLE.format(tag=base.tag, commit=base.commit, version=version)
+        patch = (preamble + "".join(sections[path] for path in sorted(sections))).encode()
+        for path, file in parse(patch).items():
+            file.forward(read_plain(tree, path).content or b"")
+        name = f"verl-{base.tag.removeprefix('v')}.patch"
+        entries.append({"base": base.tag, "commit": base.commit, "name": name, "sha256": sha256_hex(patch)})
+        files[name] = patch
+    manifest = json.dumps({"version": version, "patches": entries}, indent=1) + "\n"
+    return files | {"manifest.json": manifest.encode()}
+
+
+def take(checkout: Path, overrides: Path, also: list[str]) -> list[str]:
+    """Takes the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
+
+    The tree's git history does not matter: its files are compared with the released verl's. A file that was edited here
+    since the tree was patched, and there, is refused. Another base keeps what it has where the edit does not fit it.
+    Returns what to say: of such bases, and of other files that differ from verl's, which are left out.
+    """
+    target, known = resolve(str(checkout), allow_installed=True), bases(overrides)
+    base = known.get(f"v{target.version.removesuffix('.dev')}")
+    if base is None:
+        what, cause = f"{checkout} is verl {target.version}", "There is no folder of overrides for it."
+        raise Refusal(STATE, "take-base", what, cause, f"Make one with a base.json; there are {', '.join(known)}.")
+    results_of = {one: results(one, ensure_base(one), is_strict=False) for one in known.values()}
+    tree, ours, edits = ensure_base(base), results_of[base], dict[str, bytes]()
+    try:
+        given = {path: file.after for path, file in parse(read_regular(target.state_folder / APPLIED)).items()}
+    except OSError:
+        given = {path: blob_id(data) for path, data in ours.items()}
+    for path in sorted({*ours, *also}):
+        found, mine = read_plain(target.root, path), ours.get(path)
+        if found.content is None:
+            what, next_ = f"{path} is gone in {checkout}", "Put it back, or remove its source in verl_overrides/."
+            raise Refusal(STATE, "take-deleted", what, found.obstacle or "It was deleted.", next_)
+        if (mine is not None and blob_id(mine) == found.blob) or found.blob == given.get(path):
+            continue
+        if mine is not None and blob_id(mine) != given.get(path):
+            here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
+            lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
+            what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
+            next_ = "Bring both together in the checkout, undo the one here, run this again."
+            raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=lines)
+        edits[path] = check_text(path, found.content).encode()
+    said = []
+    for path, content in edits.items():
+        _store(base, path, content)
+    for one, before in results_of.items():
+        for path in edits.keys() & before.keys() if one != base else ():
+            with contextlib.suppress(Refusal):
+                results(one, ensure_base(one), only=path)
+                continue
+            _store(one, path, before[path])
+            said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
+    for place in sorted((target.root / "verl").rglob("*")):
+        path = place.relative_to(target.root).as_posix()
+        is_cache, is_known = re.search(r"/(\.|__pycache__/)", path), path in {*ours, *also, VERSION_FILE}
+        is_same = place.is_dir() or read_plain(tree, path).blob == read_plain(target.root, path).blob
+        if not (is_cache or is_known or is_same):
+            said.append(f"left out: {path}   (--also {quoted(path)} takes it)")
+    return said
+
+
+def _store(base: Base, path: str, content: bytes) -> None:
+    """Where the first base has the very same file, its source is that base's; else the base's own."""
+    before = read_plain(ensure_base(base), path).content
+    name = path if before is None else f"{path}.patch"
+    data, shared = (content if before is None else seam(path, before, content).encode()), base.shared / name
+    serves = before is None or (shared.is_file() and parse(shared.read_bytes())[path].before == blob_id(before))
+    write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
+
+
+def write_file(path: Path, data: bytes) -> bool:
+    """Writes a file, whole or not at all; False if it holds that already."""
+    if path.is_file() and path.read_bytes() == data:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    made = Parser(prog="make_patch.sh", description=__doc__, allow_abbrev=False)
+    command = made.add_mutually_exclusive_group()
+    command.add_argument("--repo", type=Path, metavar="CHECKOUT", help="first take the edits of this patched tree")
+    command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
+    command.add_argument("--base-tree", metavar="TAG", help="print the folder of a pristine verl, fetched if need be")
+    made.add_argument(
+        "--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's"
+    )
+    made.add_argument("--debug", action="store_true", help="show a traceback on an error")
+    made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    given = sys.argv[1:] if arguments is None else arguments
+    return guarded(lambda: _run(made.parse_args(given)), given)
+
+
+def _run(options: argparse.Namespace) -> None:
+    overrides, patches = options.root / "verl_overrides", options.root / "patches"
+    version = re.findall(r'^__version__ = "(.+)"', (options.root / "gradloc/__init__.py").read_text(), re.M)[0]
+    if options.base_tree:
+        return say(str(ensure_base(bases(overrides)[options.base_tree])))
+    if options.repo:
+        for line in capped(take(options.repo, overrides, options.also)):
+            say(line)
+    built = compose(overrides, version)
+    names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()
+    if options.check:
+        for name in sorted(built.keys() | names, key=lambda name: (name == "manifest.json", name)):
+            found = (patches / name).read_bytes() if name in names else b""
+            if built.get(name) != found:
+                before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, built.get(name, b"")))
+                lines = list(difflib.unified_diff(before, after, f"patches/{name}", "built", lineterm="", n=1))
+                what = f"patches/{name} is not what its sources build"
+                cause = "One was edited and the other not rebuilt."
+                raise Refusal(INTEGRITY, "build-stale", what, cause, "bash make_patch.sh", lines=lines)
+        return say("patches/ is what its sources build")
+    written = [name for name, data in built.items() if write_file(patches / name, data)]
+    for name in names - built.keys():
+        (patches / name).unlink()
+    return say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patches/ is what the sources say, and a patched tree's edits come back into them."""
+
+import json
+
+import pytest
+
+from patchkit import build
+from patchkit.language import parse
+from tests.conftest import ROOT
+from tests.patchkit.world import (
+    ACTOR,
+    BASE,
+    OTHER,
+    RESULT,
+    SEAM,
+    TRAINER,
+    files_of,
+    git,
+    make_clone,
+    unchanged,
+    write_tree,
+)
+
+
+@pytest.fixture
+def real_bases():
+    """What the real repository starts from."""
+
+
+def test_a_check_writes_nothing_and_says_what_is_stale(make, repo):
+    with unchanged(repo):
+        make("--check").expect(0, "is what its sources build")
+    (repo / "patches" / "stray.patch").write_text("x\n")
+    with unchanged(repo):
+        make("--check").expect(3, "patches/stray.patch is not what")
+    make().expect(0)
+    assert sorted(path.name for path in (repo / "patches").iterdir()) == ["manifest.json", "verl-0.7.0.patch"]
+    seam = repo / "verl_overrides/v0.7.0" / SEAM
+    seam.write_text(seam.read_text() + "more = 1\n")
+    make("--check").expect(3, "+more = 1")
+
+
+EDIT = {path: text.replace("line 3\n", "line three\n") + "# and an end\n" for path, text in RESULT.items()}
+
+
+def plain(folder):
+    return write_tree(folder, BASE)
+
+
+def with_a_history_of_its_own(folder):
+    """Of the user's, whatever verl's was; with commits after the patch, too."""
+    return make_clone(folder, BASE | {"mine/notes": "mine\n", OTHER: "mine\n"})
+
+
+@pytest.mark.parametrize("kind", [plain, with_a_history_of_its_own])
+def test_apply_edit_take_apply_afresh_are_the_same_bytes(apply, make, repo, tmp_path, kind):
+    checkout = kind(tmp_path / "edited")
+    apply(checkout).expect(0)
+    for path in (ACTOR, TRAINER, SEAM):
+        write_tree(checkout, {path: EDIT[path]})
+    if kind is not plain:
+        git(checkout, "add", "-A")
+        git(checkout, "commit", "-qm", "edits")
+    make("--repo", checkout).expect(0, "built: verl-0.7.0.patch")
+    fresh = write_tree(tmp_path / "fresh", BASE)
+    apply(fresh).expect(0)
+    assert files_of(fresh) == BASE | {path: EDIT[path] for path in (ACTOR, TRAINER, SEAM)}
+    before = {path.name: path.read_bytes() for path in (repo / "patches").iterdir()}
+    make("--repo", checkout).expect(0, "unchanged")
+    make("--repo", fresh).expect(0, "unchanged")
+    assert before == {path.name: path.read_bytes() for path in (repo / "patches").iterdir()}
+    apply(fresh, "--reverse").expect(0)
+    assert files_of(fresh) == BASE
+
+
+def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, make, repo, tree):
+    apply(tree).expect(0)
+    write_tree(tree, {OTHER: "ours now\n", "verl/new.py": "new = 1\n"})
+    said = make("--repo", tree).expect(0, f"left out: {OTHER}", "left out: verl/new.py").out
+    assert "unchanged" in said
+    make("--repo", tree, "--also", OTHER, "--also", "verl/new.py").expect(0, "built")
+    carried = parse((repo / "patches/verl-0.7.0.patch").read_bytes()).keys()
+    assert carried == {ACTOR, TRAINER, SEAM, OTHER, "verl/new.py"}
+
+
+def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, tree):
+    apply(tree).expect(0)
+    write_tree(tree, {SEAM: 'VERSION = "1.0"\nthere = 1\n'})
+    write_tree(repo / "verl_overrides/v0.7.0", {SEAM: 'VERSION = "1.0"\nhere = 1\n'})
+    make("--repo", tree).expect(1, "edited there and in verl_overrides/", "-here = 1", "+there = 1")
+    write_tree(tree, {SEAM: RESULT[SEAM]})  # as it was given: the edit here stays
+    make("--repo", tree).expect(0)
+    assert "here = 1" in (repo / "patches/verl-0.7.0.patch").read_text()
+
+
+TEXTS = {"no newline": b"x = 1", "CR": b"x\r\n", "empty": b"", "latin": b"\xe9\n", "hidden": "x\u202e\n".encode()}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_a_patch_must_not_carry_is_not_taken(apply, make, tree, text):
+    apply(tree).expect(0)
+    (tree / SEAM).write_bytes(TEXTS[text])
+    make("--repo", tree).expect(3, SEAM)
+    (tree / SEAM).unlink()
+    make("--repo", tree).expect(1, "is gone")
+
+
+def add_base(repo, tag="v0.7.9", **changed):
+    """Another verl, in which the files are longer, and whatever else is changed."""
+    files = {path: f"# longer\n{text}" if path.endswith(".py") else text for path, text in BASE.items()}
+    write_tree(repo / "base" / f"verl-{tag[1:]}", files | {"verl/version/version": f"{tag[1:]}\n"} | changed)
+    write_tree(repo / "verl_overrides" / tag, {"base.json": json.dumps({"commit": "1" * 40, "sdist_sha256": "1" * 64})})
+
+
+def test_a_further_base_is_a_folder(apply, make, repo, tmp_path):
+    add_base(repo)
+    make().expect(0, "verl-0.7.9.patch")
+    tree = write_tree(tmp_path / "other", files_of(repo / "base/verl-0.7.9"))
+    apply(tree).expect(0)
+    assert (tree / ACTOR).read_text() == f"# longer\n{RESULT[ACTOR]}"
+    write_tree(tree, {ACTOR: "# longer\n" + EDIT[ACTOR]})
+    make("--repo", tree).expect(0)
+    assert (repo / f"verl_overrides/v0.7.9/{ACTOR}.patch").is_file()
+    apply(tree, "--reverse").expect(0)
+
+
+def test_an_edit_that_does_not_fit_another_base_leaves_that_one_as_it_is(apply, make, repo, tree):
+    add_base(repo, **{TRAINER: BASE[TRAINER].replace("line 30\n", "line of theirs\n")})
+    make().expect(0)
+    before = (repo / "patches/verl-0.7.9.patch").read_bytes()
+    apply(tree).expect(0)
+    write_tree(tree, {TRAINER: RESULT[TRAINER].replace("line 31\n", "line of ours\n")})
+    make("--repo", tree).expect(0, f"{TRAINER} of verl v0.7.9 stays as it is")
+    assert (repo / "patches/verl-0.7.9.patch").read_bytes() == before
+    assert "line of ours" in (repo / "patches/verl-0.7.0.patch").read_text()
+
+
+def test_a_port_by_hand_is_taken(make, repo, tmp_path):
+    add_base(repo, **{TRAINER: BASE[TRAINER].replace("line 51\n", "line of theirs\n")})
+    make().expect(3, "does not fit")
+    tree = write_tree(tmp_path / "port", files_of(repo / "base/verl-0.7.9"))
+    by_hand = {path: f"# longer\n{RESULT[path]}" for path in (ACTOR, TRAINER)} | {SEAM: RESULT[SEAM]}
+    write_tree(tree, by_hand)
+    make("--repo", tree).expect(0, "verl-0.7.9.patch")
+    assert (repo / f"verl_overrides/v0.7.9/{TRAINER}.patch").is_file()
+
+
+def test_a_seam_that_no_longer_applies_names_its_hunk_and_shows_both_sides(make, repo):
+    add_base(repo, **{TRAINER: BASE[TRAINER].replace("line 51\n", "line of theirs\n")})
+    answer = make().expect(3, f"hunk 2 of {TRAINER} does not fit at line 51")
+    assert "expects | trainer line 51" in answer.err and "has     | trainer line of theirs" in answer.err
+
+
+def test_a_version_in_one_place_alone_is_refused(make, repo):
+    (repo / "gradloc/__init__.py").write_text('__version__ = "2.0"\n')
+    make().expect(3, "is for gradloc 1.0, and this is 2.0")
+
+
+def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypatch):
+    (tmp_path / "verl-0.7.0.tar.gz").write_bytes(b"not it")
+    monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "verl-0.7.0.tar.gz"))
+    with pytest.raises(build.Refusal, match="base-digest"):
+        build.ensure_base(build.bases()["v0.7.0"], tmp_path / "cache")
+    assert not (tmp_path / "cache" / "verl-0.7.0").exists()
+
+
+@pytest.mark.full
+def test_the_real_patches_are_what_their_sources_say_and_small(real_bases):
+    assert build.main(["--check"]) == 0
+    listed = json.loads((ROOT / "patches/manifest.json").read_text())["patches"]
+    assert [entry["base"] for entry in listed] == ["v0.7.0", "v0.7.1"]
+    for entry in listed:
+        files = parse((ROOT / "patches" / entry["name"]).read_bytes())
+        assert [path for path, file in files.items() if file.before is None] == [SEAM]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tag", ["v0.7.0", "v0.7.1"])
+def test_each_real_file_edited_comes_back_byte_for_byte(real_bases, tag, tmp_path, capsys):
+    import shutil
+
+    from patchkit import apply
+
+    repo = tmp_path / "repo"
+    for name in ("verl_overrides", "patches"):
+        shutil.copytree(ROOT / name, repo / name)
+    write_tree(repo, {"gradloc/__init__.py": (ROOT / "gradloc/__init__.py").read_text()})
+    edited, fresh = (tmp_path / name for name in ("edited", "fresh"))
+    for tree in (edited, fresh):
+        shutil.copytree(build.ensure_base(build.bases()[tag]), tree)
+    patches = ["--patches", str(repo / "patches")]
+    assert apply.main([*patches, str(edited)]) == 0
+    git(edited, "init", "-q")
+    git(edited, "add", "-A")
+    git(edited, "commit", "-qm", "mine")
+    paths = list(parse((repo / "patches" / f"verl-{tag[1:]}.patch").read_bytes()))
+    for number, path in enumerate(paths):
+        (edited / path).open("a").write(f"\n# edit {number}\n")
+    assert build.main(["--root", str(repo), "--repo", str(edited)]) == 0
+    assert apply.main([*patches, str(fresh)]) == 0
+    assert [(fresh / path).read_bytes() for path in paths] == [(edited / path).read_bytes() for path in paths]
+    assert apply.main([*patches, str(fresh), "--reverse"]) == 0

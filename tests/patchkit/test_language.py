@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A patch is read as it was written, by make_patch.sh or by git, and in no other way."""
+
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchkit.build import new_file, seam
+from patchkit.language import Refusal, blob_id, hidden_character, parse
+from tests.patchkit.world import ACTOR, BASE, RESULT
+
+TEXT = st.lists(st.sampled_from("abcde"), max_size=30).map(lambda lines: "".join(f"{line}\n" for line in lines))
+
+
+@given(before=TEXT, after=TEXT)
+def test_forward_and_backward_are_exact(before, after):
+    if before == after or not before or not after:
+        return
+    file = parse(seam("verl/a.py", before.encode(), after.encode()).encode())["verl/a.py"]
+    assert file.forward(before.encode()) == after.encode() and file.backward(after.encode()) == before.encode()
+
+
+def test_git_says_the_same(tmp_path):
+    (tmp_path / ACTOR).parent.mkdir(parents=True)
+    (tmp_path / ACTOR).write_text(BASE[ACTOR])
+    patch = seam(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode()) + new_file("verl/new.py", "x = 1\ny = 2\n")
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
+    assert (tmp_path / ACTOR).read_text() == RESULT[ACTOR]
+    assert (tmp_path / "verl/new.py").read_text() == "x = 1\ny = 2\n"
+    found = subprocess.run(["git", "hash-object", ACTOR], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == blob_id(RESULT[ACTOR].encode())
+
+
+GOOD = seam(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode())
+HOSTILE = {
+    "leaves the tree": GOOD.replace(ACTOR, "verl/../../etc/passwd"),
+    "outside verl": GOOD.replace(ACTOR, "setup.py"),
+    "git's own": GOOD.replace(ACTOR, "verl/.git/config"),
+    "git's own on Windows": GOOD.replace(ACTOR, "verl/GIT~1/config"),
+    "a device": GOOD.replace(ACTOR, "verl/aux.py"),
+    "a link": GOOD.replace("index ", "new file mode 120000\nindex "),
+    "a mode": GOOD.replace(" 100644\n", " 100755\n"),
+    "a deletion": GOOD.replace("index ", "deleted file mode 100644\nindex "),
+    "a rename": GOOD.replace("index ", "rename from verl/a\nrename to verl/b\nindex "),
+    "two names": GOOD.replace(f"+++ b/{ACTOR}", "+++ b/verl/b.py"),
+    "short ids": GOOD.replace(blob_id(BASE[ACTOR].encode()), blob_id(BASE[ACTOR].encode())[:12]),
+    "a hunk too short": GOOD.removesuffix("actor line 13\n").removesuffix(" "),
+    "a hunk too long": GOOD + " more\n",
+    "junk behind": GOOD + "junk\n",
+    "twice": GOOD + GOOD,
+    "twice but for case": GOOD + GOOD.replace("dp_actor", "DP_Actor"),
+    "nothing": "",
+    "no diff": "hello\n",
+    "no newline": GOOD[:-1],
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_anything_else_is_refused(text):
+    with pytest.raises(Refusal) as refusal:
+        file = next(iter(parse(HOSTILE[text].encode()).values()))
+        file.forward(BASE[ACTOR].encode())
+    assert refusal.value.code == 3
+
+
+def test_a_hunk_applies_at_its_own_line_alone():
+    file = parse(GOOD.encode())[ACTOR]
+    with pytest.raises(Refusal, match="hunk 1 of .* does not fit at line 8"):
+        file.forward(b"one line more\n" + BASE[ACTOR].encode())
+    with pytest.raises(Refusal, match="would not become what the patch promises"):
+        file.forward(BASE[ACTOR].replace("line 39", "line x").encode())
+
+
+def test_characters_that_are_not_seen_are_named():
+    assert hidden_character("a\u202eb") == "U+202E" and hidden_character("plain\ttext é") is None

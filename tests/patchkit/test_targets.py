@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every state of a tree, and every odd target: what is done is done whole, what is refused changes nothing."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.patchkit.world import (
+    ACTOR,
+    BASE,
+    OTHER,
+    RESULT,
+    SEAM,
+    TOUCHED,
+    TRAINER,
+    files_of,
+    git,
+    make_clone,
+    unchanged,
+    write_tree,
+)
+
+
+def test_on_and_off_again_are_the_same_bytes(apply, tree):
+    apply(tree).expect(0, "applied: 3 files")
+    assert files_of(tree) == RESULT
+    apply(tree, "--reverse").expect(0, "taken off: 3 files")
+    assert files_of(tree) == BASE and not (tree / ".gradloc-patch").exists()
+
+
+def test_a_second_time_writes_nothing(apply, tree):
+    apply(tree).expect(0)
+    with unchanged(tree):
+        apply(tree).expect(0, "nothing to apply")
+        apply(tree, "--status").expect(0, "APPLIED")
+        apply(tree, "--check").expect(0, "nothing to apply")
+    apply(tree, "--reverse").expect(0)
+    with unchanged(tree):
+        apply(tree, "--reverse").expect(0, "nothing to take off")
+        apply(tree, "--status", "--quiet").expect(0, "PRISTINE")
+
+
+@pytest.mark.parametrize("reverse", [(), ("--reverse",)], ids=["apply", "reverse"])
+def test_a_check_predicts_and_changes_nothing(apply, tree, reverse):
+    if reverse:
+        apply(tree).expect(0)
+    with unchanged(tree):
+        assert apply(tree, "--check", "--json", *reverse).expect(0).document["changed"] == sorted(TOUCHED)
+
+
+def as_worktree(clone):
+    git(clone, "worktree", "add", "-q", "--detach", str(clone.with_name("linked")))
+    return clone.with_name("linked")
+
+
+def as_submodule(clone):
+    outer = make_clone(clone.with_name("outer"), {"readme": "ours\n"})
+    git(outer, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(clone), "verl-inside")
+    return outer / "verl-inside"
+
+
+def in_another_repository(clone):
+    """Where `git apply` exits 0 and does nothing."""
+    outer = make_clone(clone.with_name("outer"), {"readme": "ours\n"})
+    return write_tree(outer / "vendored", BASE)
+
+
+def named_by_a_link(clone):
+    clone.with_name("link").symlink_to(clone)
+    return clone.with_name("link")
+
+
+def with_spaces(clone):
+    return clone.rename(clone.with_name("a clone, with 'quotes'"))
+
+
+def with_a_hostile_configuration(clone):
+    (clone / ".git/config").open("a").write("[core]\n fsmonitor = touch PWNED\n[apply]\n whitespace = fix\n")
+    return clone
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [as_worktree, as_submodule, in_another_repository, named_by_a_link, with_spaces, with_a_hostile_configuration],
+)
+def test_whatever_the_tree_is_it_is_patched_and_taken_back(apply, clone, kind):
+    tree = kind(clone)
+    apply(tree).expect(0)
+    assert files_of(tree.resolve()) | {".git": ""} == RESULT | {".git": ""}
+    apply(tree, "--reverse").expect(0)
+    assert {path: text for path, text in files_of(tree.resolve()).items() if path != ".git"} == BASE
+    assert not list(tree.rglob("PWNED"))
+
+
+def test_an_installed_package_is_named_on_purpose(apply, tmp_path, monkeypatch):
+    site = write_tree(tmp_path / "site-packages", BASE)
+    with unchanged(site):
+        apply(site).expect(1, "an environment's package folder", "--installed")
+    monkeypatch.setattr("patchkit.apply.installed_root", lambda: site)
+    apply("--installed").expect(0, "installed package")
+    assert files_of(site) == RESULT
+    apply("--installed", "--reverse").expect(0)
+
+
+def test_an_archive_of_python_is_no_tree(apply, tmp_path, tree):
+    with zipfile.ZipFile(tmp_path / "verl.zip", "w") as archive:
+        archive.writestr("verl/__init__.py", "")
+    apply(tmp_path / "verl.zip").expect(1)
+    apply(tmp_path / "nowhere").expect(1, "no folder that can be read")
+    apply(tree / "verl").expect(1, "NOT_VERL", f"--repo {tree}")
+    apply("").expect(2)
+    apply(tree, "--repo", tree).expect(2, "exactly one target")
+    apply(tree, "--status", "--check").expect(2)
+    assert apply(tree, "--frobnicate", "--json").document["exit_code"] == 2
+
+
+def edited(tree):
+    (tree / ACTOR).write_text(BASE[ACTOR].replace("actor line 9\n", "mine\n"))
+
+
+def with_crlf(tree):
+    for path in (ACTOR, TRAINER):
+        (tree / path).write_bytes(BASE[path].replace("\n", "\r\n").encode())
+
+
+def missing(tree):
+    (tree / TRAINER).unlink()
+
+
+def linked_file(tree):
+    (tree / ACTOR).rename(tree / "elsewhere.py")
+    (tree / ACTOR).symlink_to(tree / "elsewhere.py")
+
+
+def linked_folder(tree):
+    (tree / "verl/workers").rename(tree / "elsewhere")
+    (tree / "verl/workers").symlink_to(tree / "elsewhere")
+
+
+def pipe(tree):
+    (tree / ACTOR).unlink()
+    os.mkfifo(tree / ACTOR)
+
+
+def in_the_way(tree):
+    (tree / SEAM).write_text("mine = True\n")
+
+
+def of_another_verl(tree):
+    (tree / "verl/version/version").write_text("0.6.1\n")
+    edited(tree)
+
+
+def verl_09(tree):
+    (tree / "verl/version/version").write_text("0.9.1\n")
+    missing(tree)
+
+
+def of_03(tree):
+    """What 0.1 to 0.3 left: a package of their own."""
+    write_tree(tree, {"verl/gradloc/__init__.py": '__version__ = "0.3.0"\n', ACTOR: "theirs\n"})
+
+
+def of_a_later_one(tree):
+    write_tree(tree, {SEAM: 'VERSION = "1.1"\n'})
+
+
+def read_only(tree):
+    (tree / ACTOR).chmod(0o444)
+
+
+def half_applied_by_reject(tree):
+    """`git apply --reject` on a file that was edited: one hunk in, one beside."""
+    (tree / TRAINER).write_text(BASE[TRAINER].replace("trainer line 7\n", "").replace("line 51\n", "line mine\n"))
+    write_tree(tree, {f"{TRAINER}.rej": "@@ -47,7 +46,7 @@\n"})
+
+
+REFUSED = {
+    edited: ("DRIFTED", "hunk 1 does not fit at line 9"),
+    with_crlf: ("CRLF line ends", "core.autocrlf"),
+    missing: ("DRIFTED", "the file is missing"),
+    linked_file: ("DRIFTED", "a symbolic link is in the way"),
+    linked_folder: ("DRIFTED", "verl/workers is a symbolic link"),
+    pipe: ("DRIFTED", "a named pipe"),
+    in_the_way: ("DRIFTED", "another file stands where the patch adds one"),
+    of_another_verl: ("WRONG_BASE: this is verl 0.6.1", "Use verl 0.7.0"),
+    verl_09: ("this is verl 0.9.1, for which there is no patch", "+gradloc=on"),
+    of_03: ("OTHER_VERSION: GradLoc 0.3.0 has patched this tree", "In a clone of GradLoc 0.3.0: ", "--reverse"),
+    of_a_later_one: ("OTHER_VERSION: GradLoc 1.1 has patched this tree", "--reverse"),
+    read_only: ("is read-only", "chmod u+w"),
+    half_applied_by_reject: ("DRIFTED", "`git apply --reject` left it half done"),
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("options", [(), ("--force",), ("--check",), ("--reverse",)], ids=str)
+def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, options):
+    spoil(tree)
+    if spoil is read_only and options == ("--reverse",):
+        return  # nothing to do
+    with unchanged(tree):
+        apply(tree, *options).expect(1, *REFUSED[spoil])
+
+
+def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
+    edited(tree)
+    assert apply(tree, "--status", "--quiet").out == "DRIFTED\n"
+    found = apply(tree, "--status", "--json").document
+    assert (found["state"], found["exit_code"], [one["path"] for one in found["files"]]) == ("DRIFTED", 1, [ACTOR])
+
+
+def test_your_own_edits_in_a_patched_file_stay_and_the_way_to_keep_them_works(apply, clone):
+    apply(clone).expect(0)
+    mine = RESULT[ACTOR].replace("actor line 30\n", "mine\n")
+    (clone / ACTOR).write_text(mine)
+    for options in ((), ("--reverse",), ("--force",)):
+        with unchanged(clone / "verl"):
+            apply(clone, *options).expect(1, "edited after it was applied", "stash push")
+    git(clone, "stash", "push", "-q", "--", ACTOR)
+    apply(clone).expect(1, "PARTIAL")
+    apply(clone, "--force").expect(0)
+    assert files_of(clone) == RESULT and "+mine" in git(clone, "stash", "show", "-p")
+
+
+def test_other_edits_of_yours_are_no_matter(apply, clone):
+    (clone / OTHER).write_text("mine\n")
+    git(clone, "commit", "-qam", "mine")
+    apply(clone).expect(0)
+    apply(clone, "--reverse").expect(0)
+    assert files_of(clone) == BASE | {OTHER: "mine\n"}
+
+
+@pytest.mark.parametrize("reverse, result", [((), RESULT), (("--reverse",), BASE)], ids=["finish", "undo"])
+def test_a_half_patched_tree_waits_for_force(apply, tree, reverse, result):
+    write_tree(tree, {ACTOR: RESULT[ACTOR]})
+    with unchanged(tree):
+        apply(tree, *reverse).expect(1, "PARTIAL", "1 of 3 files patched", f"not patched: {TRAINER}")
+    apply(tree, "--force", *reverse).expect(0)
+    assert files_of(tree) == result
+
+
+def test_during_a_rebase_files_do_not_change_beneath_git(apply, clone):
+    (clone / ".git/rebase-merge").mkdir()
+    with unchanged(clone):
+        apply(clone).expect(1, "a rebase is under way")
+    apply(clone, "--force").expect(0)
+
+
+def test_put_on_by_git_or_by_patch_it_is_known(apply, repo, clone, tree):
+    patch = str(repo / "patches" / "verl-0.7.0.patch")
+    git(clone, "apply", "--check", patch)
+    git(clone, "apply", patch)
+    subprocess.run(["patch", "-p1", "-s", "-i", patch], cwd=tree, check=True)
+    for patched in (clone, tree):
+        apply(patched, "--status").expect(0, "APPLIED")
+        apply(patched, "--reverse").expect(0)
+        assert files_of(patched) == BASE
+
+
+def test_modes_stay_and_a_hard_link_elsewhere_keeps_its_bytes(apply, tree, tmp_path):
+    (tree / ACTOR).chmod(0o640)
+    os.link(tree / ACTOR, tmp_path / "cached")
+    apply(tree).expect(0)
+    assert (tree / ACTOR).stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "cached").read_text() == BASE[ACTOR]
+
+
+BROKEN = {
+    "a byte": lambda patch: patch.replace(b"hook()", b"hack()"),
+    "CRLF": lambda patch: patch.replace(b"\n", b"\r\n"),
+    "cut off": lambda patch: patch[:-20],
+    "a web page": lambda patch: b"<!doctype html>",
+    "nothing": lambda patch: b"",
+}
+
+
+@pytest.mark.parametrize("spoil", BROKEN)
+def test_a_patch_that_is_not_the_manifests_is_not_used(apply, repo, tree, spoil):
+    place = repo / "patches" / "verl-0.7.0.patch"
+    place.write_bytes(BROKEN[spoil](place.read_bytes()))
+    with unchanged(tree):
+        apply(tree).expect(3, "git checkout -- patches/")
+
+
+NO_MANIFEST = ["", "{", '{"patches": 1}', '{"version": "1.0", "patches": [{}]}', "[" * 10**4, "\udcff"]
+
+
+@pytest.mark.parametrize("text", NO_MANIFEST, ids=range(len(NO_MANIFEST)))
+def test_a_manifest_that_is_none_is_refused(apply, repo, tree, text):
+    (repo / "patches" / "manifest.json").write_text(text, errors="surrogateescape")
+    with unchanged(tree):
+        apply(tree).expect(3, "manifest")
+
+
+def test_the_script_runs_on_a_bare_python_from_anywhere(tmp_path, tree):
+    from tests.conftest import ROOT
+
+    command = [sys.executable, "-I", "-S", str(ROOT / "apply_patch.py"), "--repo", str(tree), "--status"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "DRIFTED" in done.stdout
