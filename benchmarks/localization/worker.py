@@ -34,7 +34,9 @@ def healthy_steps(
     for batch in batches:
         step = BareStep(model, batch, micro_batches, getattr(torch, cell.dtype), cell.loss)
         step.train()
-        steps.append((space.norm(), median_size(step.coefficients(index)[0] for index in range(micro_batches))))
+        records = [step.recorded(index) for index in range(micro_batches)]
+        sizes = median_size(record.coefficients(step.numerics.weight)[0] for record in records)
+        steps.append((space.norm(), sizes))
         space.clear()
     return steps
 

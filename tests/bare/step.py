@@ -24,6 +24,7 @@ from gradloc.core.step import Details, Numerics, Outputs, OwnLoss, Recorded, Rng
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import CPU, Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
+from tests.detached import let_through
 
 
 def shard(
@@ -233,13 +234,3 @@ class BareStep(OwnLoss):
         """The micro-batch's part of this rank's loss: FSDP takes the mean over the ranks."""
         kept = torch.where(self._parts[micro_batch].mask, losses, 0.0)
         return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self.dp_size
-
-
-def let_through(selected: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
-    """The same values (B, T), with a gradient at the selected tokens alone, or times these factors."""
-    if values is None:
-        return None
-    passed = torch.where(selected != 0, values, values.detach())
-    if selected.is_floating_point():
-        passed.register_hook(lambda grad: grad * selected.to(grad.dtype))
-    return passed

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.bare.step import let_through
+from tests.detached import let_through
 from tests.world.configs import config_of
 from tests.world.models.fused import use_kernels
 from tests.world.models.ulysses import attention_of_verl, plain_padding
@@ -174,6 +174,8 @@ class Trainer:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
         batch.meta_info["temperature"] = 1.0
         batch.batch["lopti_mask"] = stage
+        hook, settings = part("adapters.verl07.hook").ActorHook, part("config").GradLocConfig()
+        self.actor.gradloc = hook(self.actor, settings)  # nothing is on, so there is none
         self.update_actor(batch)
 
     def update_actor(self, batch: Any) -> Any:

@@ -19,7 +19,7 @@ from datasets import Dataset
 from gradloc.adapters.trl.step import TrlStep
 from gradloc.adapters.trl.trainer import Watched
 from tests.adapters.trl.harness import PROMPTS, tokenizer, vowels
-from tests.bare.step import let_through
+from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
 from tests.world.oracle import MicroBatch
 

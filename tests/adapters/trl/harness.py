@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gradloc.adapters.trl.trainer import Watched
-from tests.bare.step import let_through
+from tests.detached import let_through
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 PROMPTS = [" ".join(LETTERS[(7 * i + j) % 26] for j in range(3 + i % 5)) for i in range(64)]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
-from tests.bare.step import let_through
+from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, experts_of, of_verl
 from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
