@@ -6,7 +6,7 @@
 
 import re
 
-from experiments import math_reward
+from gradloc.rewards import math_verify
 from experiments.cpu.reward import ArithmeticReward
 from verl.trainer.ppo.core_algos import register_adv_est
 
@@ -30,7 +30,7 @@ def length(data_source, solution_str: str, ground_truth: str, extra_info=None, *
     return len(solution_str) / LONGEST
 
 
-SCORES = {"right": math_reward.score, "error": error, "length": length}
+SCORES = {"right": math_verify.score, "error": error, "length": length}
 
 
 class TaskReward(ArithmeticReward):

@@ -172,6 +172,8 @@ class Trainer:
 
     def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
+        # of a run in which something is on
+        self.actor.gradloc = part("adapters.verl07.hook").ActorHook(self.actor, part("config").GradLocConfig())
         batch.meta_info["temperature"] = 1.0
         batch.batch["lopti_mask"] = stage
         hook, settings = part("adapters.verl07.hook").ActorHook, part("config").GradLocConfig()
