@@ -18,7 +18,8 @@ import math
 
 import torch
 
-from ..core.step import Outputs, Recorded
+from ..core.step import Outputs as Outputs
+from ..core.step import Recorded
 
 _LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
 _ROUNDING = 2.0**-20  # error of a log-prob read in float32: a few units of logits near 10

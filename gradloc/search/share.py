@@ -29,8 +29,7 @@ import torch
 
 from ..core.gradients import Gradient
 from ..core.probe import Prober
-from ..core.step import Outputs
-from .readout import Readout
+from .readout import Outputs, Readout
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response

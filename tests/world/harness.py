@@ -176,8 +176,6 @@ class Trainer:
         self.actor.gradloc = part("adapters.verl07.hook").ActorHook(self.actor, part("config").GradLocConfig())
         batch.meta_info["temperature"] = 1.0
         batch.batch["lopti_mask"] = stage
-        hook, settings = part("adapters.verl07.hook").ActorHook, part("config").GradLocConfig()
-        self.actor.gradloc = hook(self.actor, settings)  # nothing is on, so there is none
         self.update_actor(batch)
 
     def update_actor(self, batch: Any) -> Any:
