@@ -187,8 +187,8 @@ class BareStep(OwnLoss):
 
     def coefficients_under(self, micro_batch: int, settings: Mapping[str, Any], tensors: Any = None) -> Outputs:
         recorded, part = self._recorded[micro_batch], self._parts[micro_batch]
-        log_prob = recorded.log_prob.float().requires_grad_()
-        entropy = None if recorded.entropy is None else recorded.entropy.float().requires_grad_()
+        log_prob = recorded.log_prob.float().clone().requires_grad_()
+        entropy = None if recorded.entropy is None else recorded.entropy.float().clone().requires_grad_()
         terms, part = replace(self._terms, **settings), replace(part, **(tensors or {}))
         loss = self._sum(terms.of_tokens(log_prob, entropy, part), micro_batch)
         leaves = [log_prob] if entropy is None else [log_prob, entropy]

@@ -137,3 +137,12 @@ def test_what_the_loss_is_made_of_can_be_told_from_the_records():
     wanted = TERMS.kl * distance * batch.mask[rows] / batch.num_tokens
     torch.testing.assert_close(kl_coefficients(step, 1), wanted)
     assert step.rows(1) == [4, 5, 6, 7]
+
+
+def test_the_loss_s_own_derivatives_are_what_the_backward_left_and_the_record_stays_without_a_graph():
+    model = build("tiny")
+    step = BareStep(model, random_batch(model), NUM_MICRO_BATCHES, loss=TERMS, loss_scale=8.0)
+    step.train()
+    for found, left in zip(step.coefficients_under(0, {})[:2], step.recorded(0).coefficients(1 / 8), strict=True):
+        torch.testing.assert_close(found, left)
+    assert not step.recorded(0).log_prob.requires_grad and not step.recorded(0).entropy.requires_grad

@@ -152,7 +152,9 @@ class TrlStep(OwnLoss):
         self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Outputs:
         recorded = self._recorded[micro_batch]
-        log_prob, entropy = recorded.log_prob.float().requires_grad_(), recorded.entropy.float().requires_grad_()
+        log_prob, entropy = (
+            value.detach().float().clone().requires_grad_() for value in (recorded.log_prob, recorded.entropy)
+        )
         with torch.enable_grad():
             loss = self._own_loss(micro_batch, (log_prob, entropy, None), settings, tensors or {})
         return Outputs(*torch.autograd.grad(loss, [log_prob, entropy], allow_unused=True))

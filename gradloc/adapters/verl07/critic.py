@@ -143,7 +143,7 @@ class CriticStep(OwnLoss):
     ) -> Outputs:
         inputs = {**self.micro_batches[micro_batch], **(tensors or {})}
         config = changed(self.critic.config, **settings)
-        values = self._recorded[micro_batch].log_prob.float().requires_grad_()
+        values = self._recorded[micro_batch].log_prob.detach().float().clone().requires_grad_()
         with torch.enable_grad():
             loss, _ = core_algos.compute_value_loss(
                 vpreds=values,

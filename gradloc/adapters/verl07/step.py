@@ -95,7 +95,9 @@ class ActorStep(OwnLoss):
         self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Outputs:
         recorded = self._recorded[micro_batch]
-        values = [None if value is None else value.float() for value in (recorded.log_prob, recorded.entropy)]
+        values = [
+            None if value is None else value.detach().float().clone() for value in (recorded.log_prob, recorded.entropy)
+        ]
         leaves = [value.requires_grad_() for value in values if value is not None]
         inputs = {**self._inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **(tensors or {})}
         with torch.enable_grad():

@@ -151,7 +151,9 @@ class EngineStep(OwnLoss):
     ) -> Outputs:
         pack, recorded, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch), self.loss_function
         of_changed = {**of_verl.keywords, "config": changed(self._config, **settings)}
-        values = [None if value is None else value.float() for value in (recorded.log_prob, recorded.entropy)]
+        values = [
+            None if value is None else value.detach().float().clone() for value in (recorded.log_prob, recorded.entropy)
+        ]
         leaves = [value.requires_grad_() for value in values if value is not None]
         data = self._data(micro_batch)
         if tensors:
