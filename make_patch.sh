@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds patches/ from gradloc/ and verl_overrides/, after taking a checkout's edits into them where one is named.
+# Builds patches/ from verl_overrides/.
 #
-#   bash make_patch.sh                       build patches/ from its sources
-#   bash make_patch.sh --check               build elsewhere and compare; writes nothing
-#   bash make_patch.sh --repo CHECKOUT       take the edits of a patched checkout, then build
-#   bash make_patch.sh --repo CHECKOUT --base REV --head REV --output FILE
-#                                            write a patch of that checkout to FILE instead
-#   bash make_patch.sh --drift VERL          which seams still fit that tree, and which lines moved
+#   bash make_patch.sh                       build
+#   bash make_patch.sh --check               compare with what it would build; writes nothing
+#   bash make_patch.sh --repo CHECKOUT       take the edits of a patched checkout into verl_overrides/, then build
 #   bash make_patch.sh --help                all options
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)

@@ -97,8 +97,8 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
     """The same, and what the update asks of the device on the path that a GPU takes, see :mod:`benchmarks.counter`.
 
     Returns:
-        ``ops``, ``reads`` (but those in the search's passes), ``reads_in_passes``, ``reads_before_step``,
-        ``collectives`` by name, ``bytes`` read, and ``places`` of the reads, too.
+        ``ops``, ``reads`` (but the next two), ``reads_in_passes`` of the search, ``reads_in_losses`` asked for other
+        settings, ``reads_before_step``, ``collectives`` by name, ``bytes`` read, and the ``places`` that read.
     """
     counter, before = DeviceCounter(), {"behind": 0}
     optimizer = _optimizer(_trainers[name])
@@ -125,6 +125,7 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
         "ops": sum(counter.ops.values()),
         "reads": counter.reads[""],
         "reads_in_passes": counter.reads["pass"],
+        "reads_in_losses": counter.reads["loss"],
         "reads_before_step": before["step"],
         "collectives": dict(sorted(counter.collectives.items())),
         "bytes": sum(counter.bytes.values()),
@@ -142,8 +143,8 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
     verl's backend for the host; nothing where gradloc is not there.
     """
     try:
-        names = ("gradients", "tracker", "probe", "ranks")
-        gradients, tracker, probe, ranks = (harness.part(f"core.{name}") for name in names)
+        names = ("gradients", "tracker", "probe", "ranks", "step")
+        gradients, tracker, probe, ranks, step = (harness.part(f"core.{name}") for name in names)
     except ImportError:
         yield
         return
@@ -161,6 +162,7 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         for module in (gradients, tracker):
             stack.enter_context(mock.patch.object(module, "is_slow", lambda device: False))
         stack.enter_context(within("pass", probe.Prober, "_together"))
+        stack.enter_context(within("loss", step.OwnLoss, "recorded_under"))  # verl's reads its metrics
         for name in ("gather", "gather_first", "sent_by"):
             stack.enter_context(within("sent", ranks.Ranks, name))
         yield

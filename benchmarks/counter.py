@@ -6,6 +6,7 @@ host's on a GPU, too: made without a device, copied by ``.cpu()``, or computed f
 the device's, though a trainer moves some of it only later; that is alike with and without gradloc.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["DeviceCounter"]
+import gradloc
+
+PACKAGE = os.path.join(os.path.dirname(gradloc.__file__), "")
+"""Where our lines lie, whatever the folders above are called."""
+
+__all__ = ["PACKAGE", "DeviceCounter"]
 
 _LIBRARIES = ("c10d", "_c10d_functional", "c10d_functional")
 _OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but no communication
@@ -69,10 +75,10 @@ class DeviceCounter(TorchDispatchMode):
         """Note that the host waits for a number of the device's."""
         self.reads[self.phase] += 1
         frame = sys._getframe()
-        while frame is not None and "/gradloc/" not in frame.f_code.co_filename:
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if frame is not None:
-            name = frame.f_code.co_filename.split("/gradloc/")[-1]
+            name = frame.f_code.co_filename.removeprefix(PACKAGE)
             self.places[f"{self.phase} {name}:{frame.f_lineno}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

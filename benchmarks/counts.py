@@ -29,7 +29,7 @@ PLANT = (13, 5, 1e4)
 """Row, response position and advantage."""
 MORE_OPS = 0.03
 MOST_READS = 60
-"""Of a spiking update beside its forwards and backwards."""
+"""Of a spiking update beside its forwards and backwards, and what verl's loss reads where a cure asks it."""
 HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
 
 

@@ -20,7 +20,7 @@ from benchmarks.localization import pretrained
 from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table, write
 from experiments.generation import cut_at
 from experiments.llm import tasks
-from gradloc.search.rows import ELEVATED
+from gradloc.search.candidates import ELEVATED
 from gradloc.words.causes import NOTABLE
 from tests.bare import log_prob_of
 

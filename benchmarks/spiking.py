@@ -67,8 +67,8 @@ def prepare(model: str, folder: str, dtype: str) -> None:
 
 def watch(dtype: str, threshold: float, num_tokens: int) -> None:
     """From now on a norm over this is a spike, of a step of so many tokens."""
-    policies = _trainers[dtype].driver.policies
-    policies.trigger = replace(policies.trigger, tau=threshold * num_tokens**0.5)
+    driver = _trainers[dtype].driver
+    driver.trigger = replace(driver.trigger, tau=threshold * num_tokens**0.5)
 
 
 def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[str, Any]:
@@ -86,24 +86,26 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
         running norm's part of all updates' time so far, None where it has switched itself off.
     """
     trainer, data = _trainers[dtype], _as_verls(batch)
-    localizer, driver, spikes = trainer.actor.gradloc.localizer, trainer.hook, trainer.driver
+    localizer, driver, spikes, kind = trainer.actor.gradloc.localizer, trainer.gradloc, trainer.driver, type(trainer)
     scale = copy.deepcopy(spikes.scale)
     if is_alone:
         spikes.scale = type(scale)()
-    of_loop = sys.modules[type(localizer).__module__]
-    search = of_loop.localize
+    loop = sys.modules[type(localizer).__module__]
+    search = loop.localize
     told: dict[str, Any] = {}
     if way == "without":
-        trainer.actor.gradloc.localizer = trainer.hook = None
+        trainer.actor.gradloc.localizer = trainer.gradloc = None
+        trainer.__class__ = harness.Trainer
     if way == "published":
-        of_loop.localize = lambda *arguments, **_: _published(told, *arguments)
+        loop.localize = lambda *arguments, **_: _published(told, *arguments)
         localizer.num_failures = 0
     dist.barrier()
     started, cpu_started = time.perf_counter(), time.process_time()
     out = trainer.update(data)
     told |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
-    trainer.actor.gradloc.localizer, trainer.hook, of_loop.localize = localizer, driver, search
-    if math.isfinite(spikes.policies.trigger.tau):  # only the healthy updates teach it what is usual
+    trainer.actor.gradloc.localizer, trainer.gradloc, loop.localize = localizer, driver, search
+    trainer.__class__ = kind
+    if math.isfinite(spikes.trigger.tau):  # only the healthy updates teach it what is usual
         spikes.scale = scale
     told["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
     for event in out["events"]:
@@ -221,9 +223,9 @@ def measure(
     return run
 
 
-def _update(world: World, **of_update: Any) -> dict[str, Any]:
+def _update(world: World, **settings: Any) -> dict[str, Any]:
     """The first rank's, the slowest one's seconds and the processor time of all."""
-    told = world.run("benchmarks.spiking.update", **of_update)
+    told = world.run("benchmarks.spiking.update", **settings)
     return {**told[0], **spent(told), "load": os.getloadavg()[0]}
 
 

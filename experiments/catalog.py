@@ -127,6 +127,7 @@ EXPLOSION = DEMO.heir(
             (f"{_STABILIZE}.skip_step.enable=true", f"{_STABILIZE}.skip_step.window=16"),
         ),
         Arm("mask", "the step without the tokens that gradloc names", (_MASK,)),
+        Arm("heal", "the step under the first setting measured to heal it", (_MASK.replace("=mask", "=heal"),)),
         Arm(
             "conservative",
             "the post-mortem's conservative settings",
@@ -200,21 +201,28 @@ _EXPLODING = {
 
 
 def _with_twins(name: str, meaning: str, healthy: tuple[str, ...], more: tuple[str, ...]) -> tuple[Arm, ...]:
-    """An arm that explodes, the same with spikes masked or skipped, and its healthy twin."""
+    """An arm that explodes, the same with spikes masked, skipped or healed, and its healthy twin."""
     exploding = (*healthy, *more)
-    modes = ("mask", "skip")
+    modes = ("mask", "skip", "heal")
     acting = (Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{_ACTION}={m}")) for m in modes)
     return Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", healthy)
 
 
 WILD_LONG = WILD.heir(
     "wild-long",
-    "what natural spikes are made of: five arms that explode by themselves, masked, skipped, and their healthy twins",
+    "what natural spikes are made of: five arms that explode, masked, skipped, healed, and their healthy twins",
     arms=tuple(arm for name, told in _EXPLODING.items() for arm in _with_twins(name, *told)),
     seeds=(1, 2, 3),
     summary_module="experiments.llm.natural",
     config=WILD.name,
     overrides=tuple(f"{_ACTOR}.gradloc.trigger.{key}=4" for key in ("max_events", "max_events_per_step")),
+)
+
+PRETRAIN = Experiment(
+    "pretrain",
+    "SmolLM2 goes on learning from plain text, one document in forty damaged: which peaks of the norm are theirs?",
+    material=DEMO_LLM.material,
+    script="experiments.loop.pretrain",
 )
 
 BUCKETS_DEMO = DEMO.heir(

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import catalog, launch, suite, target, verl09
@@ -30,12 +31,20 @@ an experiment with arms (--list shows them) runs every arm, one after the other,
 them; a part of it, and overrides for all arms:
   ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
 
+trainer=loop runs it in a plain PyTorch loop, which needs torch alone; what it takes: seed, steps, gradloc, weight,
+first_step, last_step:
+  ./run_experiment.sh demo trainer=loop gradloc=mask
+
+pretrain is such a loop, too; what it takes: seed, steps, documents, rows, tokens, rate,
+peak, clean, every, threads
+
 variables:
   VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
               (the demo: a patched copy that it makes itself)
   PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
   VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
   TRL_PYTHON  for trainer=trl, likewise: a Python with what requirements/trl.txt names
+  LOOP_PYTHON for trainer=loop, likewise: requirements/loop.txt; else PYTHON, where that has it
   RUN_DIR     where results go; else runs/NAME-<time>. An experiment with arms goes on there if it was cut off
 """
 
@@ -80,15 +89,17 @@ def run(args, environ, cwd: Path) -> int:
     """Prepares one experiment and runs it, or says what it would run."""
     version = take(args.overrides, "verl")
     trainer = take(args.overrides, "trainer") or "verl"
-    if trainer == "trl" and args.name == catalog.DEMO.name and version is None:
-        return run_on_trl(args, environ, cwd)
+    if trainer in SCRIPTS and args.name == catalog.DEMO.name and version is None:
+        return run_script(args, environ, cwd, SCRIPTS[trainer])
     if trainer != "verl":
-        raise UsageError(f"trainer={trainer} is for the demo alone, as trainer=trl and without verl=VERSION.")
+        raise UsageError(f"trainer={trainer} is for the demo alone, as trainer=trl or loop and without verl=VERSION.")
     experiment = catalog.for_verl(choose(args, environ), version)
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
+    if experiment.script:
+        return run_script(args, environ, cwd, script_of(experiment))
     find = find_installed if experiment.is_installed else find_patched
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
@@ -127,28 +138,69 @@ def run(args, environ, cwd: Path) -> int:
     return code
 
 
-def run_on_trl(args, environ, cwd: Path) -> int:
-    """The demo on TRL: two processes of torchrun, then the same verdict and page as of the others."""
-    own = environment.TRL
-    python = environ.get(own.variable) or str(own.python)
-    run_dir = results_folder(environ, cwd, "demo-trl")
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    line = [python, *processes, "-m", "experiments.trl.demo", *args.overrides]
+@dataclass(frozen=True)
+class Script:
+    """A program that trains by itself, with key=value as arguments."""
+
+    name: str
+    """Of its results' folder."""
+    module: str
+    own: environment.Environment
+    """Where it runs."""
+    started_by: tuple[str, ...] = ()
+    material: str = ""
+    """What builds its model and data; none where it needs none."""
+    is_planted: bool = True
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SCRIPTS = {
+    "trl": Script("demo-trl", "experiments.trl.demo", environment.TRL, TORCHRUN, catalog.DEMO.material),
+    "loop": Script("demo-loop", "experiments.loop.demo", environment.LOOP),
+}
+"""The demo on other trainers than verl."""
+
+
+def script_of(experiment: Experiment) -> Script:
+    return Script(experiment.name, experiment.script, environment.DEMO, material=experiment.material, is_planted=False)
+
+
+def run_script(args, environ, cwd: Path, script: Script) -> int:
+    """A program of ours in the place of verl's trainer; of a demo the same verdict as of the others; and a page."""
+    own = script.own
+    python = environ.get(own.variable or "PYTHON") or str(own.python)
+    if own is environment.LOOP and not environ.get(own.variable) and has_packages(sys.executable, own):
+        python = sys.executable
+    run_dir = results_folder(environ, cwd, script.name)
+    line = [python, *script.started_by, "-m", script.module, *args.overrides]
     describe(line, run_dir)
     if args.dry_run:
         return 0
-    environment.ensure_python(environment=own)
-    material = environment.ensure_material(python, catalog.DEMO.material)
+    if python == str(own.python):
+        environment.ensure_python(environment=own)
+    if script.material:
+        os.environ["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, script.material))
     run_dir.mkdir(parents=True)
     paths = os.pathsep.join(filter(None, [str(target.REPO), environ.get("PYTHONPATH")]))
     os.environ.update(PYTHONPATH=paths, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    os.environ.update(GRADLOC_DEMO_MATERIAL=str(material), GRADLOC_RUN_DIR=str(run_dir))
+    os.environ["GRADLOC_RUN_DIR"] = str(run_dir)
     code = launch.run(line, run_dir / "console.log", not args.verbose)
-    if (run_dir / "gradloc" / "events.jsonl").is_file():
-        code = code or verdict.main([str(run_dir)])
+    if code == 0 and "gradloc=off" not in args.overrides:
+        if script.is_planted:
+            code = verdict.main([str(run_dir)])
+        else:
+            print(f"\n{(run_dir / 'summary.md').read_text(encoding='utf-8')}")
         draw_report(python, run_dir)
     say("results", run_dir)
     return code
+
+
+def has_packages(python: str, own: environment.Environment) -> bool:
+    """Whether a Python has what an environment of ours would be made of, in whatever version."""
+    lines = [line for path in own.requirements for line in path.read_text().splitlines()]
+    names = {line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")}
+    code = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
+    return subprocess.run([python, "-c", code, *names], capture_output=True, check=False).returncode == 0
 
 
 def find_patched(

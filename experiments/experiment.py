@@ -71,6 +71,8 @@ class Experiment:
     """The config that it runs with, without `.yaml`, if that is not `experiments/NAME.yaml`. Not passed on to heirs."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides of that config. Not passed on to heirs."""
+    script: str = ""
+    """The module of a plain loop that is run, with key=value, in the place of verl's trainer; it has no config."""
 
     def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
         """An experiment whose config builds on this one's, and so needs what this one needs.

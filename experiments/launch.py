@@ -24,6 +24,8 @@ TAIL_LINES = 30
 STEP = re.compile(r"step:(\d+) - (.*)")
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
 TOTAL = re.compile(r"Total training steps: (\d+)")
+LATE = "The current node timed out during startup"
+"""Ray says so where one of its processes was not up within 15 to 30 s, which it lets nobody change."""
 RAY = re.compile(r"Started a local Ray instance|Connected to Ray cluster")
 SHOWN = {"actor/grad_norm": "grad norm", "critic/score/mean": "score", "timing_s/step": "seconds"}
 
@@ -96,13 +98,14 @@ def plain_path(python: str):
         yield str(link / "bin" / Path(python).name)
 
 
-def run(command: list[str], log: Path, is_brief: bool) -> int:
+def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
     """Runs the command to its end and returns its exit code; 130 or 143 when interrupted.
 
     Args:
         command: what to run. It gets a session of its own, so that an interrupt reaches it once.
         log: the file that takes everything it prints.
         is_brief: show only what `Brief` makes of it.
+        tries: how often in all, where Ray does not start: on a busy machine it gives up too early.
     """
     started = time.monotonic()
     brief = Brief()
@@ -142,6 +145,9 @@ def run(command: list[str], log: Path, is_brief: bool) -> int:
     if caught:
         print(f"Stopped by {signal.Signals(caught[0]).name}, Ray's processes included.")
         return 128 + caught[0]
+    if code and tries > 1 and any(LATE in line for line in tail):
+        print("Ray did not start in the time that it allows itself, as on a busy machine. Once more.", flush=True)
+        return run(command, log, is_brief, tries - 1)
     if code:
         if is_brief:
             print(f"The trainer failed with exit code {code}. Its last lines:", file=sys.stderr)

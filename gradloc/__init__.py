@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc: which tokens made this gradient spike, why, and what the step would have been without them.
 
-``adapters`` holds one for each trainer; every other room knows none.
+``Watch`` looks into any PyTorch loop; ``adapters`` holds one for each trainer, and every other room knows none.
 """
 
 import logging
 import os
+from typing import Any
 
 __version__ = "0.4.0"
 """The one place that names the version: the patch, the installed package and its commands read it here."""
 
 logging.getLogger(__name__).setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))  # of all loggers in here, as verl's own
+
+_FACE = {"Watch": "watch", "token_log_probs": "log_probs"}
+"""What a loop calls, and the module of ``gradloc.watch`` that has it: torch is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.watch.{_FACE[name]}"), name)

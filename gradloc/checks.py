@@ -159,43 +159,28 @@ class Requirement:
     expected: str
     because: str
     only_with: str = ""
-    """A switch, at the same prefix: where it is off, the setting may be anything."""
+    """A switch: where it is off, the setting may be anything."""
 
 
-_MODEL = "actor_rollout_ref.model"
-SEARCHABLE = (
-    Requirement(
-        f"{_MODEL}.fused_kernel_options.impl_backend",
-        ("torch",),
-        "torch",
-        "torch",
-        "no search was tested with the others, whose kernels are for GPUs",
-        only_with=f"{_MODEL}.use_fused_kernels",
-    ),
-)
-"""What a search needs on every verl."""
-
-
-def check_requirements(feature: str, needs: Iterable[Requirement], config: Any, prefix: str = "") -> None:
+def check_requirements(feature: str, needs: Iterable[Requirement], config: Any) -> None:
     """Refuse a run in which a feature that is on could not work.
 
     Args:
         feature: the setting that switches it on, by its full name.
-        needs: the feature's; those whose keys do not begin with ``prefix`` are left out.
-        config: what stands at ``prefix``.
-        prefix: ends with a dot; "" for the trainer's whole config.
+        needs: the feature's.
+        config: the trainer's whole config.
 
     Raises:
         ValueError: one sentence.
     """
     for need in needs:
-        if need.key.startswith(prefix) and (not need.only_with or _at(config, need.only_with, prefix)):
-            found = _at(config, need.key, prefix)
+        if not need.only_with or _at(config, need.only_with):
+            found = _at(config, need.key)
             found = need.default if found is None else found
             require(found in need.allowed, need.key, f"{need.expected} while {feature} is on ({need.because})", found)
 
 
-def _at(config: Any, key: str, prefix: str) -> Any:
-    for name in key.removeprefix(prefix).split("."):
+def _at(config: Any, key: str) -> Any:
+    for name in key.split("."):
         config = getattr(config, name, None)
     return config

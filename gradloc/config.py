@@ -8,13 +8,14 @@ the two and the documented table together.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from .checks import POSITIVE, SWITCH, Allowed, closed, integer, number, one_of, or_null, require, setting
-from .core.actions import ACTIONS
-from .search.find import BUDGET, MAX_CULPRITS, MAX_STEPS, STRATEGIES
+from .mismatch.config import MismatchConfig
+from .record import ACTIONS
+from .search.limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES
 from .stabilize.config import StabilizeConfig
 from .tell.config import NotifyConfig
 
@@ -77,6 +78,8 @@ class SearchConfig:
     """Stop after this many culprits."""
     max_steps: float = setting(MAX_STEPS, number("a number of at least 1", lambda value: value >= 1))
     """No search costs more than so many of this run's own updates, in passes and in time; ``bisect`` has ``budget``."""
+    max_cures: int = setting(MAX_CURES, integer(0))
+    """Other settings that the step is measured under after its search, one pass each, until one heals it; 0: none."""
     layer_window: int = setting(32, integer(0))
     """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
 
@@ -87,8 +90,9 @@ class ActionConfig:
     """What happens to the optimizer step that spiked, to each one that does."""
 
     mode: str = setting("observe", one_of(*ACTIONS))
-    """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``skip``:
-    take no step. ``abort``: take no step, write the event, stop the run."""
+    """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``heal``: take it
+    under the setting that was measured to heal it. ``skip``: take no step. ``abort``: take no step, write the event,
+    stop the run."""
     max_masked_tokens: int = setting(64, integer(1))
     """Skip the step instead of masking more tokens than this."""
     max_masked_share: float = setting(0.05, number("in (0, 1]", lambda value: 0 < value <= 1))
@@ -135,7 +139,13 @@ class GradLocConfig:
     action: ActionConfig = field(default_factory=ActionConfig)
     evidence: EvidenceConfig = field(default_factory=EvidenceConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
+
+    def check(self) -> None:
+        """``heal`` takes a step that was measured."""
+        is_searched = "heal" not in (self.action.mode, self.critic) or self.search.max_cures > 0
+        require(is_searched, f"{_KEY}.gradloc.search.max_cures", "at least 1 with action.mode=heal", 0)
 
     @property
     def root(self) -> str:
@@ -188,17 +198,41 @@ def settings_from(given: Mapping[str, Any], kind: Any = GradLocConfig) -> Any:
     Raises:
         ValueError: one sentence, for an unknown name or a wrong value.
     """
+    require(isinstance(given, Mapping), "gradloc", "a mode or settings by name", given)
     kinds = {each.name: each.default_factory for each in fields(kind) if is_dataclass(each.default_factory)}
     pairs = ((name, value) for name, value in given.items() if name != "_target_")  # Hydra's own
     return kind(**{name: settings_from(value, kinds[name]) if name in kinds else value for name, value in pairs})
 
 
-def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfig:
+def settings_without_verl(given: Any, dump_dir: str, where: str) -> GradLocConfig | None:
+    """The settings of a run of another trainer's than verl, with ``enable`` True; None where it was given as False.
+
+    Args:
+        given: blocks by name, or a GradLocConfig.
+        dump_dir: the folder for events, unless it is given.
+        where: the trainer without a critic, as a refusal calls it.
+
+    Raises:
+        ValueError: one sentence, for a wrong name or value, and for what only verl has.
+    """
+    try:
+        settings = given if isinstance(given, GradLocConfig) else settings_from(given)
+    except ValueError as error:  # settings say their names as verl has them
+        raise ValueError(str(error).replace(f"{_KEY}.", "")) from None
+    if settings.enable is False:
+        return None
+    require(settings.critic == "off", "gradloc.critic", f"off with {where}", settings.critic)
+    why = "left as it is: the stabilizers need verl"
+    require(settings.stabilize == StabilizeConfig(), "gradloc.stabilize", why, settings.stabilize)
+    is_named = settings.dump_dir != GradLocConfig.dump_dir
+    return replace(settings, enable=True, dump_dir=settings.root if is_named else os.path.abspath(dump_dir))
+
+
+def settings_in(config: Any) -> GradLocConfig:
     """The effective settings of a run.
 
     Args:
         config: the trainer's whole config; one without the block, of another trainer, has all off.
-        to_dataclass: verl's ``omega_conf_to_dataclass``.
 
     Raises:
         ValueError: as :func:`resolve`.
@@ -210,7 +244,8 @@ def settings_in(config: Any, to_dataclass: Callable[[Any], Any]) -> GradLocConfi
     if block is None:
         return GradLocConfig()
     run_folder = OmegaConf.select(config, "trainer.default_local_dir", default="outputs")
-    return resolve(to_dataclass(block), actor, default_dump_dir=f"{run_folder}/gradloc")
+    given: Any = OmegaConf.to_container(block, resolve=True)
+    return resolve(settings_from(given), actor, default_dump_dir=f"{run_folder}/gradloc")
 
 
 def settle(actor: Any) -> GradLocConfig:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an adapter touches of another package: is it still as we know it; and something else in its place."""
 
+import ast
 import functools
+import hashlib
 import importlib
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +36,25 @@ def difference(place: str, expected: str | None) -> str | None:
         return f"{place} is gone"
     parameters = None if expected is None else ", ".join(inspect.signature(inspect.unwrap(found)).parameters)
     return None if parameters == expected else f"{place} takes ({parameters}), expected ({expected})"
+
+
+def digest(place: str) -> str:
+    """Of a function's code: comments, docstring, decorators, signature and blank lines aside."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(find(place))))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return "gone"
+    statements: list[Any] = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    has_docstring = isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant)
+    first = statements[1 if has_docstring and len(statements) > 1 else 0]
+    lines = [line.rstrip() for line in source.splitlines()[first.lineno - 1 :]]
+    code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def extended(kind: type, mixin: type) -> type:
+    """A subclass of ``kind`` with ``mixin`` in front, for an object's ``__class__``; ``kind`` where that is one."""
+    return kind if issubclass(kind, mixin) else type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 @contextmanager

@@ -55,7 +55,8 @@ def diagnose(tree: Survey) -> Refusal:
         reason = "state-other-version"
         what = f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}"
         cause = "It was not taken off before the upgrade."
-        next_ = f"In a clone of GradLoc {tree.other_version}: {checkout.command} --reverse   (then this, from here)"
+        place = f"cd GRADLOC-{tree.other_version}"
+        next_ = f"{place} && python apply_patch.py {checkout.option} --reverse   (a clone of that version)"
         listed = []
     elif any(found.blob == PUBLISHED_ACTOR for found in files.values()):
         reason, what = "state-published", "the publicly released GradLoc patch is on this tree"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds patches/ from verl_overrides/, after taking a patched tree's edits into it where one is named.
 
-``verl_overrides/v0.7.0/`` has the base's commit and archive in ``base.json``, one small diff for each file of verl's
-(``NAME.patch``), and whole files that verl gets. A further base is a further folder: what the first one holds serves
-it, too, where it fits as it is.
+A folder for each verl that there is a patch for, ``verl_overrides/v0.7.0/``: ``base.json`` names the commit and the
+archive's sha256, ``NAME.patch`` is the diff of one of verl's files, and any other file is new to verl. A diff in the
+first folder also serves the later ones, as long as it applies there.
 """
 
 import argparse
@@ -99,16 +99,14 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
 
 def _fetch(name: str, folder: str) -> Path:
     requirement, archive = name.replace("-", "=="), Path(folder) / f"{name}.tar.gz"
-    command = (
-        "-m pip download --quiet --no-deps --no-build-isolation --disable-pip-version-check --no-binary verl --dest"
-    )
-    done = subprocess.run(
-        [sys.executable, *command.split(), folder, requirement], capture_output=True, text=True, cwd=folder
-    )
+    command = "-m pip download --quiet --no-deps --disable-pip-version-check --no-binary verl --dest".split()
+    command = [sys.executable, *command, folder, requirement]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode or not archive.is_file():
         what, cause = f"pip could not fetch the source archive of {requirement}", "No network, or no such package."
         next_ = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, with a copy fetched elsewhere"
-        raise Refusal(NETWORK, "base-pip", what, cause, next_, found=(done.stderr.strip().splitlines() or [""])[-1])
+        found = [line for line in done.stderr.splitlines() if line.strip().lower().startswith("error")]
+        raise Refusal(NETWORK, "base-pip", what, cause, next_, found=found[0].strip() if found else None)
     return archive
 
 
@@ -151,7 +149,7 @@ def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> d
     """
     made: dict[str, bytes] = {}
     for folder in dict.fromkeys((base.shared, base.folder)):
-        for place in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder):
+        for place in sorted(path for path in folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
             path = place.relative_to(folder).as_posix()
             verls = path.removesuffix(".patch")
             if (folder != base.folder and (base.folder / path).is_file()) or only not in ("", verls):
@@ -272,7 +270,14 @@ def _store(base: Base, path: str, content: bytes) -> None:
     name = path if before is None else f"{path}.patch"
     data, shared = (content if before is None else seam(path, before, content).encode()), base.shared / name
     serves = before is None or (shared.is_file() and parse(shared.read_bytes())[path].before == blob_id(before))
-    write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
+    place = shared if serves and not (base.folder / name).is_file() else base.folder / name
+    if content != before:
+        write_file(place, data)
+    elif place.is_file():  # it is verl's own again
+        place.unlink()
+    else:
+        what, cause = f"{path} is verl's own again in {base.tag}", f"Its seam is {shared}, which other bases have, too."
+        raise Refusal(STATE, "take-shared", what, cause, "Remove the seam by hand, and run this again.")
 
 
 def write_file(path: Path, data: bytes) -> bool:

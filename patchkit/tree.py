@@ -50,9 +50,14 @@ class Checkout:
         return "clone" if self.git_dir == self.root / ".git" else "linked worktree or submodule"
 
     @property
+    def option(self) -> str:
+        """How the target is named to the applier."""
+        return "--installed" if self.kind == "installed package" else f"--repo {quoted(self.root)}"
+
+    @property
     def command(self) -> str:
-        """How the applier is run on this target again."""
-        return f"{program()} " + ("--installed" if self.kind == "installed package" else f"--repo {quoted(self.root)}")
+        """How this applier is run on the target again."""
+        return f"{program()} {self.option}"
 
     def unfinished(self) -> str | None:
         """Which operation of git is under way in the checkout, if any."""

@@ -139,7 +139,7 @@ def _acquire(files: Filesystem, folder: Path) -> tuple[int | None, str]:
 
 
 def no_permission(place: Path) -> Refusal:
-    what, cause = f"{place} may not be written to", "It belongs to another user, or is read-only."
+    what, cause = f"{place} may not be written to", "It belongs to another user, is read-only, or is missing."
     return Refusal(STATE, "blocked-permission", what, cause, f"Run as its owner, or see: ls -ld {quoted(place)}")
 
 

@@ -11,15 +11,16 @@ sys.path.insert(0, str(ROOT))
 
 from gradloc.health.rules import ADVICE  # noqa: E402
 from gradloc.words.advice import ACTIONS, VERLS  # noqa: E402
-from gradloc.words.meanings import MEANINGS  # noqa: E402
-from gradloc.words.next_step import RULES  # noqa: E402
+from gradloc.words.cures import MILDEST_FIRST, is_measured  # noqa: E402
+from gradloc.words.meanings import MEANINGS, RULES  # noqa: E402
 
 PAGE = """\
 # What to do now
 
 The page, the terminal and `--format md` give one thing to do: the first row of this table that an event's evidence
-fits. What is in force already, and what the run's verl does not have, is passed over for the row's next action. Words
-in *italics* stand for the event's own. `python scripts/make_advice.py` makes this page from `gradloc/words`.
+fits. A setting that was [measured to heal the step](cures.md) comes before it. Settings already on, or missing from
+your verl, are skipped. Words in *italics* stand for the event's own.
+`python scripts/make_advice.py` makes this page from `gradloc/words`.
 
 | what is seen | do | why | right if |
 | --- | --- | --- | --- |
@@ -39,6 +40,14 @@ Each is composed with that verl's own config, built, and held to be read by its 
 | --- | --- | --- |
 {actions}
 
+## Cures
+
+Settings that a search measures ([cures](cures.md)), in this order.
+
+| do | on | for |
+| --- | --- | --- |
+{cures}
+
 ## By cause
 
 | cause | what it means | what people do |
@@ -56,26 +65,40 @@ def _all(names: tuple[str, ...]) -> str:
     return " ".join(ACTIONS[name].do for name in names)
 
 
+def _trainers_of(cure: str) -> str:
+    found = ", ".join(name for name in ("verl 0.7", "verl 0.9", "TRL") if is_measured(cure, name.lower()))
+    return {"verl 0.7, verl 0.9, TRL": "all", "verl 0.7, verl 0.9": "verl"}.get(found, found)
+
+
+def _causes_of(cure: str) -> str:
+    return ", ".join(f"`{label}`" for label, found in MEANINGS.items() if cure in found.cures)
+
+
 def pages() -> dict[Path, str]:
     """The pages as they are to be."""
     rules = []
     for rule in RULES:
-        first = _italic(rule.do) or ACTIONS[rule.actions[0]].do
-        then = f" Else: {_all(rule.actions[1:])}" if len(rule.actions) > 1 else ""
-        line = f"`{ACTIONS[rule.actions[0]].line('0.9') or ACTIONS[rule.actions[0]].line('0.7')}`"
+        first = _italic(rule.say) or ACTIONS[rule.do[0]].do
+        then = f" Else: {_all(rule.do[1:])}" if len(rule.do) > 1 else ""
+        line = f"`{ACTIONS[rule.do[0]].line('0.9') or ACTIONS[rule.do[0]].line('0.7')}`"
         rules.append(f"| {rule.seen} | {first} {line}{then} | {_italic(rule.why)} | {rule.check} |")
     actions = []
     for action in ACTIONS.values():
         lines = [f"`{action.line(verl)}`" if action.line(verl) else "–" for verl in VERLS]
         actions.append(f"| {action.do} | {' | '.join(lines if lines[0] != lines[1] else [lines[0], 'the same'])} |")
     causes = [
-        f"| `{label}` | {found.title}. {found.means} | {_all(found.actions)} |" for label, found in MEANINGS.items()
+        f"| `{label}` | {found.title}. {found.means} | {'as above' if found.why else _all(found.do)} |"
+        for label, found in MEANINGS.items()
     ]
     reasons = "".join(f"| `{name}` | {_all(names)} |\n" for name, names in ADVICE.items())
+    cures = [f"| {ACTIONS[name].do} | {_trainers_of(name)} | {_causes_of(name)} |" for name in MILDEST_FIRST]
     health = ROOT / "docs" / "health.md"
     return {
         ROOT / "docs" / "advice.md": PAGE.format(
-            rules=_italic("\n".join(rules)), actions="\n".join(actions), causes="\n".join(causes)
+            rules=_italic("\n".join(rules)),
+            actions="\n".join(actions),
+            causes="\n".join(causes),
+            cures="\n".join(cures),
         ),
         health: HEALTH.sub(lambda found: found[1] + reasons, health.read_text(encoding="utf-8")),
     }

@@ -114,7 +114,7 @@ def _one_line(text: str) -> str:
 def main() -> None:
     """Write the files."""
     for name, kind in FILES.items():
-        path = ROOT / "schema" / f"{name}.v{record.SCHEMA_VERSION}.schema.json"
+        path = ROOT / "schema" / f"{name}.v{kind.schema_version}.schema.json"
         path.write_text(text_of(schema_of(kind)), encoding="utf-8")
 
 

@@ -56,8 +56,10 @@ if [[ $tier == default || $tier == lint ]]; then
 fi
 
 # Three processes, since ranks wait for each other; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
+# A test that hangs tells where, after LONGEST seconds, and fails; the others go on.
 tests() {
-    "$python" -m pytest -n "${WORKERS:-3}" --dist loadgroup --no-loadscope-reorder --durations=10 -m "$1" "${@:2}"
+    "$python" -m pytest -n "${WORKERS:-3}" --dist loadgroup --no-loadscope-reorder --durations=10 \
+        -o faulthandler_timeout="${LONGEST:-900}" -o faulthandler_exit_on_timeout=true -m "$1" "${@:2}"
 }
 case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
@@ -70,7 +72,7 @@ case $tier in
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
-        stage "tests on $tier" && WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "$@"
+        stage "tests on $tier" && LONGEST=2400 WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "$@"
         ;;
 esac
 stage "done"

@@ -2,8 +2,10 @@
 """What holds on a GPU: repeatability, closure, certificate, recall, cost, memory, waits, on models of random weights.
 
     python -m benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
+    python -m benchmarks.gpu --first                      # all that is worth knowing first: 45 minutes at most
     python -m benchmarks.gpu --parts first                # three minutes: whether anything is wrong at all
     python -m benchmarks.gpu --size 1.5B --tokens 32768
+    python -m benchmarks.gpu --forecast                   # no GPU: what a search takes, by sizes alone
     torchrun --nproc-per-node 8 -m benchmarks.gpu         # the same step dealt out to eight
     python -m benchmarks.gpu --device cpu --size tiny --tokens 128
 
@@ -26,10 +28,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import cells, parts
+from benchmarks.gpu import cells, first, forecast, parts
 from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
 from benchmarks.run import as_typed, digest, parser, table, write
-from gradloc.core.memory import WAYS
+from gradloc.core.forecast import WAYS
 
 PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
 """In this order; the first ends in three minutes on a GPU."""
@@ -90,20 +92,34 @@ def main(arguments: list[str] | None = None) -> int:
     add("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parsed = options.parse_args(arguments)
+    add("--first", action="store_true", help="the first session on a GPU: all steps in turn, 45 minutes at most")
+    add(
+        "--forecast", action="store_true", help="measure nothing: what the search's own forecast says of cards of 80 GB"
+    )
+    parsed, given = options.parse_args(arguments), list(sys.argv[1:] if arguments is None else arguments)
+    if parsed.forecast:
+        print(forecast.markdown(parsed.tokens))
+        return 0
+    if parsed.first:
+        if "--out" in given:
+            del given[(at := given.index("--out")) : at + 2]
+        return first.session(parsed.out, [each for each in given if each != "--first"])
     device = _join(parsed.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     command = as_typed("gpu", arguments)
     run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
-    run["cells"] = []
+    run |= {"cells": [], "is_complete": False}
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
     for part in parsed.parts:
         for name, measure in cells_of(part, parsed, device):
             run["cells"].append({"part": part, "cell": name, **_measured(measure)})
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if is_writer:
                 write(run, parsed.out, "gpu")
                 (parsed.out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
                 print(table([HEAD, row_of(run["cells"][-1])]).splitlines()[-1], flush=True)
+    if is_writer:
+        write(run | {"is_complete": True}, parsed.out, "gpu")
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(cell["is_ok"] is False for cell in run["cells"]))

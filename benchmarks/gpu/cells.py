@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.localization.memory import peak_memory, wait
+from gradloc.core.forecast import WAYS, Way
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import WAYS, Room, StepPeak, Way
+from gradloc.core.memory import Room, StepPeak
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
-from gradloc.search.find import Finding, localize
+from gradloc.search.find import localize
+from gradloc.search.task import SearchResult
 from tests.bare import BareStep, Batch, Decoder, ModelSize, Place, log_prob_of, shard
 from tests.bare.model import SIZES, Block, _attend
 
@@ -109,7 +111,7 @@ class Bench:
         norm, threshold = self.space.norm(), _THRESHOLD * self.healthy
         return step, Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens), planted
 
-    def search(self, step: BareStep, spike: Spike, way: Way = WAYS[0]) -> tuple[Finding, dict[str, Any]]:
+    def search(self, step: BareStep, spike: Spike, way: Way = WAYS[0]) -> tuple[SearchResult, dict[str, Any]]:
         """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
         room = Room(self.space, self.optimizer, self.peak.size, step.forward_bytes())
         with peak_memory(self.device) as peak:
@@ -127,7 +129,7 @@ class Bench:
             figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.of(way), 0) / 2**30}
         return finding, figures
 
-    def named(self, step: BareStep, finding: Finding) -> set[Place]:
+    def named(self, step: BareStep, finding: SearchResult) -> set[Place]:
         """Where the culprits stand in the batch."""
         return {self.batch.place(token, self.ranks.size, _NUM_MICRO_BATCHES) for token in finding.tokens}
 
@@ -136,7 +138,7 @@ def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
     """One planted spike, searched: its norm has to be within the bound, its memory within the forecast."""
     step, spike, planted = bench.spiked(plant)
     finding, figures = bench.search(step, spike)
-    named, certificate, shares = bench.named(step, finding), finding.certificate, finding.result.shares
+    named, certificate, shares = bench.named(step, finding), finding.certificate, finding.shares
     bench.space.clear()
     with attended(bench.attention, is_deterministic=True):
         truth = _norm_of(bench, step, lambda index: ~_mask(named, step, index))

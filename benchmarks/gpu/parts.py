@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.counter import DeviceCounter
+from benchmarks.counter import PACKAGE, DeviceCounter
 from benchmarks.gpu.cells import MODELS, Bench
 from benchmarks.localization.memory import wait
 from benchmarks.run import REPO
-from gradloc.adapters.verl_common.precise import _has_wide_product, precise_readout
+from gradloc.core.precise import _has_wide_product, precise_readout
 
 _POSITIONS = 512
 
@@ -78,7 +78,7 @@ def syncs_cell(bench: Bench) -> dict[str, Any]:
     step.train()
     searched = _waits(bench.device, lambda: bench.search(step, spike))
     bench.space.clear()
-    return {"healthy": healthy, "search": searched, "is_ok": not any("gradloc" in place for place in healthy)}
+    return {"healthy": healthy, "search": searched, "is_ok": not any(place.startswith("gradloc/") for place in healthy)}
 
 
 def _waits(device: torch.device, work: Any) -> dict[str, int]:
@@ -97,7 +97,9 @@ def _waits(device: torch.device, work: Any) -> dict[str, int]:
             torch.cuda.set_sync_debug_mode("default")
     for warning in caught:
         if "synchronizing" in str(warning.message):
-            found[f"{warning.filename.rpartition('/site-packages/')[2]}:{warning.lineno}"] += 1
+            name = warning.filename
+            ours = name.startswith(PACKAGE)
+            found[f"{'gradloc/' + name.removeprefix(PACKAGE) if ours else name}:{warning.lineno}"] += 1
     return dict(found.most_common())
 
 

@@ -13,7 +13,7 @@ from benchmarks.localization.corpus import load, split, text, trained
 from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, Planted, Planter, count_scenario
-from gradloc.core.history import History
+from gradloc.core.history import NormHistory
 from tests.bare import SIZES, Batch, Oracle, healthy_batch
 from tests.world import World
 
@@ -139,7 +139,7 @@ class Bench:
                 self._batches = (cell.model, cell.tokens), batches
             micro_batches = 1 if cell.model == pretrained.NAME else cell.micro_batches
             norms = [norm for norm, _ in self._healthy(cell, self._batches[1], micro_batches)]
-            history = History(**_HISTORY)
+            history = NormHistory(**_HISTORY)
             for norm in norms:
                 history.observe(norm, is_spike=False)
             self.histories[key] = {

@@ -17,7 +17,8 @@ from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker, median_size
 from gradloc.core.trigger import Spike
-from gradloc.search.find import Finding, localize
+from gradloc.search.find import localize
+from gradloc.search.task import SearchResult
 from tests.bare import BareStep, Batch, shard
 
 _GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is clipped
@@ -108,22 +109,22 @@ def search_cell(
     return answer
 
 
-def _told(finding: Finding) -> dict[str, Any]:
-    result, certificate = finding.result, finding.certificate
+def _told(finding: SearchResult) -> dict[str, Any]:
+    certificate = finding.certificate
     return {
-        "culprits": [(culprit.span, culprit.tokens, culprit.norm, culprit.is_exact) for culprit in result.culprits],
+        "culprits": [(culprit.span, culprit.tokens, culprit.norm, culprit.is_exact) for culprit in finding.culprits],
         "forwards": finding.num_forwards,
         "backwards": finding.num_backwards,
         "status": finding.status,
-        "stop_reason": result.stop_reason,
-        "source": None if result.source is None else result.source.label,
-        "closure": None if result.shares is None else result.shares.closure,
-        "closure_error": None if result.shares is None else result.shares.closure_error,
-        "is_trusted": result.shares is not None and result.shares.is_trusted,
+        "stop_reason": finding.stop_reason,
+        "source": None if finding.source is None else finding.source.label,
+        "closure": None if finding.shares is None else finding.shares.closure,
+        "closure_error": None if finding.shares is None else finding.shares.closure_error,
+        "is_trusted": finding.shares is not None and finding.shares.is_trusted,
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
-        "path": [f"{e.phase} {e.verdict}" + (f" {e.norm:.4g}" if e.norm is not None else "") for e in result.path],
+        "path": [f"{e.phase} {e.verdict}" + (f" {e.norm:.4g}" if e.norm is not None else "") for e in finding.path],
     }
 
 

@@ -5,7 +5,7 @@ import bisect
 import math
 from collections import deque
 
-from gradloc.core.history import History
+from gradloc.core.history import NormHistory
 from gradloc.core.trigger import AdaptiveThreshold
 
 
@@ -46,7 +46,7 @@ class Pooled(Rule):
     """The rule before it: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
 
     def __init__(self):
-        self._history, self._norms = History(window=128, warmup=16, num_deviations=6.0), []
+        self._history, self._norms = NormHistory(window=128, warmup=16, num_deviations=6.0), []
         self._threshold = None
 
     def threshold(self, position: int) -> float | None:

@@ -68,6 +68,7 @@ VERL09 = Environment(
     variable="VERL09_PYTHON",
 )
 TRL = Environment("venv-trl", _requirements("trl.txt"), "about a minute, 2 GB", variable="TRL_PYTHON")
+LOOP = Environment("venv-loop", _requirements("loop.txt"), "half a minute, 1 GB", variable="LOOP_PYTHON")
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
 

@@ -87,6 +87,8 @@ def done(reading: Reading, step: int) -> str:
     deeds = []
     if metrics.get("gradloc/mask"):
         deeds.append("step without the culprit")
+    if metrics.get("gradloc/heal"):
+        deeds.append("step under another setting")
     if metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"):
         deeds.append("step skipped")
     if metrics.get("gradloc/layer_clip/scale_min", 1.0) < 1:

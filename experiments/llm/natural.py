@@ -3,7 +3,7 @@
 
     python -m experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
 
-It prints three tables. In the first folder it writes them to `summary.md`, what they are made of to `natural.json`, and
+It prints four tables. In the first folder it writes them to `summary.md`, what they are made of to `natural.json`, and
 a figure to `natural.png`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from experiments import suite
 from experiments.llm.wild import cause, finite, largest, number, read, text
 
-MODES = ("observe", "mask", "skip", "twin")
+MODES = ("observe", "mask", "skip", "heal", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
 """What an event names."""
 MADE_OF = ["arm", "runs", "events", *KINDS, "causes", "explained", "shares trusted"]
@@ -27,6 +27,7 @@ MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", 
 CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
 EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
 EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
+CURED = ["arm", "events", "healed", "the setting measured first", "norm under it / threshold", "not healed"]
 LEGEND = "The first table and the last: of runs that observe. updates: the search's passes, in steps of the trainer."
 
 
@@ -68,6 +69,9 @@ def summary(event: dict) -> dict[str, Any]:
         # an update of M micro-batches is M forwards and M backwards, each of which counts as two
         "updates": (search["forwards"] + 2 * search["backwards"]) / (3 * step["num_micro_batches"]),
         "seconds": search["seconds"],
+        "cures": [
+            {key: cure[key] for key in ("name", "verdict", "norm_after", "forwards")} for cure in event["cures"] or ()
+        ],
         "largest": None,
     }
     if culprits:
@@ -135,7 +139,7 @@ def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | 
         return "-"
     if of is not None:
         return number(of(known))
-    return ", ".join(number(of_all(known)) for of_all in (min, statistics.median, max))
+    return ", ".join(number(pick(known)) for pick in (min, statistics.median, max))
 
 
 def changed(told: dict[str, Any]) -> suite.Table:
@@ -182,6 +186,40 @@ def event_line(event: dict) -> list[str]:
     ]
 
 
+def cured(told: dict[str, Any]) -> suite.Table:
+    """A line for each arm, over its seeds: which settings were measured, and which healed the step. Records from before
+    there were cures have no line."""
+    by_arm: dict[str, list[dict]] = {}
+    for event in told["events"]:
+        if event["mode"] == MODES[0] and "cures" in event:
+            by_arm.setdefault(event["arm"], []).append(event)
+    return [CURED, *(cured_line(arm, found) for arm, found in by_arm.items())]
+
+
+def cured_line(arm: str, found: list[dict]) -> list[str]:
+    measured = [
+        # an event has the most useful first, and the search ends with what heals: so that came last
+        sorted((cure for cure in event["cures"] if cure["forwards"]), key=lambda cure: cure["verdict"] == "healed")
+        for event in found
+    ]
+    first = Counter(cures[0]["name"] for cures in measured if cures).most_common()
+    healed = [next((cure for cure in event["cures"] if cure["verdict"] == "healed"), None) for event in found]
+    left = [
+        f"{event['seed']}/{event['step']}: {', '.join(cure['name'] for cure in cures) or 'none measured'}"
+        for event, cures, cure in zip(found, measured, healed, strict=True)
+        if cure is None
+    ]
+    under = [cure["norm_after"] / event["threshold"] for event, cure in zip(found, healed, strict=True) if cure]
+    return [
+        arm,
+        str(len(found)),
+        str(len(under)),
+        ", ".join(f"{count} {name}" for name, count in first) or "-",
+        spread(under),
+        "; ".join(left) or "-",
+    ]
+
+
 # ---- the figure
 
 
@@ -210,11 +248,11 @@ def draw(told: dict[str, Any], path: Path) -> None:
 
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
-    """The three tables; the record and the figure go into the folder."""
+    """The four tables; the record and the figure go into the folder."""
     told = record(runs)
     (folder / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draw(told, folder / "natural.png")
-    return [made_of(told), changed(told), events(told)]
+    return [made_of(told), changed(told), cured(told), events(told)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from experiments.cpu.arithmetic import score
-from experiments.plan import draw
+from experiments.plan import Settings, draw
 from gradloc.trl import GRPOTrainer
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrlSettings(Settings):
     """What may be given as key=value."""
 
     seed: int = 1
@@ -39,25 +39,11 @@ class Settings:
     tau: float = 640.0
     """The published per-token threshold."""
 
-    @classmethod
-    def parse(cls, overrides: list[str]) -> "Settings":
-        """From key=value.
-
-        Raises:
-            SystemExit: one sentence, for a key that there is not.
-        """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        pairs = [text.partition("=")[::2] for text in overrides]
-        wrong = next((key for key, _ in pairs if key not in kinds), None)
-        if wrong is not None:
-            raise SystemExit(f"{wrong} is nothing that the demo on TRL takes: there are {', '.join(kinds)}.")
-        return cls(**{key: kinds[key](value) for key, value in pairs})
-
 
 class Faulty(GRPOTrainer):
     """Spoils the advantage of one token of what training is given, and writes down which."""
 
-    def __init__(self, *args: Any, settings: Settings, record: Path, **others: Any):
+    def __init__(self, *args: Any, settings: TrlSettings, record: Path, **others: Any):
         super().__init__(*args, **others)
         self.settings, self.record = settings, record
         self.fault = draw(settings.seed, settings.first_step, settings.last_step)
@@ -121,7 +107,7 @@ def right_answers(completions: list[Any], answer: list[str], **_: Any) -> list[f
 
 
 def main(overrides: list[str]) -> None:
-    settings = Settings.parse(overrides)
+    settings = TrlSettings.parse(overrides)
     material, run_dir = Path(os.environ["GRADLOC_DEMO_MATERIAL"]), Path(os.environ["GRADLOC_RUN_DIR"])
     rows = str(material / "train.parquet")
     data = load_dataset("parquet", data_files=rows, split="train", cache_dir=str(run_dir / "data"))

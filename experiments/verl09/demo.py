@@ -17,13 +17,13 @@ __all__ = ["rollout"]
 
 def install(trainer) -> None:
     """Wraps the trainer's `_compute_advantage`."""
-    of_verl = trainer._compute_advantage
+    original = trainer._compute_advantage
 
     def compute_advantage(self, batch, metrics):
         if fault.armed() is None:
             fault.arm(fault.Fault(**self.config.demo.fault))
         fault.observe(rows_of(batch, self.global_steps))
-        return of_verl(self, batch, metrics)
+        return original(self, batch, metrics)
 
     trainer._compute_advantage = compute_advantage
 

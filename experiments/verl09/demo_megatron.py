@@ -15,7 +15,7 @@ PAD, UNKNOWN = 0, 1
 megatron.install()
 megatron.engine_in("float32").start()
 
-_of_bridge = LLMBridge.load_weights
+_original = LLMBridge.load_weights
 
 
 def _load_weights(self: Any, models: list[Any], *args: Any, **given: Any) -> None:
@@ -23,7 +23,7 @@ def _load_weights(self: Any, models: list[Any], *args: Any, **given: Any) -> Non
 
     A norm multiplies the gradient of such a one by 1000. The model writes pads at times: spikes beside the planted one.
     """
-    _of_bridge(self, models, *args, **given)
+    _original(self, models, *args, **given)
     for model in map(unwrap_model, models):
         embedding = getattr(model, "embedding", None)
         if embedding is not None and embedding.word_embeddings.vocab_start_index == 0:

@@ -89,7 +89,7 @@ def mark(settings: stale.Settings, batch, log_probs: torch.Tensor) -> torch.Tens
 
 def install(trainer) -> None:
     """Wraps the trainer's `_compute_old_log_prob`."""
-    of_verl = trainer._compute_old_log_prob
+    original = trainer._compute_old_log_prob
 
     def compute_old_log_prob(self, batch, metrics):
         settings = stale.Settings(**OmegaConf.to_container(self.config.explosion, resolve=True))
@@ -100,11 +100,11 @@ def install(trainer) -> None:
         marks = mark(settings, batch, rows.log_probs)
         reward.observe(rows, marks, settings.advantage, self.tokenizer)
         if not marks.any():
-            return of_verl(self, batch, metrics)
+            return original(self, batch, metrics)
         probability = settings.probabilities[self.global_steps]
         response_mask = fetch(batch, "response_mask")["response_mask"]
         put(batch, "rollout_log_probs", stale.as_sampled(rows.log_probs, marks, probability), response_mask)
-        done = of_verl(self, batch, metrics)
+        done = original(self, batch, metrics)
         old = fetch(batch, "old_log_probs")["old_log_probs"].to_padded_tensor(0.0)
         put(batch, "old_log_probs", stale.as_sampled(old, marks, probability), response_mask)
         return done

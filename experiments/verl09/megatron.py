@@ -57,7 +57,7 @@ def engine_in(dtype: str) -> Any:
 
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-    of_verl = MegatronEngine.__init__
+    original = MegatronEngine.__init__
 
     def init(self: Any, model_config: Any, engine_config: Any, *args: Any, **given: Any) -> None:
         object.__setattr__(engine_config, "dtype", dtype)
@@ -65,7 +65,7 @@ def engine_in(dtype: str) -> Any:
             object.__setattr__(model_config, "tokenizer", SimpleNamespace(pad_token_id=0))
         kept = {**engine_config.override_transformer_config, **CONFIG}
         object.__setattr__(engine_config, "override_transformer_config", kept)
-        of_verl(self, model_config, engine_config, *args, **given)
+        original(self, model_config, engine_config, *args, **given)
         model_parallel_cuda_manual_seed(1)  # which verl's `set_random_seed` leaves out on a CPU
 
     return mock.patch.object(MegatronEngine, "__init__", init)
@@ -78,10 +78,10 @@ def _take_the_cpu_for_the_gpu() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self
-    of_torch = torch.Tensor.type
+    original = torch.Tensor.type
 
     def type_of(self: torch.Tensor, *args: Any, **given: Any) -> Any:
-        found = of_torch(self, *args, **given)  # Megatron's optimizers sort parameters by its name
+        found = original(self, *args, **given)  # Megatron's optimizers sort parameters by its name
         is_plain = isinstance(found, str) and "cuda" not in found  # torch asks this function itself, too
         return found.replace("torch.", "torch.cuda.") if is_plain else found
 
@@ -122,29 +122,29 @@ def _take_local_layers() -> None:
     def local(config: Any, use_transformer_engine: bool = True, **given: Any) -> Any:
         return spec(config, use_transformer_engine=False, **given)
 
-    def of_hf(self: Any, name: str) -> list[str]:
-        for of_megatron, found in norms.items():
-            if of_megatron in name:
+    def hf_names(self: Any, name: str) -> list[str]:
+        for megatron_name, found in norms.items():
+            if megatron_name in name:
                 return [f"model.layers.{name.split('.')[2]}.{found}.weight"]
         return names(self, name)
 
     local.__signature__ = inspect.signature(spec)  # type: ignore[attr-defined]
     llm_bridge.get_gpt_decoder_block_spec = local
-    llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf = of_hf
+    llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf = hf_names
 
 
 def _gather_uneven_parts() -> None:
     """Of gloo's collectives over a list of tensors: NCCL's take some that differ in length, as those of experts do."""
     import torch.distributed as dist
 
-    of_gloo = dist.all_gather
+    original = dist.all_gather
 
     def all_gather(found: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         sizes = [len(part) for part in found]
         if len(set(sizes)) == 1:
-            return of_gloo(found, own, group, async_op)
+            return original(found, own, group, async_op)
         padded = [part.new_zeros(max(sizes), *part.shape[1:]) for part in found]
-        of_gloo(padded, torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])]), group)
+        original(padded, torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])]), group)
         for part, wide in zip(found, padded, strict=True):
             part.copy_(wide[: len(part)])
 
@@ -212,12 +212,12 @@ def _attend_without_kernels() -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    of_megatron = DotProductAttention.__init__
+    original = DotProductAttention.__init__
 
     def init(self: Any, config: Any, *args: Any, **given: Any) -> None:
         plain = copy.copy(config)
         plain.context_parallel_size = 1
-        of_megatron(self, plain, *args, **given)
+        original(self, plain, *args, **given)
 
     def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Of (positions, rows, heads, size) each; as many values of all heads."""
@@ -266,12 +266,12 @@ def _allow_norms_with_sequence_parallelism() -> None:
     """Megatron refuses torch's norm there, since it does not say that its weight's gradient is a part."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    of_megatron = WrappedTorchNorm.__new__
+    original = WrappedTorchNorm.__new__
 
     def new(cls: Any, config: Any, *args: Any, **given: Any) -> Any:
         plain = copy.copy(config)
         plain.sequence_parallel = False
-        norm = of_megatron(cls, plain, *args, **given)
+        norm = original(cls, plain, *args, **given)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
@@ -305,7 +305,7 @@ def _offload_within_one_memory() -> None:
     from verl.workers.engine import base
     from verl.workers.engine.megatron import transformer_impl
 
-    of_megatron = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     shards_of = DistributedOptimizer._build_model_and_main_param_groups
     num_tokens_of = transformer_impl.MegatronEngine._routed_num_tokens
 
@@ -323,7 +323,7 @@ def _offload_within_one_memory() -> None:
         """Of a clone of each parameter that goes to the CPU, Megatron asks for `.cpu().pin_memory()`."""
         patched = {"is_cuda": is_on_gpu, "cpu": on_host, "pin_memory": lambda tensor: tensor, "float": to_float}
         with mock.patch.multiple(torch.Tensor, create=True, **patched):
-            return of_megatron(self, offload_fraction)
+            return original(self, offload_fraction)
 
     def shards(cls: Any, *args: Any) -> Any:
         with torch.no_grad():  # else those of float32 parameters are no leaves, and the optimizer refuses them

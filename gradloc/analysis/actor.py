@@ -24,7 +24,7 @@ NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
 
 
 @dataclass
-class MicroBatch:
+class ActorMicroBatch:
     """One of training's micro-batches, without its filling rows, on the device."""
 
     inputs: dict[str, torch.Tensor]
@@ -47,7 +47,7 @@ class Actor(Protocol):
     """The fp16 scaler's factor; else 1."""
     grad_clip: float
 
-    def micro_batches(self, rows: Rows) -> Iterator[MicroBatch]:
+    def micro_batches(self, rows: Rows) -> Iterator[ActorMicroBatch]:
         """Cut as training would; every rank gets the same number of micro-batches."""
 
     def runs(self, lengths: torch.Tensor) -> list[list[int]]:
@@ -64,7 +64,7 @@ class Actor(Protocol):
     ) -> dict[str, torch.Tensor]:
         """The terms of training's loss on these values, coefficients included, as if they were the whole batch."""
 
-    def share(self, part: MicroBatch, term: str, num_rows: int) -> float:
+    def share(self, part: ActorMicroBatch, term: str, num_rows: int) -> float:
         """A micro-batch's weight in a term of the whole batch, which has this many rows."""
 
     def aggregation(self, term: str) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from .buckets.reporter import BucketAnalysis
 from .config import BucketSettings, QuartileSettings
-from .quartiles.reporter import QuartileAnalysis
-from .reporter import Batch, Run
+from .quartiles.reporter import QuartileReporter
+from .reporter import AnalysisBatch, AnalysisRun
 
 
 class Analyses:
@@ -18,17 +18,21 @@ class Analyses:
 
     def __init__(
         self,
-        run: Run,
+        run: AnalysisRun,
         buckets: BucketSettings | None,
         quartiles: QuartileSettings | None,
-        prepare: Callable[[int], Batch],
+        prepare: Callable[[int], AnalysisBatch],
     ):
         self.trackers = run.trackers
-        self.quartiles = None if quartiles is None else QuartileAnalysis(quartiles, run)
+        self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
         self.buckets = None if buckets is None else BucketAnalysis(buckets, run, prepare)
 
     def analyse(
-        self, seen: Callable[[str], Batch], global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]
+        self,
+        seen: Callable[[str], AnalysisBatch],
+        global_step: int,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
     ) -> bool:
         """Analyse where the step is due, and return whether the run is to end here.
 

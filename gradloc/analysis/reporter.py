@@ -22,7 +22,7 @@ _MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class AnalysisRun:
     """The run that is analysed."""
 
     root: str
@@ -39,7 +39,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Batch:
+class AnalysisBatch:
     """A batch of R rows, with advantages, as an analysis sees it; nothing in it is changed."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -59,15 +59,17 @@ class Reporter:
     name: str  # in the log, of its timing and of its folder
     prefix: str  # of the failures among the metrics
 
-    def __init__(self, settings: BucketSettings | QuartileSettings, run: Run):
+    def __init__(self, settings: BucketSettings | QuartileSettings, run: AnalysisRun):
         self.settings, self.about = settings, run
         self.num_failures = 0
 
-    def analyse(self, batch: Batch, global_step: int) -> dict[str, float]:
+    def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
         """Run one analysis, write it, and return its metrics."""
         raise NotImplementedError
 
-    def run(self, batch: Batch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
+    def run(
+        self, batch: AnalysisBatch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]
+    ) -> bool:
         """Analyse the training batch where the step is due, and return whether it was.
 
         The step's ``metrics`` are added to, and under the analysis's name the seconds that it took to ``timing_raw``.

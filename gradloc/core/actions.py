@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to the step that spiked (docs/method.md, section 8).
 
-``observe`` changes nothing. ``mask`` takes the step that the batch without the culprits would have taken. ``skip``
-takes no step. ``abort`` takes none and stops the run.
+``observe`` changes nothing. ``mask`` takes the step that the batch without the culprits would have taken. ``heal``
+takes the step that another setting would have taken, the first that was measured to heal it. ``skip`` takes no step.
+``abort`` takes none and stops the run.
 
 The decision uses only numbers that every rank has, so all ranks take the same one. It applies to every spike, even
-once no more events may be written. ``mask`` needs a search each time; when no more searches are allowed, it becomes
-``skip``.
+once no more events may be written. ``mask`` and ``heal`` need a search each time; when no more searches are allowed,
+they become ``skip``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ..record import Action, Certificate
 from .selection import Token
 from .trigger import Spike
 
-ACTIONS = ("observe", "mask", "skip", "abort")
+_SEARCHED = ("mask", "heal")
 
 
 class ActionLimits(Protocol):
@@ -51,6 +53,7 @@ def decide(
     certificate: Certificate,
     tokens: Sequence[Token],
     obstacle: str | None = None,
+    healed_by: str | None = None,
 ) -> Action:
     """Choose the action after a search.
 
@@ -62,10 +65,36 @@ def decide(
         spike: why the step was searched; a rehearsal (``forced``) never changes the step.
         certificate: the norm without the culprits.
         tokens: all tokens of all culprits.
-        obstacle: why the gradient without the culprits cannot be taken; None where it can.
+        obstacle: why another gradient than the spike cannot be taken; None where it can.
+        healed_by: the setting that heals the step, as its line; None where none was measured to.
     """
-    taken, reason = _decide(limits, spike, certificate, len(tokens), obstacle)
-    return Action(limits.mode, taken, reason)
+    act = partial(Action, limits.mode)
+    if limits.mode == "observe":
+        return act("observe", "the step goes on as it is")
+    if spike.kind == "forced":
+        return act("observe", "a rehearsal: nothing spiked, so the step goes on as it is")
+    if limits.mode not in _SEARCHED:
+        return act(limits.mode, "as configured")
+    if obstacle is not None:
+        return act("skip", f"{'masking' if limits.mode == 'mask' else 'healing'} is not possible: {obstacle}")
+    if limits.mode == "heal":
+        if healed_by is None:
+            return act("skip", "no setting that was measured brings the norm under the threshold")
+        return act("heal", f"the step is taken under {healed_by}")
+    num_masked, after = len(tokens), certificate.norm_after
+    if not num_masked:
+        return act("skip", f"there is no token to mask: {certificate.reason}")
+    if certificate.verdict == "undecided" and after is not None and after < (certificate.threshold or 0.0):
+        pass  # the error bound is of no concern: the step taken is the very gradient whose norm was measured
+    elif certificate.verdict != "explained":
+        return act("skip", f"masking the culprits would not help: {certificate.reason}")
+    most, most_share = limits.max_masked_tokens, limits.max_masked_share
+    if num_masked > most:
+        return act("skip", f"{num_masked} tokens would be masked, action.max_masked_tokens allows {most}")
+    if num_masked > most_share * spike.num_tokens:
+        share = f"{num_masked / max(spike.num_tokens, 1):.1%}"
+        return act("skip", f"{share} of the tokens would be masked, action.max_masked_share allows {most_share:.1%}")
+    return act("mask", "the step is taken without the culprits")
 
 
 def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
@@ -76,37 +105,10 @@ def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int)
         spike: why the step counts as one.
         num_searches: searches of this update so far.
     """
-    if limits.mode != "mask" or spike.kind == "forced":
+    if limits.mode not in _SEARCHED or spike.kind == "forced":
         taken = "observe" if spike.kind == "forced" else limits.mode
         return Action(limits.mode, taken, "as configured")
     most = limits.max_searches_per_step
     if most is not None and num_searches >= most:
         return Action(limits.mode, "skip", f"action.max_searches_per_step allows {most} searches")
     return None
-
-
-def _decide(
-    limits: ActionLimits, spike: Spike, certificate: Certificate, num_masked: int, obstacle: str | None
-) -> tuple[str, str]:
-    if limits.mode == "observe":
-        return "observe", "the step goes on as it is"
-    if spike.kind == "forced":
-        return "observe", "a rehearsal: nothing spiked, so the step goes on as it is"
-    if limits.mode != "mask":
-        return limits.mode, "as configured"
-    if obstacle is not None:
-        return "skip", f"masking is not possible: {obstacle}"
-    if not num_masked:
-        return "skip", f"there is no token to mask: {certificate.reason}"
-    after = certificate.norm_after
-    if certificate.verdict == "undecided" and after is not None and after < (certificate.threshold or 0.0):
-        pass  # the error bound is of no concern: the step taken is the very gradient whose norm was measured
-    elif certificate.verdict != "explained":
-        return "skip", f"masking the culprits would not help: {certificate.reason}"
-    most, most_share = limits.max_masked_tokens, limits.max_masked_share
-    if num_masked > most:
-        return "skip", f"{num_masked} tokens would be masked, action.max_masked_tokens allows {most}"
-    if num_masked > most_share * spike.num_tokens:
-        share = f"{num_masked / max(spike.num_tokens, 1):.1%}"
-        return "skip", f"{share} of the tokens would be masked, action.max_masked_share allows {most_share:.1%}"
-    return "mask", "the step is taken without the culprits"

@@ -30,8 +30,9 @@ micro-batches before it reduces. What that rounded off the spike is in no replay
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -88,61 +89,58 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
     return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
 
 
-def certify(
-    prober: Prober,
-    spike: Gradient,
-    scale: float,
-    norm_before: float,
-    threshold: float | None,
-    culprits: list[Token],
-    alone: Gradient | None = None,
-    can_afford: Callable[[int], bool] = lambda _: True,
-    goes_on: bool = False,
-) -> Certificate:
-    """Measure the step's gradient norm without the culprits. All ranks call this together.
-
-    Args:
-        prober: the step; its ``.grad`` is overwritten and left holding the residual gradient.
-        spike: the training gradient set aside, which is ``scale`` times the true one.
-        scale: the factor that clipping put on ``spike``; in (0, 1].
-        norm_before: the trainer's norm, before clipping.
-        threshold: the trigger's threshold on the norm; None on a rehearsal and during the warm-up.
-        culprits: tokens to leave out.
-        alone: the culprits' gradient from backwards of their own, if it is known; emptied here to free its memory.
-        can_afford: whether this many more probes may be made. One pass over the micro-batches always may.
-        goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
-    """
-    was_finite = math.isfinite(norm_before)
-    if not culprits:
-        verdict, reason = judge(norm_before, 0.0, threshold, was_finite)
-        reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
-        return Certificate(norm_before, norm_before, 0.0, threshold, "none", verdict, reason)
-    removal = _Removal(prober, spike, scale, norm_before, threshold, culprits, can_afford)
-    found = removal.measure(alone or []) if was_finite else None
-    (alone or []).clear()
-    norm_after, error_bound, difference, method = found or _recompute(prober, culprits, threshold, can_afford, goes_on)
-    verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
-    return Certificate(norm_before, norm_after, error_bound, threshold, method, verdict, reason, difference)
-
-
 _Measured = tuple[float, float, float | None, str]
 """(norm without the culprits, bound on its error, difference of two replays or None, method)"""
 
 
 @dataclass(frozen=True)
-class _Removal:
-    """*Subtract* and *swap*; the fields are :func:`certify`'s arguments."""
+class Removal:
+    """A step without its culprits. All ranks measure it together."""
 
     prober: Prober
+    """The step; its ``.grad`` is overwritten and left holding the residual gradient."""
     spike: Gradient
+    """The training gradient set aside, which is ``scale`` times the true one."""
     scale: float
+    """The factor that clipping put on it; in (0, 1]."""
     norm_before: float
+    """The trainer's norm, before clipping."""
     threshold: float | None
+    """The trigger's, on the norm; None on a rehearsal and during the warm-up."""
     culprits: list[Token]
-    can_afford: Callable[[int], bool]
+    """Tokens to leave out."""
+    can_afford: Callable[[int], bool] = lambda _: True
+    """Whether this many more probes may be made. One pass over the micro-batches always may."""
+
+    def certify(self, alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+        """Measure the step's gradient norm without the culprits.
+
+        Args:
+            alone: the culprits' gradient from backwards of their own, if it is known; emptied here to free its memory.
+            goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
+        """
+        prober, before, threshold, was_finite = (
+            self.prober,
+            self.norm_before,
+            self.threshold,
+            math.isfinite(self.norm_before),
+        )
+        if not self.culprits:
+            verdict, reason = judge(before, 0.0, threshold, was_finite)
+            reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
+            return Certificate(before, before, 0.0, threshold, "none", verdict, reason)
+        found = self.measure(alone or []) if was_finite else None
+        (alone or []).clear()
+        if found is None:
+            everything, compute = range(prober.step.num_micro_batches), partial(prober.compute_without, self.culprits)
+            to_repeat = partial(fullest, prober, self.culprits)
+            found = *recompute(prober, compute, everything, to_repeat, threshold, self.can_afford, goes_on), "recompute"
+        norm_after, error_bound, difference, method = found
+        verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
+        return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
     def measure(self, alone: Gradient) -> _Measured | None:
-        """By the way that is cheaper than recomputing everything; None if there is none or it does not decide."""
+        """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
         num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
         subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
         cost = ((1 if alone else 2) if subtracts else 3) * num_holders
@@ -215,34 +213,53 @@ class _Removal:
         return norm_after, rounding + noise, difference, method
 
 
-def _recompute(
-    prober: Prober, culprits: list[Token], threshold: float | None, can_afford: Callable[[int], bool], goes_on: bool
-) -> _Measured:
+def recompute(
+    prober: Prober,
+    compute: Callable[[Sequence[int]], None],
+    micro_batches: Sequence[int],
+    to_repeat: Callable[[], int],
+    threshold: float | None,
+    can_afford: Callable[[int], bool],
+    goes_on: bool = False,
+) -> tuple[float, float, float | None]:
+    """The norm of another gradient of the step, from a pass over its micro-batches.
+
+    Args:
+        prober: the step; its ``.grad`` is left holding that gradient.
+        compute: fills ``.grad`` with it, from these micro-batches.
+        micro_batches: all of the step's.
+        to_repeat: the one that is replayed if the error has to be known better; asked then alone.
+        threshold: what the norm is held against.
+        can_afford: whether so many more probes may be made.
+        goes_on: as of :meth:`Removal.certify`.
+
+    Returns:
+        The norm, a bound on its error, and by how much two replays differ; None where nothing was replayed.
+    """
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
-    prober.compute_without(culprits)
+    compute(micro_batches)
     norm_after = space.norm()
     rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + _APART * norm_after
     is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
-        return norm_after, error_bound, None, "recompute"
-    residual = space.keep()
-    fullest = _fullest(prober, culprits)
-    prober.compute_without(culprits, [fullest])
+        return norm_after, error_bound, None
+    residual, one = space.keep(), [to_repeat()]
+    compute(one)
     first = space.keep()
-    prober.compute_without(culprits, [fullest])
+    compute(one)
     prober.add(first, alpha=-1.0)
     difference = space.norm()
     space.put(residual)
     if difference == 0:
-        return norm_after, rounding, difference, "recompute"
+        return norm_after, rounding, difference
     # Two draws of one micro-batch differ by sqrt(2) times the error of one; M independent errors add up to sqrt(M).
     noise = _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
-    return norm_after, rounding + noise, difference, "recompute"
+    return norm_after, rounding + noise, difference
 
 
-def _fullest(prober: Prober, culprits: list[Token]) -> int:
+def fullest(prober: Prober, culprits: list[Token]) -> int:
     """The micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
     step, ranks = prober.step, prober.ranks
     indices = range(step.num_micro_batches)

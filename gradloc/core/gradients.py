@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
+from .forecast import PART
 from .ranks import Ranks
 from .sharding import (
     abandon_pass,
@@ -30,8 +31,6 @@ from .sharding import (
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
-PART = 2**23
-"""Elements of a shard that are worked on at a time, so that temporaries stay small."""
 _PART = 2**20  # elements per norm: 8 MiB in float64, which fits a CPU's cache
 _ROW = 2**12  # elements whose squares are summed in float32
 _SAMPLE = 64  # a rough norm reads one element in this many,
@@ -55,6 +54,16 @@ def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield tuple(flat)
         return
     yield from zip(*(tensor.split(PART) for tensor in flat), strict=True)
+
+
+def total_of(tensor: torch.Tensor, order: int | None = None) -> torch.Tensor:
+    """The sum of all elements, or their norm of this order, in float64: a scalar, without a copy of the whole."""
+    parts = []
+    for (part,) in in_parts(tensor.detach()):
+        wide = part.double()
+        parts.append(wide.sum() if order is None else torch.linalg.vector_norm(wide, ord=order))
+    sums = torch.stack(parts) if parts else tensor.new_zeros(1, dtype=torch.float64)
+    return sums.sum() if order in (None, 1) else torch.linalg.vector_norm(sums, ord=order)
 
 
 def is_slow(device: torch.device) -> bool:
@@ -253,15 +262,18 @@ class GradientSpace:
         return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
-        """:meth:`squares` by the model's own names, also where FSDP1 has flat parameters (:func:`named_shards`)."""
+        """:meth:`squares` by the model's own names, also where FSDP1 has flat parameters."""
+        names, shards = zip(*self.named_shards(gradient), strict=True)
+        return dict(zip(names, self.reduce(lambda: self._squared(shards)).tolist(), strict=True))
+
+    def named_shards(self, gradient: Gradient | None = None) -> list[tuple[str, torch.Tensor | None]]:
+        """This process' part of a gradient, as of :meth:`squares`, by the model's own names (:func:`named_shards`)."""
         grads = self.counted(self.current() if gradient is None else gradient)
-        shards = [
-            (of, None if grad is None else shard)
+        return [
+            (part, None if grad is None else shard)
             for name, param, grad in zip(self.names, self.params, grads, strict=True)
-            for of, shard in named_shards(name, param, grad)
+            for part, shard in named_shards(name, param, grad)
         ]
-        squares = self.reduce(lambda: self._squared([shard for _, shard in shards])).tolist()
-        return dict(zip([name for name, _ in shards], squares, strict=True))
 
     def norm(self, gradient: Gradient | None = None) -> float:
         """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""

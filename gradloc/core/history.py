@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is usual in this run so far: median and median absolute deviation (MAD) of logarithms.
 
-Logarithms, because norms scatter by factors. Medians, because a spike must not move what is usual. :class:`History`
+Logarithms, because norms scatter by factors. Medians, because a spike must not move what is usual. :class:`NormHistory`
 follows one quantity, such as a norm, and gives a threshold. :class:`ScaleHistory` follows several numbers of each
 batch: only the run's past can tell that a whole batch is off.
 """
@@ -10,7 +10,9 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median, median_low
-from typing import Any, TypedDict
+from typing import Any
+
+from ..record import History
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
@@ -21,17 +23,7 @@ _DEVIATIONS = 4.0  # robust standard deviations, likewise
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, these are no spikes any more
 
 
-class Summary(TypedDict):
-    """What a threshold was made of."""
-
-    num_norms: int
-    median_norm: float | None
-    """The level; None without norms."""
-    log_sigma: float | None
-    """Spread above the level, as a standard deviation of the natural logarithm; None without norms."""
-
-
-class History:
+class NormHistory:
     """Recent log-norms, and the threshold ``exp(median + num_deviations * sigma)`` that they give.
 
     Args:
@@ -71,16 +63,16 @@ class History:
             self._log_norms.extend(self._flagged)
             self._flagged.clear()
 
-    def summary(self) -> Summary:
+    def summary(self) -> History:
         """What the threshold is made of, for the record."""
         if not self._log_norms:
-            return {"num_norms": 0, "median_norm": None, "log_sigma": None}
+            return History()
         center, sigma = self._center_and_sigma()
-        return {"num_norms": len(self._log_norms), "median_norm": math.exp(center), "log_sigma": sigma}
+        return History(len(self._log_norms), math.exp(center), sigma)
 
     def _center_and_sigma(self) -> tuple[float, float]:
         center = median(self._log_norms)
-        deviation = median(abs(value - center) for value in self._log_norms)
+        deviation = median([abs(value - center) for value in self._log_norms])
         return center, max(_MAD_TO_SIGMA * deviation, _SIGMA_FLOOR)
 
     def state(self) -> dict[str, Any]:

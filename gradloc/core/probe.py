@@ -9,7 +9,7 @@ therefore add up to the full gradient, under any loss.
 Shapes: B rows of the micro-batch, T response positions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ import torch
 from .gradients import Gradient, GradientSpace
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
-from .step import HostStep, Outputs, TrainingStep, run_backward
+from .step import HostStep, Outputs, Recorded, TrainingStep, run_backward
 
 T = TypeVar("T")
 
@@ -98,16 +98,24 @@ class Prober:
         Args:
             selections: pairs of a micro-batch and what to select: bool (B, T), factors (B, T), or None for all.
         """
+        self._fill(
+            lambda: [(micro_batch, self.step.pull(micro_batch, selected)) for micro_batch, selected in selections]
+        )
+
+    def compute_recorded(self, records: Mapping[int, Recorded]) -> None:
+        """Fill ``.grad`` with the gradient that these records' coefficients give, by micro-batch: the one that training
+        would have accumulated bit for bit, had its backward delivered them (:meth:`.step.OwnLoss.recorded_under`)."""
+        self._fill(lambda: [(micro_batch, record.pull(None)) for micro_batch, record in records.items()])
+
+    def _fill(self, pulled: Callable[[], list[tuple[int, Outputs]]]) -> None:
+        """One pass: the forwards of these micro-batches, each with its backward from what is pulled."""
         self.space.clear()
 
         def prepare() -> list[tuple[int, Outputs]]:
             self._make_sure()
-            return [(micro_batch, self.step.pull(micro_batch, selected)) for micro_batch, selected in selections]
+            return pulled()
 
-        self._run(self.ranks.agree(prepare))
-
-    def _run(self, pulls: list[tuple[int, Outputs]]) -> None:
-        """One pass: these micro-batches' forwards, each with its backward."""
+        pulls = self.ranks.agree(prepare)
         self.num_forwards += len(pulls)
         self.num_backwards += len(pulls)
         if self.step.is_scheduled:

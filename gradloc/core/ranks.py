@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE_S = 60.0  # how long a failed rank waits for news of its peers; they are at most one pass behind
+_MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
 _calls = itertools.count(1)  # numbers the calls of together(), alike on all ranks, for keys in the store
 
@@ -34,6 +36,17 @@ class PeerFailure(RuntimeError):
 
 class LostRank(RuntimeError):
     """A rank failed where its peers wait for it in a collective: the process group cannot go on."""
+
+
+def host_group() -> Any | None:
+    """A group of all processes whose collectives run on the host; None where the default one's do.
+
+    All processes call this together. A trainer whose only group is the device's would have small messages wait for the
+    device, and take memory there.
+    """
+    if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
+        return None
+    return dist.new_group(backend="gloo")
 
 
 class Ranks:
@@ -148,6 +161,25 @@ class Ranks:
         if self.sum([0.0 if error is None else 1.0])[0] > 0:
             raise self._failure(error) from error
         return cast(T, result)
+
+    def agree_slowly(self, local: Callable[[], T]) -> T:
+        """:meth:`agree` on what may take longer than a collective waits for, such as writing to a slow disk.
+
+        It runs in a thread. Meanwhile all ranks meet every few seconds, so that no watchdog takes them for stuck.
+        """
+        found: list[tuple[T | None, Exception | None]] = []
+        worker = threading.Thread(target=lambda: found.append(_attempt(local)), daemon=True)
+        worker.start()
+        while not self.all(bool(found)):
+            worker.join(_MEET_EVERY_S)
+
+        def settled() -> T:
+            result, error = found[0]
+            if error is not None:
+                raise error
+            return cast(T, result)
+
+        return self.agree(settled)
 
     def together(self, joint: Callable[[], T]) -> T:
         """Run what has collectives of its own; return its result if it succeeded on every rank.

@@ -8,7 +8,7 @@ Shapes: B rows of the micro-batch, T response positions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,16 +45,12 @@ class Part:
         """
         if self.num_ranks > 1:
             middle = (self.first_rank + self.end_rank) // 2
-            return (
-                Part(self.micro_batch, self.first_rank, middle),
-                Part(self.micro_batch, middle, self.end_rank),
-            )
+            return replace(self, end_rank=middle), replace(self, first_rank=middle)
         if num_tokens < 2:
             raise ValueError(f"a part of {num_tokens} tokens on one rank cannot be halved: {self}")
         end = self.first_token + num_tokens
         middle = (self.first_token + end) // 2
-        where = (self.micro_batch, self.first_rank, self.end_rank)
-        return Part(*where, self.first_token, middle), Part(*where, middle, end)
+        return replace(self, end_token=middle), replace(self, first_token=middle, end_token=end)
 
 
 def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Much of this is torch's private state, since no public call drops gathered weigh
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
     unit = name.replace("_fsdp_wrapped_module.", "").removesuffix("_flat_param")
     starts = [(info.offset_in_shard or 0, info.numel_in_shard or 0) for info in infos]
     parts = [shard[start : start + count] for start, count in starts]
-    return [(unit + of_unit, part) for of_unit, part in zip(param._fqns, parts, strict=True)]  # type: ignore[attr-defined]
+    return [(unit + fqn, part) for fqn, part in zip(param._fqns, parts, strict=True)]  # type: ignore[attr-defined]
 
 
 def shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
@@ -120,11 +121,19 @@ def _abandon_fsdp2(root: FSDPModule) -> None:
     traffic.all_gather_state = None
 
 
-def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
+def _fsdp2_units(module: torch.nn.Module) -> list[Any]:
+    return [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _fsdp2_groups(units: Iterable[Any]) -> Iterator[Any]:
     for unit in units:
         groups = getattr(unit, "_fsdp_param_groups", None)  # a single one up to torch 2.10
-        for group in [unit._fsdp_param_group] if groups is None else groups:
-            yield from [] if group is None else group.fsdp_params
+        yield from (group for group in ([unit._fsdp_param_group] if groups is None else groups) if group is not None)
+
+
+def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
+    for group in _fsdp2_groups(units):
+        yield from group.fsdp_params
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -144,6 +153,40 @@ def reshard(module: torch.nn.Module) -> None:
             unit.reshard()
 
 
+def is_reduction_deferred(module: torch.nn.Module) -> bool:
+    """Whether a backward now would leave the sum over ranks to a later one: under ``no_sync``, or FSDP2's setting."""
+    if isinstance(module, DistributedDataParallel):
+        return not module.require_backward_grad_sync
+    if isinstance(module, FSDP1):
+        return not module._sync_gradients
+    return any(not group.reduce_grads for group in _fsdp2_groups(_fsdp2_units(module)))
+
+
+@contextmanager
+def reduction_deferred(module: torch.nn.Module) -> Iterator[None]:
+    """Backwards in here leave the sum over ranks to the next one outside."""
+    if isinstance(module, DistributedDataParallel | FSDP1):
+        with module.no_sync():
+            yield
+        return
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def compute_dtype(module: torch.nn.Module) -> torch.dtype:
+    """What a forward computes in where no autocast is on."""
+    if isinstance(module, FSDP1) and module.mixed_precision.param_dtype is not None:
+        return module.mixed_precision.param_dtype
+    found = [unit._mp_policy.param_dtype for unit in _fsdp2_units(module)]
+    return next((dtype for dtype in found if dtype is not None), next(module.parameters()).dtype)
+
+
 def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
     """(dtype in which FSDP accumulates micro-batches before it reduces them, dtype in which it reduces); the coarsest
     of all units. (None, None) without FSDP, where gradients are added up in their own dtype."""
@@ -151,7 +194,7 @@ def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.
         handles = [unit._handle for unit in FSDP1.fsdp_modules(module) if unit._handle is not None]
         pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
     else:
-        policies = [unit._get_fsdp_state()._mp_policy for unit in module.modules() if isinstance(unit, FSDPModule)]
+        policies = [unit._mp_policy for unit in _fsdp2_units(module)]
         reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]
         pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 accumulates in what it reduces in
     coarsest = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) for dtypes in zip(*pairs, strict=True)]
@@ -164,7 +207,6 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module shows
     gathered weights in their place, which the next backward frees.
     """
-    units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
-    gathered = [param for param in _fsdp2_params(units) if hasattr(param, "_unsharded_param")]
+    gathered = [param for param in _fsdp2_params(_fsdp2_units(module)) if hasattr(param, "_unsharded_param")]
     shards = {id(param._unsharded_param): param.sharded_param for param in gathered}
     return [(name, shards.get(id(param), param)) for name, param in module.named_parameters() if param.requires_grad]

@@ -11,7 +11,7 @@ Shapes: B rows of the micro-batch, T response positions.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,8 +64,6 @@ class Recorded:
     is_value: bool = False
     """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
 
-    TENSORS = ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient", "beside_coefficient")
-
     def coefficients(self, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """c_t and e_t (B, T): derivatives of the step's loss over all ranks, unscaled; c_t is zeros if no gradient
         reached the log-probs.
@@ -114,7 +112,8 @@ def record(recorded: Recorded, outputs: Outputs) -> None:
 
 
 def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
-    setattr(recorded, name, grad.detach())
+    before = getattr(recorded, name)  # of another backward through the same forward
+    setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 
 
 def run_backward(outputs: Outputs, pull: Outputs) -> None:
@@ -153,8 +152,6 @@ class Details:
     """(B, T): the importance ratio's denominator, as the loss used it."""
     weights: torch.Tensor | None = None
     """float (B, T): how much each token's loss weighs in the whole step's loss, 1/N for a mean over N tokens."""
-    on_policy: bool = False
-    """Whether the loss took the current log-probs, detached, for the old ones."""
 
 
 class TrainingStep(Protocol):
@@ -212,8 +209,24 @@ class Scheduled(ABC):
         """Fill ``.grad`` with the sum of these micro-batches' gradients, see :meth:`.probe.Prober.compute`."""
 
 
+@dataclass(frozen=True)
+class Groups:
+    """What the driver tells of how the batch's advantages were made, for settings of which others follow."""
+
+    spreads: tuple[float, ...] = ()
+    """Of each row of the driver's batch the standard deviation of its group's rewards, 1 where it is alone. Empty where
+    advantages were divided by it, or are no group's."""
+    is_reweighted: bool = False
+    """Whether they were scaled by the token's probability (Advantage Reweighting)."""
+    refused_cures: frozenset[str] = frozenset()
+    """Settings that this run would be refused with, by name."""
+
+
 class OwnLoss(ABC):
     """A power that a trainer may have: its own loss, differentiated by what was recorded. Nothing here communicates."""
+
+    trainer_name = ""
+    """By which the advice knows its lines, such as ``verl 0.9``; empty where there are none."""
 
     @property
     def without_kl(self) -> Mapping[str, Any] | None:
@@ -221,17 +234,89 @@ class OwnLoss(ABC):
         return None
 
     @abstractmethod
-    def coefficients_under(
-        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Outputs:
-        """What a backward would deliver under other settings: d loss / d log_prob and d entropy, float32 (B, T), of
-        this rank's own loss, *not* scaled (fp16). Runs no forward.
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """This rank's loss of these log-probs and entropies, a scalar, *not* scaled (fp16), without ``beside``.
 
         Args:
             micro_batch: its number.
-            settings: the trainer's own, by its names; none: as training had it.
+            given: (B, T); entropies are None where training computed none.
+            settings: the trainer's own, by its names, ``.`` between a block and what is in it; none: as in training.
             tensors: of the batch, (B, T), by the trainer's names, in place of training's.
         """
+
+    def setting(self, name: str) -> Any:
+        """The present value of what :meth:`loss_under` may be asked to change.
+
+        Raises:
+            LookupError, AttributeError: this loss has no such setting.
+        """
+        raise LookupError(name)
+
+    def would_change(self, settings: Mapping[str, Any]) -> bool:
+        """Whether this loss has all of these settings, and some at another value."""
+        try:
+            return any([self.setting(name) != value for name, value in settings.items()])
+        except (LookupError, AttributeError):
+            return False
+
+    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
+        """What the batch would have held under a setting of the trainer's that is no loss's: tensors (B, T) by the
+        trainer's names. None where that is in force, or not known.
+
+        Args:
+            name: as in the advice.
+            micro_batch: its number.
+            groups: from the driver; None where it tells none.
+        """
+        return None
+
+    def coefficients_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Outputs:
+        """d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
+        Arguments as of :meth:`loss_under`. Runs no forward."""
+        step: Any = self
+        factor = self.backward_factor * step.numerics.weight * step.dp_size
+        return self._derivatives(micro_batch, settings, tensors, torch.Tensor.float, factor)
+
+    def recorded_under(
+        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Recorded:
+        """What the step would have left under these, bit for bit: the same forward, and the coefficients that the
+        backward would have delivered. Arguments as of :meth:`loss_under`. Runs no forward."""
+        step: Any = self
+        found = copy.copy(step.recorded(micro_batch))
+        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.backward_factor)
+        found.log_prob_coefficient, found.entropy_coefficient, _ = derivatives
+        return found
+
+    @property
+    def backward_factor(self) -> float:
+        """What the trainer multiplies its loss with before it runs the backward, such as fp16's scale."""
+        step: Any = self
+        return 1 / (step.numerics.weight * step.dp_size)
+
+    def _derivatives(
+        self,
+        micro_batch: int,
+        settings: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None,
+        kept: Callable[[torch.Tensor], torch.Tensor],
+        factor: float,
+    ) -> Outputs:
+        step: Any = self
+        recorded = step.recorded(micro_batch)
+        values = {name: getattr(recorded, name) for name in ("log_prob", "entropy")}
+        leaves = {
+            name: kept(value.detach()).clone().requires_grad_() for name, value in values.items() if value is not None
+        }
+        with torch.enable_grad():
+            loss = self.loss_under(micro_batch, Outputs(**leaves), settings, tensors or {})
+            loss = loss if factor == 1.0 else loss * factor
+        grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+        return Outputs(**dict(zip(leaves, grads, strict=True)))
 
 
 def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
@@ -282,8 +367,10 @@ class HostStep:
     def __init__(self, step: TrainingStep, device: torch.device, num_ranks: int = 1):
         self._step, self._device, self._num_ranks = step, device, num_ranks
         self._held: dict[str, list[Any]] = {}
+        self._unit = 1.0
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
+        self.has_own_loss = isinstance(step, OwnLoss)
         if isinstance(step, Scheduled):
             step.share()
 
@@ -291,27 +378,32 @@ class HostStep:
         return getattr(self._step, name)
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return self._of_all("token_mask")[micro_batch]
+        return self._gathered("token_mask")[micro_batch]
 
     def recorded(self, micro_batch: int) -> Recorded:
-        return self._of_all("recorded")[micro_batch]
+        return self._gathered("recorded")[micro_batch]
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """c_t and e_t (B, T) of this rank's tokens, see :meth:`Recorded.coefficients`."""
         if "coefficients" not in self._held:
-            records = self._of_all("recorded")
-            self._held["coefficients"] = [each.coefficients(self.numerics.weight) for each in records]
+            records, weight = self._gathered("recorded"), self.numerics.weight / self._unit
+            self._held["coefficients"] = [each.coefficients(weight) for each in records]
         return self._held["coefficients"][micro_batch]
+
+    def rescale(self, unit: float) -> None:
+        """Divide all coefficients by this, a power of two, until another unit is set; 1: as training had them."""
+        self._unit = unit
+        self._held.pop("coefficients", None)
 
     def details(self, micro_batch: int) -> Details:
         """For the record; weights are there also where the trainer tells none."""
-        return self._of_all("details")[micro_batch]
+        return self._gathered("details")[micro_batch]
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
         """Each token's weight in the step's loss (B, T): as for a mean over all tokens where the trainer tells none."""
         weights = self.details(micro_batch).weights
         if weights is None:
-            masks = self._of_all("token_mask")
+            masks = self._gathered("token_mask")
             weights = masks[micro_batch] / max(sum(int(mask.sum()) for mask in masks) * self._num_ranks, 1)
         return weights
 
@@ -335,9 +427,12 @@ class HostStep:
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Outputs:
         """See :meth:`Recorded.pull`: on the device."""
         there = None if selected is None else selected.to(self._device)
-        return self._step.recorded(micro_batch).pull(there)
+        pull = self._step.recorded(micro_batch).pull(there)
+        if self._unit == 1.0:
+            return pull
+        return Outputs(*(None if each is None else each / self._unit for each in pull))  # type: ignore[arg-type]
 
-    def _of_all(self, name: str) -> list[Any]:
+    def _gathered(self, name: str) -> list[Any]:
         if name not in self._held:
             together = ("token_mask", "recorded")
             names = together if name in together else (name,)
@@ -348,22 +443,18 @@ class HostStep:
 
 def _on_host(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The same with every tensor on the host; values are tensors, or dataclasses with tensors."""
-    flat = [tensor for values in found.values() for value in values for tensor in _tensors_of(value).values()]
-    read = iter(to_host(flat))
+
+    def tensors_of(value: Any) -> dict[str, torch.Tensor]:
+        named = {"": value} if isinstance(value, torch.Tensor) else vars(value)
+        return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+
+    read = iter(to_host([each for values in found.values() for value in values for each in tensors_of(value).values()]))
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return next(read)
         kept = copy.copy(value)
-        for name in _tensors_of(value):
-            object.__setattr__(kept, name, next(read))
+        vars(kept).update({name: next(read) for name in tensors_of(value)})
         return kept
 
     return {name: [copied(value) for value in values] for name, values in found.items()}
-
-
-def _tensors_of(value: Any) -> dict[str, torch.Tensor | None]:
-    if isinstance(value, torch.Tensor):
-        return {"": value}
-    names = Recorded.TENSORS if isinstance(value, Recorded) else ("old_log_prob", "weights")
-    return {name: getattr(value, name) for name in names}

@@ -24,6 +24,7 @@ from .ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _MAX_COST = 0.002  # of an update's time. Beyond it, norms per parameter are skipped and the running norm is given up
+_NO_MATTER = 0.002  # seconds an update: less is no loss, and a device that waits for its host seems to take longer
 _NUM_TRIALS = 3  # updates before the running norm is judged
 
 
@@ -88,8 +89,8 @@ class NormTracker:
         """Give up the running norm if it costs too much; later updates then pay nothing."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
-        cost = self._watch.seconds / self._update_seconds
-        if self.is_on and self._num_updates >= _NUM_TRIALS and cost > _MAX_COST:
+        cost, seconds = self._watch.seconds / self._update_seconds, self._watch.seconds / self._num_updates
+        if self.is_on and self._num_updates >= _NUM_TRIALS and cost > _MAX_COST and seconds > _NO_MATTER:
             self.is_on = False
             logger.warning(
                 "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: a "

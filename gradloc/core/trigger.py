@@ -21,9 +21,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from .history import Summary
+from ..record import History
 
 _DECILE = 0.9  # quantile; a tenth of the norms may be spikes or hard batches without moving it far
 _DECILE_OF_NORMAL = 1.2816  # the same quantile of a standard normal distribution
@@ -41,20 +42,6 @@ def fixed_threshold(tau: float, num_tokens: int) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in training an event happened."""
-
-    global_step: int
-    epoch: int
-    mini_batch: int
-    num_mini_batches: int
-    history: Summary | None
-    """What the adaptive threshold was made of; None with the fixed rule."""
-    stage: str | None = None
-    """Which of Lopti's two updates of the step this is; None if there is only one."""
-
-
-@dataclass(frozen=True)
 class Spike:
     """Why a mini-batch is searched, in numbers."""
 
@@ -68,6 +55,8 @@ class Spike:
     """The published threshold per token; None where there is none."""
     num_tokens: int
     """N, response tokens of the mini-batch over all ranks."""
+    history: History | None = None
+    """What the adaptive threshold was made of; None with the fixed rule."""
 
 
 def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:
@@ -120,7 +109,7 @@ class AdaptiveThreshold:
         self._seed = []
         return spikes
 
-    def summary(self, position: int = 0) -> Summary:
+    def summary(self, position: int = 0) -> History:
         """What a position's threshold is made of; ``log_sigma`` as of a normal with this level and ninth decile."""
         return self._at(position).summary()
 
@@ -129,7 +118,7 @@ class AdaptiveThreshold:
         return {"positions": [position.state() for position in self._positions], "seed": self._seed}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave, or a :meth:`.history.History.state`."""
+        """Take over what :meth:`state` gave, or a :meth:`.history.NormHistory.state`."""
         self._positions = []
         if "positions" not in state:  # one history for all positions: each starts from it
             self._seed = [float(value) for value in state["log_norms"]]
@@ -178,12 +167,11 @@ class _Position:
             self._start_again(self._run)
         return True
 
-    def summary(self) -> Summary:
+    def summary(self) -> History:
         if not self._norms:
-            return {"num_norms": 0, "median_norm": None, "log_sigma": None}
+            return History()
         _, _, level, decile = self._fit()
-        log_sigma = max(decile - level, 0.0) / _DECILE_OF_NORMAL
-        return {"num_norms": len(self._norms), "median_norm": math.exp(level), "log_sigma": log_sigma}
+        return History(len(self._norms), math.exp(level), max(decile - level, 0.0) / _DECILE_OF_NORMAL)
 
     def state(self) -> dict[str, Any]:
         return {"log_norms": list(self._norms), "run": list(self._run)}
@@ -196,8 +184,8 @@ class _Position:
         """Threshold, median, level and ninth decile, as logarithms."""
         if self._fitted is None:
             norms, count = sorted(self._norms), len(self._norms)
-            middle = _median(norms)
-            level = _median(_upper_group(norms, middle + self._cap) or norms)
+            middle = median(norms)
+            level = median(_upper_group(norms, middle + self._cap) or norms)
             decile = norms[min(int(_DECILE * count), count - 1)]
             # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
             # threshold comes down to its place as the window fills.
@@ -228,12 +216,7 @@ class _Position:
     def _is_settled(self) -> bool:
         values = list(self._run)
         half = len(values) // 2
-        return _median(sorted(values[half:])) - _median(sorted(values[:half])) < _SETTLED
-
-
-def _median(ordered: Sequence[float]) -> float:
-    count = len(ordered)
-    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])
+        return median(values[half:]) - median(values[:half]) < _SETTLED
 
 
 def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:

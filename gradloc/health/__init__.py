@@ -6,6 +6,6 @@ Plain rules over numbers, with nothing but the standard library: the trainer's `
 """
 
 from .config import HealthConfig
-from .judge import STATES, Judge, Reason, Verdict
+from .judge import STATES, Judge, Judgement, Reason
 
-__all__ = ["STATES", "HealthConfig", "Judge", "Reason", "Verdict"]
+__all__ = ["STATES", "HealthConfig", "Judge", "Judgement", "Reason"]

@@ -8,7 +8,7 @@ from typing import Any
 from ..words.advice import actions_of
 from ..words.numbers import number, percent
 from .config import FALLING, HealthConfig
-from .measures import Measure, Reading
+from .measures import Reading, Window
 from .rules import ADVICE, MEASURES, RULES, Rule
 
 STATES = ("healthy", "warning", "danger")
@@ -29,13 +29,16 @@ class Reason:
     limit: float
     sentence: str
 
-    def advice(self, trainer: str | None = None) -> list[tuple[str, str]]:
-        """What people do about it on this trainer, else on any verl: pairs of a sentence and config lines."""
-        return actions_of(ADVICE[self.name], trainer)
+    def advice(self, trainer: str | None = None, settings: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+        """What people do about it on this trainer, else on any verl: pairs of a sentence and config lines.
+
+        ``settings`` are the run's own, by verl's names: what they have already is left out.
+        """
+        return actions_of(ADVICE[self.name], trainer, settings)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """The judgement of one step."""
 
     step: int
@@ -58,13 +61,13 @@ class Judge:
         self._last_step: int | None = None
         self.heard: set[str] = set()
         """The rules whose metrics came at least once."""
-        self._asked: list[tuple[Rule, Measure]] = []
+        self._asked: list[tuple[Rule, Window]] = []
         for rule in RULES:
             is_on = getattr(config, rule.name) is not None
             if is_on and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
                 self._asked.append((rule, measure))
 
-    def observe(self, step: int, metrics: Mapping[str, Any]) -> Verdict | None:
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> Judgement | None:
         """Judge a step.
 
         Args:
@@ -86,7 +89,7 @@ class Judge:
         self.heard.update(rule.name for rule, *_ in known)
         reasons = [reason for each in known if (reason := self._ask(*each)) is not None]
         worst_first = sorted(reasons, key=lambda reason: -STATES.index(reason.state))
-        return Verdict(step, tuple(worst_first)) if known else None
+        return Judgement(step, tuple(worst_first)) if known else None
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""
@@ -99,7 +102,7 @@ class Judge:
                 measure.load_state(state["rules"][rule.name])
         self._last_step = state["last_step"]
 
-    def _ask(self, rule: Rule, measure: Measure, metric: str, value: float) -> Reason | None:
+    def _ask(self, rule: Rule, measure: Window, metric: str, value: float) -> Reason | None:
         reading = measure.observe(value)
         reason = None if reading is None else self._compare(rule, metric, reading)
         measure.learn(value, reason is not None)

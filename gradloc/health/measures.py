@@ -8,10 +8,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from ..core.history import History
+from ..core.history import NormHistory
 
 _NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
 
@@ -28,7 +29,7 @@ class Reading:
     """What it is held against, where that was learned from the run."""
 
 
-class Measure:
+class Window:
     """Values remembered by name, each list bounded.
 
     Args:
@@ -68,7 +69,7 @@ class Measure:
         return fmean(recent) if len(recent) == recent.maxlen else None
 
 
-class Value(Measure):
+class Value(Window):
     """The step's value, seen through a function such as ``abs``."""
 
     def __init__(self, through: Callable[[float], float] = float):
@@ -79,7 +80,7 @@ class Value(Measure):
         return Reading(self._through(value), value)
 
 
-class Mean(Measure):
+class Mean(Window):
     """The mean over the last steps: a rule about what lasts."""
 
     def __init__(self, recent: int):
@@ -90,7 +91,7 @@ class Mean(Measure):
         return None if mean is None else Reading(mean, mean)
 
 
-class Share(Measure):
+class Share(Window):
     """Share of the last steps whose value is above a limit."""
 
     def __init__(self, limit: float, window: int):
@@ -102,7 +103,7 @@ class Share(Measure):
         return None if share is None else Reading(share, value, self._limit)
 
 
-class Streak(Measure):
+class Streak(Window):
     """Steps in a row, this one included, whose value is above 0."""
 
     def __init__(self) -> None:
@@ -114,18 +115,18 @@ class Streak(Measure):
         return Reading(count, value)
 
 
-class Jump(Measure):
+class Jump(Window):
     """A positive value as a multiple of its own median, where it is also far outside of its own scatter."""
 
     def __init__(self, warmup: int, window: int, deviations: float):
         super().__init__()
-        self._history = History(window, warmup, deviations)
+        self._history = NormHistory(window, warmup, deviations)
 
     def observe(self, value: float) -> Reading | None:
         threshold = self._history.threshold()
         if threshold is None or value <= threshold:
             return None
-        typical = self._history.summary()["median_norm"]
+        typical = self._history.summary().median_norm
         return Reading(value / typical, value, typical)
 
     def learn(self, value: float, is_flagged: bool) -> None:
@@ -138,7 +139,7 @@ class Jump(Measure):
         self._history.load_state(state)
 
 
-class AgainstStart(Measure):
+class AgainstStart(Window):
     """The mean over the last steps as a multiple of the median of the first values."""
 
     def __init__(self, warmup: int, recent: int, floor: float = 0.0):
@@ -157,7 +158,7 @@ class AgainstStart(Measure):
         return Reading(mean / typical, mean, typical)
 
 
-class AgainstWindow(Measure):
+class AgainstWindow(Window):
     """The mean over the last steps as a multiple of the median of the steps before them."""
 
     def __init__(self, warmup: int, recent: int, window: int):
@@ -175,7 +176,7 @@ class AgainstWindow(Measure):
         return Reading(mean / typical, mean, typical) if typical > 0 else None
 
 
-class Fall(Measure):
+class Fall(Window):
     """How far the mean over the last steps lies below its best.
 
     In shares of the best, or of the range that the mean went through where that is larger. Silent unless the fall is
@@ -206,8 +207,8 @@ class Fall(Measure):
         return Reading(fall / scale, mean, best)
 
     def _chance(self, level: float) -> float:
-        values, recent = list(self._kept["window"]), self._kept["recent"].maxlen
-        changes = [after - before for before, after in zip(values, values[1:], strict=False)]
-        sigma = max(math.sqrt(fmean(change * change for change in changes) / 2), _NOISE_FLOOR * level)
+        recent = self._kept["recent"].maxlen
+        squares = [(change := after - before) * change for before, after in pairwise(self._kept["window"])]
+        sigma = max(math.sqrt(fmean(squares) / 2), _NOISE_FLOOR * level)
         deviations = 2 + math.sqrt(2 * math.log(self._kept["count"][0]))
         return deviations * sigma * math.sqrt(2 / recent)

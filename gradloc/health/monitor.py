@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from .config import HealthConfig
-from .judge import STATES, Judge, Verdict
+from .judge import STATES, Judge, Judgement
 from .rules import ZERO_VARIANCE
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _zero_variance(batch: Any) -> dict[str, float]:
     return {ZERO_VARIANCE: groups.zero_variance_share} if len(groups) and groups.sizes.max() > 1 else {}
 
 
-def _line(verdict: Verdict, before: str, told: set[str]) -> str:
+def _line(verdict: Judgement, before: str, told: set[str]) -> str:
     line = f"health: step {verdict.step}: {verdict.state}" + (f" (was {before})" if verdict.state != before else "")
     if not verdict.reasons:
         return f"{line}."

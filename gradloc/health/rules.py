@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .config import HealthConfig
-from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Measure, Share, Streak, Value
+from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Share, Streak, Value, Window
 
 GRAD_NORM = "actor/grad_norm"
 GRAD_NORMS = ("actor/grad_norm_max", GRAD_NORM)
@@ -80,7 +80,7 @@ def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return "critic/score/{max,min}", float(ends[0] == ends[1])
 
 
-MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
+MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {
     "value": lambda config, clip: Value(),
     "size": lambda config, clip: Value(abs),
     "times away from 1": lambda config, clip: Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf),

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's batch as the loop sees it, whatever the trainer keeps it in."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..core.step import Groups
 from ..core.tracker import median_size
+
+Rows = dict[str, Any]
+"""One rank's rows on the host, or all of them: tensors (R, P) or (R, T) by name, and lists of names with one for each
+row."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class BatchView:
     """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""
     is_distilled: bool = False
     """Whether distillation is the whole loss; the tensors then have ``teacher_log_probs`` (R, T)."""
+    # A loop without advantages has ``loss_weights`` (R, T): minus each token's d loss / d log_prob, times the number of
+    # tokens, so 1 for the mean of the tokens' negative log-probs.
 
     def signal(self) -> tuple[str, torch.Tensor]:
         """What the loss pulls a token with: its name, and (R, T)."""
@@ -35,7 +43,37 @@ class BatchView:
             return "value_error", self.tensors["returns"] - self.tensors["values"]
         if self.is_distilled:
             return "teacher_gap", self.tensors["teacher_log_probs"] - self.tensors["old_log_probs"]
-        return "advantage", self.tensors["advantages"]
+        if "advantages" in self.tensors.keys():
+            return "advantage", self.tensors["advantages"]
+        return "loss_weight", self.tensors["loss_weights"]
+
+
+def groups_of(
+    batch: BatchView, estimator: str | None, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
+) -> Groups | None:
+    """How the batch's advantages were made; None where it has none.
+
+    Args:
+        batch: with ``uid``.
+        estimator: as :class:`~..record.Run` says it.
+        is_reweighted: whether they were scaled by the tokens' probabilities.
+        refused_cures: settings that the run would be refused with.
+    """
+    if batch.is_critics or batch.is_distilled:
+        return None
+    uids = batch.labels.get("uid")
+    if estimator != "grpo_mean" or uids is None or is_reweighted:
+        return Groups(is_reweighted=is_reweighted, refused_cures=refused_cures)
+    # a response's advantage is its reward less the group's mean, so both spread alike
+    advantages, mask = batch.tensors["advantages"].float(), batch.tensors["response_mask"].bool()
+    values = torch.tensor(
+        [float(row[kept].median()) if kept.any() else 0.0 for row, kept in zip(advantages, mask, strict=True)]
+    )
+    members = defaultdict(list)
+    for row, uid in enumerate(uids):
+        members[uid].append(row)
+    of = {uid: float(values[rows].std()) if len(rows) > 1 else 1.0 for uid, rows in members.items()}
+    return Groups(tuple(of[uid] for uid in uids), refused_cures=refused_cures)
 
 
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
@@ -59,3 +97,18 @@ def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, fl
         "length": float(mask.sum(-1).median()),
         "tokens": float(mask.sum()),
     }
+
+
+def joined(by_rank: Sequence[Rows], on_the_left: Sequence[str] = ()) -> Rows:
+    """Rows one below the other, tensors padded with 0 to the widest: those named on the left, others on the right."""
+    found: Rows = {}
+    for name, first in by_rank[0].items():
+        parts = [rows[name] for rows in by_rank]
+        if not isinstance(first, torch.Tensor):
+            found[name] = [each for part in parts for each in part]
+            continue
+        width = max(part.shape[1] for part in parts)
+        missing = [width - part.shape[1] for part in parts]
+        pads = [(short, 0) if name in on_the_left else (0, short) for short in missing]
+        found[name] = torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])
+    return found

@@ -12,11 +12,12 @@ from typing import Any
 
 from ..core.actions import Outcome
 from ..core.history import ScaleHistory
+from ..core.trigger import AdaptiveThreshold, fixed_threshold
+from ..mismatch.steps import StepJudge
 from ..record import Run
 from ..tell.teller import Teller
 from .batch import BatchView, batch_scale
 from .metrics import metrics_of
-from .policy import PolicyMaker
 from .wire import Policy, RankReport
 from .writer import EventWriter
 
@@ -63,17 +64,64 @@ class Driver:
         self.num_epochs = num_epochs
         self.action_key = "gradloc.action.mode"
         """By which a user of this trainer has chosen the action."""
-        self.policies = PolicyMaker(settings)
+        self.trigger = settings.trigger
         self.writer = EventWriter(settings, run, tokenizer, trained, model)
         keeps_text = settings.evidence.text == "on"
         self.teller = Teller(settings.notify, self.writer.store.root, keeps_text=keeps_text)
+        self.mismatch = StepJudge(settings.mismatch.every if model == "actor" else 0, self.writer.store.root)
         self.scale = ScaleHistory()
         """What is typical of the run's own batches."""
+        self.num_events = 0
+        """Of the whole run."""
+        self._histories: dict[str, AdaptiveThreshold] = {}
+        self._stage = ""
+        self._quiet_until = 0
+        self._step = self._num_in_step = self._num_updates = 0
         self._policy: Policy
 
+    @property
+    def adaptive(self) -> AdaptiveThreshold:
+        """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
+        return self._history_of(self._stage)
+
     def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next; arguments as of :meth:`PolicyMaker.policy`."""
-        self._policy = self.policies.policy(global_step, num_tokens, self.num_epochs, stage, self.scale.typical())
+        """The policy of the update that comes next.
+
+        Args:
+            num_tokens: response tokens over all ranks, of each mini-batch.
+            global_step: the trainer's.
+            stage: which of Lopti's two updates this is; "" for the only one.
+        """
+        self._stage = stage
+        self._num_updates += 1
+        tau, adaptive = self.trigger.tau, self.adaptive
+        by_step = [*num_tokens] * self.num_epochs  # of each optimizer step
+        thresholds: Sequence[float | None]
+        if tau is not None:
+            taus, history, thresholds = [tau] * len(by_step), [], [fixed_threshold(tau, num) for num in by_step]
+        else:
+            thresholds = [adaptive.threshold(index) for index in range(len(by_step))]
+            history = [adaptive.summary(index) for index in range(len(by_step))]
+            pairs = zip(thresholds, by_step, strict=True)  # taus: per token, under the fixed rule's noise model
+            taus = [None if threshold is None else threshold * max(num, 1) ** 0.5 for threshold, num in pairs]
+        if global_step != self._step:  # an update in stages calls this once for each
+            self._step, self._num_in_step = global_step, 0
+        allowed = min(self.trigger.max_events_per_step - self._num_in_step, self.trigger.max_events - self.num_events)
+        is_quiet = global_step < self._quiet_until and self._num_in_step == 0
+        self._policy = Policy(
+            global_step=global_step,
+            kind="adaptive" if tau is None else "fixed",
+            num_tokens=num_tokens,
+            thresholds=thresholds,
+            tau=taus,
+            max_events=0 if is_quiet else max(allowed, 0),
+            typical=self.scale.typical(),
+            force=self.trigger.force_step == global_step,
+            stage=stage or None,
+            history=history,
+            update=self._num_updates,
+            settings=self.settings,
+        )
         return self._policy
 
     def after_update(self, reports: Sequence[RankReport], batch: BatchView) -> dict[str, list[float]]:
@@ -90,7 +138,7 @@ class Driver:
         typical = self.scale.typical()
         over_run = {name: value / typical[name][0] for name, value in present.items() if name in typical}
         written = [self.writer.write(raw, batch, over_run) for raw in first.events]
-        self.policies.learn(first.norms, len(written))
+        self.learn(first.norms, len(written))
         self.teller.tell(written, policy.global_step)
         self._tell_unwritten([spike for spike in first.outcomes if not spike.is_written])
         if any(spike.taken == "abort" for spike in first.outcomes):
@@ -103,18 +151,35 @@ class Driver:
             )
         self.scale.observe(present)
         metrics = metrics_of(policy, reports, first, self.writer.num_failures)
+        metrics |= self.mismatch(batch.tensors, batch.labels, policy.global_step)
         return {self._metric(name): [value] for name, value in metrics.items()}
+
+    def learn(self, norms: Sequence[float], num_events: int) -> None:
+        """An update's norms before clipping, one for each optimizer step, and how many events it had."""
+        self.adaptive.observe(list(norms))
+        self._num_in_step += num_events
+        self.num_events += num_events
+        if num_events:
+            self._quiet_until = self._step + 1 + self.trigger.cooldown_steps
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
-        return {**self.policies.state(), "scale": self.scale.state()}
+        histories = {stage: adaptive.state() for stage, adaptive in self._histories.items()}
+        return {"histories": histories, "num_events": self.num_events, "scale": self.scale.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
-        self.policies.load_state(state)
+        for stage, history in state["histories"].items():
+            self._history_of(stage).load_state(history)
+        self.num_events = int(state["num_events"])
         self.scale.load_state(state.get("scale", {}))
 
     # ---- inside
+
+    def _history_of(self, stage: str) -> AdaptiveThreshold:
+        trigger = self.trigger
+        fresh = AdaptiveThreshold(trigger.window, trigger.warmup, trigger.floor, trigger.cap)
+        return self._histories.setdefault(stage, fresh)
 
     def _metric(self, name: str) -> str:
         """``gradloc/spikes`` and ``grad_norm_max`` as they are called for this model."""
@@ -133,6 +198,6 @@ class Driver:
                 ", ".join(sorted({spike.taken for spike in spikes})),
                 trigger.max_events_per_step,
                 trigger.max_events,
-                self.policies.num_events,
+                self.num_events,
                 trigger.cooldown_steps,
             )

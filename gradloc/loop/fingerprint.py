@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from ..core.gradients import GradientSpace, squared_norms
+from ..core.gradients import GradientSpace, squared_norms, total_of
 from ..core.sharding import local_shard
 from ..record import Fingerprint, Weights
 
@@ -32,7 +32,7 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
     shards = [local_shard(param) for param in space.counted(space.params) if param is not None]
 
     def local() -> torch.Tensor:
-        sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards])
+        sums = torch.stack([total_of(shard) for shard in shards])
         return torch.stack(
             [sums.new_tensor([shard.numel() for shard in shards]), sums, squared_norms(shards, are_weights=True)], 1
         )
@@ -111,8 +111,8 @@ def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
     Var[sum dw] <= h^2 sum w^2 and Var[sum 2 w dw] <= 4 h^2 sum w^4 with h half a unit in the last place, relative.
     """
     count, _, square = entry
-    of_squares = 2 * _NUM_SIGMAS * _HALF_ULP * square * min(math.sqrt(_KURTOSIS / max(count, 1.0)), 1.0)
-    return _NUM_SIGMAS * _HALF_ULP * math.sqrt(max(square, 0.0)), of_squares + _HALF_ULP**2 * square
+    squares_error = 2 * _NUM_SIGMAS * _HALF_ULP * square * min(math.sqrt(_KURTOSIS / max(count, 1.0)), 1.0)
+    return _NUM_SIGMAS * _HALF_ULP * math.sqrt(max(square, 0.0)), squares_error + _HALF_ULP**2 * square
 
 
 def _distance(ours: Weights, theirs: Weights, slacks: tuple[float, float]) -> float:

@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks know of an event, gathered on the first process. The driver completes and writes it.
 
-What a rank sends is bounded whatever the batch: a few numbers, one for each micro-batch, the random states (5 kB each)
-of the micro-batches to keep; and of the culprits and of the sequences to shade, chosen over all ranks before anything
+What a rank sends is bounded whatever the batch: a few numbers, one for each micro-batch, two numbers for each token of
+the micro-batches to keep; and of the culprits and of the sequences to shade, chosen over all ranks before anything
 heavy is sent, those that are its own, one after the other.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
-from ..core.selection import Token, mask_without
+from ..core.selection import mask_without
 from ..core.step import HostStep
-from ..core.trigger import Place, Spike
+from ..core.trigger import Spike
 from ..record import (
     Action,
+    BatchStatistics,
+    BundleMeta,
+    Certificate,
     Coefficients,
     Consequence,
     Culprit,
     Event,
-    History,
     Ratios,
     Search,
     Sequence,
@@ -32,11 +34,9 @@ from ..record import (
     Step,
     Trigger,
 )
-from ..search.find import Finding
-from ..search.task import CulpritSpan
+from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, norms_by
-from .wire import RawEntry, RawEvent
 
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
@@ -48,9 +48,10 @@ _MAX_SEQUENCES = 16
 class SpikeContext:
     """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
 
-    place: Place
+    place: Step
+    """As far as the policy knows it."""
     spike: Spike
-    finding: Finding
+    finding: SearchResult
     step: HostStep
     space: GradientSpace
     ranks: Ranks
@@ -67,101 +68,143 @@ class SpikeContext:
     """This process' part of the squared gradient norm of the output head, before clipping."""
     takes_what_is_not_finite: bool = False
     """Whether the optimizer would be given a gradient that is not finite."""
+    budget: int | None = None
+    """The configured number of probes."""
+    keeps_all: bool = False
+    """Whether all micro-batches are listed for the bundle, not only those that hold culprits."""
+
+    @property
+    def certificate(self) -> Certificate:
+        assert self.finding.certificate is not None  # a search ends with one
+        return self.finding.certificate
 
 
-def raw_event(context: SpikeContext, budget: int, keeps_all: bool) -> RawEvent | None:
-    """Gather the event; all ranks call this together.
+@dataclass(frozen=True)
+class RawEntry:
+    """One micro-batch of one rank, for the bundle."""
 
-    Args:
-        context: what the localizer knows of the spike.
-        budget: the configured number of probes.
-        keeps_all: list all micro-batches for the bundle, not only those that hold culprits.
+    rank: int
+    micro_batch: int
+    rows: list[int]
+    """Of the batch as it was dispatched."""
+    log_prob_coefficients: np.ndarray
+    """float32 (B, T): d loss / d log_prob of the whole step's loss, unscaled; of a critic d loss / d value."""
+    entropy_coefficients: np.ndarray | None = None
+    """float32 (B, T): d loss / d entropy, likewise; None if entropy is no part of the loss."""
 
-    Returns:
-        The event on the first process, None on the others.
-    """
-    ranks, step, space = context.ranks, context.step, context.space
+
+@dataclass(frozen=True)
+class RawEvent:
+    """What the ranks gather of a spike: small, and whole once pickled."""
+
+    event: Event
+    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
+    sequences: list[Sequence]
+    """Numbers of the forward only, over all T response positions."""
+    layout: list[RawEntry]
+    meta: BundleMeta
+    """Of the bundle, likewise, and without its layout."""
+
+
+def raw_event(context: SpikeContext) -> RawEvent | None:
+    """Gather the event: on the first process, None on the others. All ranks call this together."""
+    ranks, step, space, spans = context.ranks, context.step, context.space, context.finding.culprits
     wanted = _most_wanted(ranks.gather(ranks.agree(lambda: _notable_rows(context))))
-    mine = [row for row in wanted if row.rank == ranks.rank]
-    sums, records, rows = ranks.agree(
-        lambda: (_sums(context, keeps_all), _culprit_records(context), {row: _sequence(context, row) for row in mine})
-    )
+
+    def own() -> tuple[_Sums, dict[int, Culprit], dict[_Row, Sequence]]:
+        culprits = {number: _culprit(context, span) for number, span in enumerate(spans) if span.rank == ranks.rank}
+        return _sums(context), culprits, {row: _sequence(context, row) for row in wanted if row.rank == ranks.rank}
+
+    sums, own_culprits, rows = ranks.agree(own)
     gathered = ranks.gather_first(sums)
-    culprits = tuple(
-        ranks.sent_by(culprit.tokens[0].rank, records.get(number))
-        for number, culprit in enumerate(context.finding.result.culprits)
-    )
+    culprits = tuple(ranks.sent_by(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
     sequences = [ranks.sent_by(row.rank, rows.get(row)) for row in wanted]
     weights = fingerprint(space)
     head_square = float(space.reduce(lambda: context.head_square * space.num_replicas))
 
     def build(parts: list[_Sums]) -> RawEvent:
-        low = sorted(part.low_entropy for part in parts if part.low_entropy is not None)
-        return RawEvent(
-            event=_event(context, budget, culprits, [part.shares for part in parts], math.sqrt(head_square)),
-            sequences=sequences,
-            residual_coefficient_norm=math.sqrt(sum(part.coefficient_square for part in parts)),
-            term_norms={name: math.fsum(part.term_squares[name] for part in parts) ** 0.5 for name in _TERMS},
-            low_entropy=low[len(low) // 2] if low else None,
-            layout=[entry for part in parts for entry in part.layout],
+        event = _event(context, culprits, parts, math.sqrt(head_square))
+        meta = BundleMeta(
             temperature=step.numerics.temperature,
-            on_policy=step.details(0).on_policy,
-            fingerprint=weights,
+            dtype=str(step.numerics.dtype).removeprefix("torch."),
+            loss_scale=step.numerics.loss_scale,
+            has_beside=step.recorded(0).beside_coefficient is not None,
             checkpoint=context.checkpoint,
+            fingerprint=weights,
+            layout=(),
+            event=event,
         )
+        return RawEvent(event, sequences, [entry for part in parts for entry in part.layout], meta)
 
     return ranks.agree(lambda: None if gathered is None else build(gathered))
 
 
-def _event(
-    context: SpikeContext, budget: int, culprits: tuple[Culprit, ...], shares: list[list[float]], head_norm: float
-) -> Event:
-    """The record, as far as the ranks know it; ``shares`` has a list of each rank's, one share per micro-batch."""
-    place, spike, step, ranks = context.place, context.spike, context.step, context.ranks
-    finding, names, squares = context.finding, context.space.names, context.squares
-    result, measured, shared = finding.result, finding.result.shares, None
+def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_Sums"], head_norm: float) -> Event:
+    """The record, as far as the ranks know it; ``parts`` has one of each rank."""
+    step, ranks, finding = context.step, context.ranks, context.finding
+    names, squares = context.space.names, context.squares
+    certificate, measured, shared = context.certificate, finding.shares, None
+    history = layer_history(names, squares, context.history)
     if measured is not None:
-        by_micro_batch = tuple(zip(*shares, strict=True))
+        by_micro_batch = tuple(zip(*(part.shares for part in parts), strict=True))
         shared = Shares(measured.closure, measured.closure_error, measured.is_trusted, by_micro_batch)
     return Event(
-        step=Step(
-            global_step=place.global_step,
-            epoch=place.epoch,
-            mini_batch=place.mini_batch,
-            num_mini_batches=place.num_mini_batches,
+        step=replace(
+            context.place,
             num_micro_batches=step.num_micro_batches,
             world_size=ranks.num_processes,
             dp_size=ranks.size,
             sp_size=ranks.replicas,
-            stage=place.stage,
         ),
-        trigger=Trigger(**vars(spike), history=History(**place.history) if place.history else None),
+        trigger=Trigger(**vars(context.spike)),
         search=Search(
             strategy=finding.strategy,
             status=finding.status,
-            stop_reason=result.stop_reason,
+            stop_reason=finding.stop_reason,
             tau=finding.tau,
-            budget=budget,
+            budget=context.budget,
             forwards=finding.num_forwards,
             backwards=finding.num_backwards,
             seconds=finding.seconds,
-            num_more=result.num_more if result.is_cut else None,
-            more_norm=result.more_norm,
-            path=tuple(result.path),
+            num_more=finding.num_more if finding.is_cut else None,
+            more_norm=finding.more_norm,
+            path=tuple(finding.path),
         ),
         culprits=culprits,
-        certificate=finding.certificate,
+        cures=None if finding.cures is None else tuple(finding.cures),
+        certificate=certificate,
         action=context.action,
         layers=norms_by(layer_of, names, squares),
         kinds=norms_by(kind_of, names, squares),
-        layer_history=layer_history(names, squares, context.history),
+        layer_history=history,
+        batch=_typical(parts, certificate.norm_after, None if history is None else history.spread),
         shares=shared,
-        cause=result.source,
+        cause=finding.source,
         rerun=finding.rerun,
         first_not_finite=finding.first_not_finite,
         consequence=_consequence(context, culprits),
         head_grad_norm=head_norm,
         model="critic" if step.recorded(0).is_value else None,
+    )
+
+
+def _typical(parts: list["_Sums"], norm_after: float | None, layer_spread: float | None) -> BatchStatistics:
+    """What the coefficients and entropies of all ranks tell of the batch."""
+    low = sorted(part.low_entropy for part in parts if part.low_entropy is not None)
+    residual = math.sqrt(sum(part.coefficient_square for part in parts))
+    has_jacobian = norm_after is not None and math.isfinite(norm_after) and 0 < residual < math.inf
+    norms = {name: math.fsum(part.term_squares[name] for part in parts) ** 0.5 for name in _TERMS}
+
+    def over_policy(term: str) -> float | None:
+        policy, other = norms["policy"], norms[term]
+        return other / policy if policy > 0 and other > 0 and math.isfinite(policy + other) else None
+
+    return BatchStatistics(
+        jacobian=norm_after / residual if norm_after is not None and has_jacobian else None,
+        layer_spread=layer_spread,
+        low_entropy=low[len(low) // 2] if low else None,
+        entropy_over_policy=over_policy("entropy"),
+        kl_over_policy=over_policy("kl"),
     )
 
 
@@ -178,9 +221,9 @@ class _Row(NamedTuple):
 
 def _notable_rows(context: SpikeContext) -> list[tuple[float, _Row]]:
     """This rank's sequences that hold a culprit (inf) or a notable share of the spike (its size)."""
-    step, rank, result = context.step, context.ranks.rank, context.finding.result
-    firsts = [culprit.tokens[0] for culprit in result.culprits if culprit.tokens[0].rank == rank]
-    pairs = [(math.inf, _Row(rank, first.micro_batch, _places(step, [first])[0][0])) for first in firsts]
+    step, rank, result = context.step, context.ranks.rank, context.finding
+    own = [culprit for culprit in result.culprits if culprit.rank == rank]
+    pairs = [(math.inf, _Row(rank, culprit.micro_batch, _places(step, culprit)[0][0])) for culprit in own]
     if result.shares is not None and result.shares.is_trusted:
         for index in range(step.num_micro_batches):
             sizes = result.shares.shares(index).sum(-1).abs().tolist()
@@ -202,15 +245,18 @@ class _Sums:
     """What every rank sends: small, and about as long on each."""
 
     coefficient_square: float
+    """Of d loss / d log_prob, over all tokens but the culprits."""
     term_squares: dict[str, float]
+    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
     low_entropy: float | None
+    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
     shares: list[float]
     """Per micro-batch."""
     layout: list[RawEntry]
 
 
-def _sums(context: SpikeContext, keeps_all: bool) -> _Sums:
-    step, rank, result = context.step, context.ranks.rank, context.finding.result
+def _sums(context: SpikeContext) -> _Sums:
+    step, rank, result = context.step, context.ranks.rank, context.finding
     square, shares, terms = 0.0, [], dict.fromkeys(_TERMS, 0.0)
     for index in range(step.num_micro_batches):
         mask = step.token_mask(index)
@@ -221,14 +267,21 @@ def _sums(context: SpikeContext, keeps_all: bool) -> _Sums:
         shares.append(0.0 if result.shares is None else float(result.shares.shares(index).sum()))
     entropies = [values[step.token_mask(index)].float() for index, values in context.finding.entropies.items()]
     flat = torch.cat(entropies) if entropies else torch.zeros(0)
-    kept = range(step.num_micro_batches) if keeps_all else sorted({token.micro_batch for token in result.tokens})
+    kept = sorted({token.micro_batch for token in result.tokens})
+    kept = list(range(step.num_micro_batches)) if context.keeps_all else kept
     return _Sums(
         coefficient_square=square,
         term_squares=terms,
         low_entropy=float(flat.quantile(_LOW)) if len(flat) else None,
         shares=shares,
-        layout=[RawEntry(rank, index, step.rows(index), step.recorded(index).rng.cpu.numpy()) for index in kept],
+        layout=[_entry(step, rank, index) for index in kept],
     )
+
+
+def _entry(step: HostStep, rank: int, index: int) -> RawEntry:
+    log_prob, entropy = step.coefficients(index)
+    entropies = None if entropy is None else entropy.float().numpy()
+    return RawEntry(rank, index, step.rows(index), log_prob.float().numpy(), entropies)
 
 
 def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
@@ -244,7 +297,7 @@ def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
 
 def _sequence(context: SpikeContext, place: _Row) -> Sequence:
     """Per-token numbers of one of this rank's sequences."""
-    step, shares, index, row = context.step, context.finding.result.shares, place.micro_batch, place.row
+    step, shares, index, row = context.step, context.finding.shares, place.micro_batch, place.row
     recorded, rows = step.recorded(index), step.rows(index)
 
     def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
@@ -264,27 +317,16 @@ def _sequence(context: SpikeContext, place: _Row) -> Sequence:
     )
 
 
-def _places(step: HostStep, tokens: Iterable[Token]) -> list[tuple[int, int]]:
-    """Row and response position in their micro-batch of tokens that share one."""
-    tokens = list(tokens)
-    mask = step.token_mask(tokens[0].micro_batch)
-    flat = mask.flatten().nonzero().squeeze(-1)[[token.index for token in tokens]].tolist()
-    return [divmod(place, mask.shape[1]) for place in flat]
+def _places(step: HostStep, culprit: Span) -> list[tuple[int, int]]:
+    """Row and response position of its tokens in their micro-batch."""
+    places = step.token_mask(culprit.micro_batch).nonzero()[culprit.start : culprit.end]
+    return [(row, position) for row, position in places.tolist()]
 
 
-def _culprit_records(context: SpikeContext) -> dict[int, Culprit]:
-    """This rank's culprits, by number."""
-    culprits = enumerate(context.finding.result.culprits)
-    return {
-        number: _culprit_record(context, culprit)
-        for number, culprit in culprits
-        if culprit.tokens[0].rank == context.ranks.rank
-    }
-
-
-def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
-    step, index, shares = context.step, culprit.tokens[0].micro_batch, context.finding.result.shares
-    places = _places(step, culprit.tokens)
+def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
+    """One of this rank's."""
+    step, index, shares = context.step, culprit.micro_batch, context.finding.shares
+    places = _places(step, culprit)
     row, positions = places[0][0], [position for _, position in places]
     recorded, rows, old = step.recorded(index), step.rows(index), step.details(index).old_log_prob
     coefficients, entropy_coefficients = step.coefficients(index)
@@ -312,7 +354,7 @@ def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
     return Culprit(
         **outputs,
         span=culprit.span,
-        rank=culprit.tokens[0].rank,
+        rank=culprit.rank,
         micro_batch=index,
         micro_batch_row=row,
         row=rows[row] if rows else None,
@@ -337,17 +379,19 @@ def _culprit_record(context: SpikeContext, culprit: CulpritSpan) -> Culprit:
 
 def _consequence(context: SpikeContext, culprits: tuple[Culprit, ...]) -> Consequence:
     """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
-    taken, after, clip_limit = context.action.taken, context.finding.certificate.norm_after, context.clip_limit
+    taken, after, clip_limit = context.action.taken, context.certificate.norm_after, context.clip_limit
     limit = clip_limit if math.isfinite(clip_limit) else None
     given = after if taken == "mask" else context.spike.grad_norm
+    if taken == "heal":
+        given = next(cured.norm_after for cured in context.finding.cures or () if cured.verdict == "healed")
     if taken in ("skip", "abort") or given is None:
         return Consequence(grad_clip=limit, is_taken=False)
     if not math.isfinite(given):
         return Consequence(grad_clip=limit, is_taken=context.takes_what_is_not_finite)
     scale = min(1.0, clip_limit / (given + 1e-6))
     known = [culprit.share for culprit in culprits if culprit.share is not None]
-    share = math.fsum(known) if culprits and len(known) == len(culprits) else None
-    healthy = after * scale if culprits and after is not None and math.isfinite(after) else None
+    share = math.fsum(known) if culprits and len(known) == len(culprits) and taken != "heal" else None
+    healthy = after * scale if culprits and taken != "heal" and after is not None and math.isfinite(after) else None
     return Consequence(
         grad_clip=limit,
         is_taken=True,

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.sharding import named_shards
 from ..record import LayerHistory
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?:_\w+\.)*(\d+)(?:\.|$)")
@@ -65,13 +64,11 @@ def head_square(space: GradientSpace) -> torch.Tensor:
     """
     squares: dict[str, torch.Tensor] = {}
     zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
-    grads = space.counted(space.current())
-    for name, param, grad in zip(space.names, space.params, grads, strict=True):
-        for part, shard in named_shards(name, param, grad):
-            kind = kind_of(part)
-            if kind in ("head", "embedding"):
-                square = zero if grad is None else torch.linalg.vector_norm(shard).double().square()
-                squares[kind] = squares.get(kind, zero) + square
+    for name, shard in space.named_shards():
+        kind = kind_of(name)
+        if kind in ("head", "embedding"):
+            square = zero if shard is None else torch.linalg.vector_norm(shard).double().square()
+            squares[kind] = squares.get(kind, zero) + square
     return squares.get("head", squares.get("embedding", zero)) / space.num_replicas
 
 

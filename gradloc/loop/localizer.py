@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One spike, from the norm that broke the policy to the gradient that the step takes: look, decide, gather, act.
+"""A spike's story on the ranks, in the order in which it happens.
 
-The localizer rides along in every update: it keeps each micro-batch's log-probs and the coefficients that the backward
-puts on them, notes the random state and local norms, all without communication. When a norm breaks the policy that the
-driver sent, it searches for the tokens, decides what to do, gathers the event, and puts into ``.grad`` what the step is
-to take. What it needs of the trainer are two protocols: a step that can be replayed (``core.step.TrainingStep``)
-and the actor's few powers. A failure in here is logged, counted and steps aside, on all ranks together.
+1. *Ride along* (``begin_update`` to ``after_backward``): keep what each micro-batch's forward and backward leave, its
+   log-probs, entropies and their coefficients. Nothing is communicated, and no device is waited for.
+2. *Is this norm a spike?* (``before_step``): all ranks hold it against the policy that the driver sent.
+3. *Set aside* what training had, so that it comes back bit for bit whatever follows, and *make room* for a search.
+4. *Search* for the tokens, and certify the norm without them (``..search.find.localize``).
+5. *Decide* what becomes of the step (``..core.actions``).
+6. *Act*: put into ``.grad`` what the step is to take.
+7. *Gather* what the ranks know of the event (``.gather``); the driver completes and writes it. The step is settled
+   then, so a record that fails costs nothing but itself.
+
+Of the trainer this needs a step that can be replayed (``..core.step.TrainingStep``) and the actor's few powers. A
+failure in here is logged, counted and steps aside, on all ranks together.
 """
 
 import logging
@@ -13,26 +20,29 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
+from ..core.forecast import WAYS
 from ..core.gradients import Gradient, GradientSpace
-from ..core.memory import WAYS, Room, StepPeak
+from ..core.memory import Room, StepPeak
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.selection import Token
 from ..core.step import HostStep, RngState, TrainingStep, has_finite_loss, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
-from ..search.beside.triage import parted_replicas
+from ..search.beside import parted_replicas
+from ..search.cures import records_under
 from ..search.find import localize
+from ..search.task import SearchResult
 from ..words.text import plural
-from .gather import SpikeContext, raw_event
+from .gather import RawEvent, SpikeContext, raw_event
 from .layers import head_square
-from .wire import Policy, RankReport, RawEvent
+from .wire import Policy, RankReport
 
 T = TypeVar("T")
 
@@ -79,36 +89,42 @@ class Localizer:
         self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
-        self._num_searches = 0
-        self._num_to_write = self._num_updates = 0
+        self._num_updates = self.num_failures = 0
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """What is told of an update: of the present one, and until the next."""
+        self._num_searches = self._num_to_write = 0
         self.norms: list[float] = []
-        """Of the present update, before clipping: epochs x mini-batches, in order."""
+        """Before clipping: epochs x mini-batches, in order."""
         self.head_squares: list[torch.Tensor] = []
         """Likewise, this process' part of the squared norm of the output head."""
         self.events: list[RawEvent] = []
-        """Of the present update; the policy says how many there may be."""
+        """The policy says how many there may be."""
         self.outcomes: list[Outcome] = []
-        """All spikes of the present update, also those that no event is written of."""
+        """All spikes, also those that no event is written of."""
         self._first_step: TrainingStep | None = None
         self._coefficient = 0.0
-        self.num_failures = 0
 
     # ---- the moments of an update, in order
 
     def begin_update(self, policy: Policy | None, space: GradientSpace) -> None:
         """Take the step's policy; None: nothing is looked into."""
-        self._policy, self._space = policy, space
-        self.norms, self.head_squares, self.events, self.outcomes = [], [], [], []
-        self._num_searches = self._num_to_write = 0
-        self._first_step, self._coefficient = None, 0.0
+        self._policy, self._space, self._device = policy, space, space.device
+        self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
         self._ask_replicas()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
-        self._step, self._began = step, time.perf_counter()
+        self._step = step
         self._tracker.begin_mini_batch()
+        self.begin_passes()
+
+    def begin_passes(self) -> None:
+        """Time and peak memory count from here. A trainer that generates within its step calls this behind that."""
+        self._began = time.perf_counter()
         self._peak.begin(self._space.device)
 
     def after_backward(self) -> None:
@@ -155,15 +171,17 @@ class Localizer:
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
         """
-        of_first = (tuple(self.outcomes), tuple(self.events), learned) if self.ranks.is_first else ()
-        return RankReport(
+        report = RankReport(
             self.ranks.process,
             tuple(self.norms),
             tuple(float(square) for square in self.head_squares),
             self.coefficient,
             self.num_failures,
-            *of_first,
+            peak_bytes=self._peak.most(self._device),
         )
+        if not self.ranks.is_first:
+            return report
+        return replace(report, outcomes=tuple(self.outcomes), events=tuple(self.events), learned=learned)
 
     @property
     def coefficient(self) -> float:
@@ -174,8 +192,8 @@ class Localizer:
         step, self._first_step = self._first_step, None
         if step is not None:
             weight = step.numerics.weight
-            of_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
-            self._coefficient = median_size([values for values in to_host(of_device) if values is not None])
+            on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
+            self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
         return self._coefficient
 
     # ---- inside
@@ -224,37 +242,54 @@ class Localizer:
         action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
         if action is None:
             return self._look_into(policy, spike, grad_norm, is_written)
-        acted = grad_norm if action.taken == "observe" else self._safely(lambda: self._act(action.taken, [], grad_norm))
+        is_left = action.taken == "observe"  # nothing to agree on
+        acted = grad_norm if is_left else self._safely(lambda: self._act(action.taken, grad_norm, policy))
         if acted is None:  # it failed, and the step is taken as it was
             return grad_norm
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
         return acted
 
     def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Localize and act; where that fails, or does not fit into memory, the step stays as it was."""
+        """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        prepared = self._safely(self._prepare)
+        prepared = self._safely(self._set_aside)
         if prepared is None:
             return grad_norm
         before, room = prepared
+
+        def story(way: dict[str, Any]) -> tuple[HostStep, SearchResult, torch.Tensor, Action, torch.Tensor]:
+            step = HostStep(self._step, self._space.device, self.ranks.size)
+            finding = self._search(step, spike, policy, way)
+            squares = self._space.squares()  # while .grad still holds the spike
+            action = self._decide(spike, finding)
+            return step, finding, squares, action, self._act(action.taken, grad_norm, policy, finding)
+
         try:
             way = self._safely(lambda: self._make_room(room))
-            result = None
-            if way is not None:
-                result = self._safely(lambda: self._localize_and_act(policy, spike, grad_norm, is_written, way))
-            if result is None:
+            told = None if way is None else self._safely(lambda: story(way))
+            if told is None:
                 self._space.put(before)
                 return grad_norm
             before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+            step, finding, squares, action, grad_norm = told
+            if is_written:
+                event = self._safely(lambda: (self._gather(policy, spike, action, step, finding, squares),))
+                is_written = event is not None
+                self.events += [each for each in event or () if each is not None]
         finally:
-            room.close()
-        event, action, norm = result
-        self.events += [event] if event is not None else []
+            self._safely(lambda: self._take_back(room))
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
-        return norm
+        return grad_norm
 
-    def _prepare(self) -> tuple[Gradient, Room]:
+    @staticmethod
+    def _take_back(room: Room) -> None:
+        try:
+            room.close()
+        except Exception as error:
+            raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
+
+    def _set_aside(self) -> tuple[Gradient, Room]:
         """The step's gradient, to be put back whatever happens, and what a search of it needs of memory."""
         before = self._space.take()
         self._space.put(before)
@@ -283,6 +318,7 @@ class Localizer:
             "max_steps": search.max_steps,
             "update_seconds": seconds,
             "reruns": self.settings.evidence.rerun,
+            "max_cures": search.max_cures,
         }
 
     def _safely(self, joint: Callable[[], T]) -> T | None:
@@ -308,48 +344,63 @@ class Localizer:
             )
             return None
 
-    def _localize_and_act(
-        self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool, way: dict[str, Any]
-    ) -> tuple[RawEvent | None, Action, torch.Tensor]:
-        space, ranks, settings = self._space, self.ranks, self.settings
-        step: Any = HostStep(self._step, space.device, ranks.size)
-        clip_scale = self._clip_scale(spike.grad_norm)
+    def _search(self, step: HostStep, spike: Spike, policy: Policy, way: dict[str, Any]) -> SearchResult:
+        space, ranks = self._space, self.ranks
         increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        finding = localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **way)
+        clip_scale = self._clip_scale(spike.grad_norm)
+        typical, groups = policy.typical, policy.groups
+        return localize(step, space, ranks, spike, clip_scale, increments, typical, groups=groups, **way)
+
+    def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        action = decide(settings.action, spike, finding.certificate, finding.tokens, obstacle)
-        event = None
-        if is_written:
-            context = SpikeContext(
-                place=policy.place(len(self.norms) - 1),
-                spike=spike,
-                finding=finding,
-                step=step,
-                space=space,
-                ranks=ranks,
-                squares=space.squares().div_(clip_scale**2),
-                history=self._tracker.history(space, ranks),
-                action=action,
-                clip_limit=self.powers.clip_limit,
-                checkpoint=self.powers.save_weights(policy.global_step),
-                head_square=self.head_squares[-1],
-                takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
-            )
-            event = raw_event(context, settings.budget, settings.evidence.bundle == "full")
-        return event, action, self._act(action.taken, finding.tokens, grad_norm)
+        healer = finding.healer
+        line = None if healer is None else healer.line
+        assert finding.certificate is not None  # a search ends with one
+        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
 
-    def _act(self, taken: str, culprits: list[Token], grad_norm: torch.Tensor) -> torch.Tensor:
+    def _gather(
+        self, policy: Policy, spike: Spike, action: Action, step: HostStep, finding: SearchResult, squares: torch.Tensor
+    ) -> RawEvent | None:
+        settings = self.settings
+        context = SpikeContext(
+            place=policy.place(len(self.norms) - 1),
+            spike=spike,
+            finding=finding,
+            step=step,
+            space=self._space,
+            ranks=self.ranks,
+            squares=squares.div_(self._clip_scale(spike.grad_norm) ** 2),
+            history=self._tracker.history(self._space, self.ranks),
+            action=action,
+            clip_limit=self.powers.clip_limit,
+            checkpoint=self.powers.save_weights(policy.global_step),
+            head_square=self.head_squares[-1],
+            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
+            budget=settings.budget,
+            keeps_all=settings.evidence.bundle == "full",
+        )
+        return raw_event(context)
+
+    def _act(
+        self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
+    ) -> torch.Tensor:
         """Put into ``.grad`` what the step is to take; returns its norm."""
         if taken == "observe":
             return grad_norm
         device = self._space.device
-        if taken == "mask":
+        if finding is not None and taken in ("mask", "heal"):
             gradient, rng = self._space.take(), RngState(device)
             try:
-                Prober(self._step, self._space, self.ranks).compute_without(culprits)
+                prober = Prober(self._step, self._space, self.ranks)
+                if taken == "mask":
+                    prober.compute_without(finding.tokens)
+                else:
+                    name = finding.healer.name if finding.healer is not None else ""
+                    records = self.ranks.agree(lambda: records_under(prober.step, name, policy.groups))
+                    prober.compute_recorded(records)
                 return self.ranks.together(self.powers.clip)
             except Exception:
                 self._space.put(gradient)

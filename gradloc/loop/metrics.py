@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from ..core.trigger import spike_kind
 from ..record import Event
+from ..words.cures import healer
 from .wire import Policy, RankReport
 
-_TAKEN = ("mask", "skip", "abort")
-_ADDED = frozenset("spikes unwritten mask skip abort masked_tokens events culprits explained probes seconds".split())
+_TAKEN = ("mask", "heal", "skip", "abort")
+_ADDED = frozenset(
+    "spikes unwritten mask heal skip abort masked_tokens events culprits explained healed probes seconds".split()
+)
 _LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())
 _FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
@@ -47,7 +50,7 @@ def metrics_of(
 
     ``reports`` has one of each process, ``first`` is the first one's; the write failures are the whole run's.
     """
-    heads = [math.fsum(of_step) ** 0.5 for of_step in zip(*(report.head_squares for report in reports), strict=True)]
+    heads = [math.fsum(squares) ** 0.5 for squares in zip(*(report.head_squares for report in reports), strict=True)]
     counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in first.outcomes) for taken in _TAKEN}
     return {
         "grad_norm_max": max(first.norms, key=size),
@@ -57,12 +60,12 @@ def metrics_of(
         "gradloc/head_grad_norm": max(heads, key=size),
         "gradloc/unwritten": sum(not spike.is_written for spike in first.outcomes),
         **counts,
-        **_of_trigger(policy, first.norms),
-        **_of_events([raw.event for raw in first.events]),
+        **_trigger_metrics(policy, first.norms),
+        **_event_metrics([raw.event for raw in first.events]),
     }
 
 
-def _of_trigger(policy: Policy, norms: Sequence[float]) -> dict[str, float]:
+def _trigger_metrics(policy: Policy, norms: Sequence[float]) -> dict[str, float]:
     """Spikes, and of the optimizer step that came nearest to its threshold: the threshold and the ratio to it."""
     pairs = [(norm, policy.threshold(number)) for number, norm in enumerate(norms)]
     metrics: dict[str, float] = {"gradloc/spikes": sum(spike_kind(*pair, policy.kind) is not None for pair in pairs)}
@@ -73,10 +76,11 @@ def _of_trigger(policy: Policy, norms: Sequence[float]) -> dict[str, float]:
     return metrics
 
 
-def _of_events(events: Sequence[Event]) -> dict[str, float]:
+def _event_metrics(events: Sequence[Event]) -> dict[str, float]:
     metrics: dict[str, float] = {
         "gradloc/events": len(events),
         "gradloc/culprits": sum(len(event.culprits) for event in events),
+        "gradloc/healed": sum(healer(event) is not None for event in events),
         "gradloc/explained": sum(event.certificate.verdict == "explained" for event in events),
         "gradloc/probes": sum(event.search.backwards or 0 for event in events),
         "gradloc/seconds": sum(event.search.seconds or 0.0 for event in events),

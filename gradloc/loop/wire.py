@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..core.actions import Outcome
-from ..core.history import Summary
-from ..core.trigger import Place, Spike, spike_kind
-from ..record import Event, Fingerprint
-from ..record import Sequence as SequenceRecord
+from ..core.step import Groups
+from ..core.trigger import Spike, spike_kind
+from ..record import History, Step
+from .gather import RawEvent
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,14 @@ class Policy:
     """Spikes of this update that an event may be written of; the action applies to all."""
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""
-    history: Sequence[Summary] = ()
+    history: Sequence[History] = ()
     """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
     stage: str | None = None
     """Which of Lopti's two updates of the step this is; None for the only one."""
     typical: dict[str, tuple[float, float]] | None = None
-    """What is typical of the run's own batches, by name: see ``core.scale.ScaleHistory.typical``."""
+    """What is typical of the run's own batches, by name: see :meth:`~..core.history.ScaleHistory.typical`."""
+    groups: Groups | None = None
+    """How the batch's advantages were made, for settings that change them; None where no spike needs to know."""
     update: int = 0
     """The update's number in this run, by which a rank that sees one mini-batch at a time knows a new one."""
     settings: Any = None
@@ -50,11 +50,10 @@ class Policy:
         """On the norm of the optimizer step of this number, counted over epochs and mini-batches from 0."""
         return self.thresholds[number % len(self.thresholds)]
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> Step:
         """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
         epoch, mini_batch = divmod(number, len(self.num_tokens))
-        history = self.history[number % len(self.history)] if self.history else None
-        return Place(self.global_step, epoch, mini_batch, len(self.num_tokens), history, self.stage)
+        return Step(self.global_step, epoch, mini_batch, len(self.num_tokens), stage=self.stage)
 
     def spike(self, grad_norm: float, number: int) -> Spike | None:
         """Why the optimizer step of this number is to be looked into, None if it is not.
@@ -65,44 +64,11 @@ class Policy:
         """
         threshold, tau = self.threshold(number), self.tau[number % len(self.tau)]
         num_tokens = self.num_tokens[number % len(self.num_tokens)]
+        history = self.history[number % len(self.history)] if self.history else None
         kind = spike_kind(grad_norm, threshold, self.kind)
         if kind is not None:
-            return Spike(kind, grad_norm, threshold, tau, num_tokens)
-        return Spike("forced", grad_norm, None, None, num_tokens) if self.force and number == 0 else None
-
-
-@dataclass(frozen=True)
-class RawEntry:
-    """One micro-batch of one rank, for the bundle."""
-
-    rank: int
-    micro_batch: int
-    rows: list[int]
-    """Of the batch as it was dispatched."""
-    rng: np.ndarray
-    """uint8: the CPU's random state before the micro-batch's forward."""
-
-
-@dataclass(frozen=True)
-class RawEvent:
-    """What the ranks gather of a spike: small, and whole once pickled."""
-
-    event: Event
-    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
-    sequences: list[SequenceRecord]
-    """Numbers of the forward only, over all T response positions."""
-    residual_coefficient_norm: float
-    """Root sum of squares of d loss / d log_prob over all tokens but the culprits."""
-    term_norms: dict[str, float]
-    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
-    low_entropy: float | None
-    """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
-    layout: list[RawEntry]
-    temperature: float
-    on_policy: bool
-    fingerprint: Fingerprint
-    checkpoint: str | None
-    """Folder with the weights before the step, where they were saved."""
+            return Spike(kind, grad_norm, threshold, tau, num_tokens, history)
+        return Spike("forced", grad_norm, None, None, num_tokens, history) if self.force and number == 0 else None
 
 
 @dataclass(frozen=True)
@@ -127,3 +93,5 @@ class RankReport:
     """What the stabilizers have learned, for the next checkpoint; from the first process."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """What they did: the numbers of its micro-batches or optimizer steps."""
+    peak_bytes: int = 0
+    """The most that this process has used of its device; a search's forecast resets what the device itself tells."""

@@ -1,25 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events on disk: each is completed with what only the driver knows, and written once."""
+"""From raw numbers to an event on disk: completed with what only the driver knows, and written once.
+
+The driver holds the whole batch, the tokenizer and the rewards, so the ranks send only what they alone know.
+
+Shapes: R rows of the batch, P prompt positions, T response positions.
+"""
 
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..core.ranks import Ranks
-from ..record import BundleMeta, Event, Run
+from ..mismatch import MismatchError, beyond_noise
+from ..record import (
+    BatchStatistics,
+    BundleEntry,
+    Culprit,
+    Event,
+    Mismatch,
+    Ratios,
+    Run,
+    SequenceFile,
+    Sibling,
+    StepCause,
+    Turn,
+    turns_in,
+)
+from ..record import Sequence as SequenceRecord
 from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of
+from ..words.causes import classify
+from ..words.culprits import leader
+from ..words.cures import cures_for
+from ..words.numbers import number
+from ..words.verdict import verdict_sentences
 from .batch import BatchView
-from .complete import bundle_tensors, complete_event, complete_sequences
-from .pictures import Album
-from .wire import RawEvent
+from .documents import Documents
+from .gather import RawEvent, ratio
+from .pictures import Album, inputs_of, kept_inputs
 
 logger = logging.getLogger(__name__)
+
+BUNDLE_KEYS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "responses",
+    "response_mask",
+    "old_log_probs",
+    "advantages",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "teacher_log_probs",
+)
+
+_FROM_RANKS = ("log_prob", "entropy", "coefficient", "share", "value")
+"""Fields of a sequence's record that the ranks filled."""
+_COLUMNS = {
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "rollout_log_prob": "rollout_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "is_weight": "rollout_is_weights",
+    "loss_weight": "loss_weights",
+}
+"""Further ones, and the batch's tensors (R, T) that they come from."""
+_CRITICS_COLUMNS = {"response_mask": "response_mask", "advantage": "advantages", "value_target": "returns"}
+"""Those that say something of a critic's gradient."""
+_DISTILLED_COLUMNS = {
+    **{name: key for name, key in _COLUMNS.items() if name not in ("advantage", "ref_log_prob")},
+    "teacher_log_prob": "teacher_log_probs",
+}
+"""Likewise where distillation is the whole loss."""
+_TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
+_PLACEHOLDERS = 8
+"""More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
+_LEADS = 3.0
+"""A term whose coefficients are this many times the others' carries the gradient."""
 
 
 class EventWriter:
@@ -40,52 +107,32 @@ class EventWriter:
         Returns:
             Its record, as far as it could be completed, and why writing failed ("" where it did not).
         """
-        event = raw.event
+        event, step = raw.event, raw.event.step
         try:
-            event = self._complete(raw, batch, over_run)
-            return self._keep(event, raw, batch), ""
+            driver = DriverSide(batch, self.tokenizer, self.evidence.context_tokens)
+            name = self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model)
+            made = complete_event(raw, name, self.run, driver, over_run, self.last_checkpoint, self._endings)
+            event = replace(made, time=now())
+            return self._keep(event, raw, driver), ""
         except Exception as error:
             self.num_failures += 1
             what = "gradloc: writing an event of step %s to %s failed (%s); training goes on"
             is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
-            logger.error(what, event.step.global_step, self.store.root, said_of(error), exc_info=not is_known)
+            logger.error(what, step.global_step, self.store.root, said_of(error), exc_info=not is_known)
             return event, said_of(error)
 
-    def _complete(self, raw: RawEvent, batch: BatchView, over_run: dict[str, float]) -> Event:
-        step = raw.event.step
-        completed = complete_event(
-            raw,
-            self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model),
-            self.run,
-            batch,
-            self.tokenizer,
-            self.evidence.context_tokens,
-            over_run,
-            self.last_checkpoint,
-            self._endings,
-        )
-        return replace(completed, time=now())
-
-    def _keep(self, event: Event, raw: RawEvent, batch: BatchView) -> Event:
+    def _keep(self, event: Event, raw: RawEvent, driver: "DriverSide") -> Event:
         album = Album()
-        documents: dict[str, Any] = {"sequences": complete_sequences(raw, event.event_id, batch, self.tokenizer, album)}
+        sequences = tuple(driver.sequence(sequence, album) for sequence in raw.sequences)
+        documents: dict[str, Any] = {"sequences": SequenceFile(event_id=event.event_id, sequences=sequences)}
         tensors: dict[str, torch.Tensor] = {}
         root, max_gb = self.store.root, self.evidence.max_gb
         has_bundle = self.evidence.bundle != "off" and raw.layout
         if has_bundle and self.store.size_gb() >= max_gb:
             logger.warning("gradloc: %s holds gradloc.evidence.max_gb=%s or more: no replay bundle", root, max_gb)
         elif has_bundle:
-            tensors, layout, note = bundle_tensors(raw, batch)
-            documents["meta"] = BundleMeta(
-                actor=self.trained,
-                temperature=raw.temperature,
-                on_policy=raw.on_policy,
-                checkpoint=raw.checkpoint,
-                fingerprint=raw.fingerprint,
-                layout=layout,
-                event=event,
-                multi_modal_note=note,
-            )
+            tensors, layout, note = bundle_tensors(raw, driver.batch)
+            documents["meta"] = replace(raw.meta, actor=self.trained, layout=layout, event=event, multi_modal_note=note)
         event = replace(event, folder=self.store.write_folder(event.event_id, tensors, documents, album.files))
         self.store.append(event)
         return event
@@ -104,3 +151,309 @@ def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str 
         logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
         return None
     return os.path.join(root, "weights", f"global_step_{global_step}", "actor")
+
+
+def complete_event(
+    raw: RawEvent,
+    event_id: str,
+    run: Run,
+    driver: "DriverSide",
+    over_run: dict[str, float] | None = None,
+    last_checkpoint: str | None = None,
+    endings: Counter[int] | None = None,
+) -> Event:
+    """Turn what the ranks sent into the record that goes to disk.
+
+    Args:
+        over_run: how many times what is typical of the run the batch's robust numbers are.
+        last_checkpoint: the newest before this step.
+        endings: of each token that was never sampled, in how many events it ended a turn; this one is added.
+    """
+    batch, tensors = driver.batch, driver.batch.tensors
+    statistics = _statistics(batch, replace(raw.event.batch, over_run=over_run or None))
+    now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
+    made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
+    documents = Documents(batch, driver.tokenizer) if "loss_weights" in tensors.keys() else None
+    culprits = []
+    for culprit in raw.event.culprits:
+        completed = driver.culprit(culprit)
+        document = None if documents is None else documents.of(completed)
+        by_engine = driver.by_engine(completed.row, now.get(culprit.row, ()))
+        culprits.append(replace(completed, cause=classify(completed, statistics, by_engine, made_by, document)))
+    culprits = _counted_endings(culprits, tensors, Counter() if endings is None else endings)
+    event = replace(raw.event, event_id=event_id, run=run, culprits=tuple(culprits), batch=statistics)
+    if event.consequence is not None:
+        event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
+    event = replace(event, cause=_step_cause(event, tensors), mismatch=_mismatch(raw, batch))
+    event = replace(event, cures=cures_for(event))
+    return replace(event, verdict=verdict_sentences(event))
+
+
+def bundle_tensors(
+    raw: RawEvent, batch: BatchView
+) -> tuple[dict[str, torch.Tensor], tuple[BundleEntry, ...], str | None]:
+    """Cut the micro-batches that the actor listed out of the driver's batch.
+
+    Returns:
+        Tensors with the listed rows one after the other, their coefficients and multi-modal inputs; which rows of these
+        tensors are whose; and why there are no multi-modal inputs, if so.
+    """
+    rows = [row for entry in raw.layout for row in entry.rows]
+    tensors = {key: batch.tensors[key][rows].clone() for key in BUNDLE_KEYS if key in batch.tensors.keys()}
+    layout, start = [], 0
+    for entry in raw.layout:
+        end = start + len(entry.rows)
+        layout.append(BundleEntry(entry.rank, entry.micro_batch, (start, end)))
+        start = end
+    width = tensors["responses"].shape[1]
+    for name in ("log_prob_coefficients", "entropy_coefficients"):
+        parts = [getattr(entry, name) for entry in raw.layout]
+        if all(part is not None for part in parts):  # a rank pads to its own longest
+            wide = [pad(torch.tensor(part), (0, width - part.shape[1])) for part in parts]
+            tensors[name] = torch.cat(wide)
+    inputs, note = kept_inputs(batch, rows)
+    return {**tensors, **inputs}, tuple(layout), note
+
+
+def _step_cause(event: Event, tensors: Any) -> StepCause:
+    """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
+    cause, batch, first = event.cause, event.batch, leader(event.culprits)
+    over_run: dict[str, float | None] = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
+    if cause is not None:
+        names = cause.names or _not_finite_at(tensors, cause.places)
+        return replace(cause, numbers={**cause.numbers, **over_run}, names=names)
+    if first is not None:
+        return StepCause(first.cause.label, numbers=first.cause.numbers)
+    if event.first_not_finite is not None and event.first_not_finite.way == "backward":
+        why = "log-probs, advantages and the loss's own derivative are finite, the backward through the model is not"
+        return StepCause("non_finite_backward", why)
+    terms = {"entropy_term": batch.entropy_over_policy or 0.0, "kl_term": batch.kl_over_policy or 0.0}
+    label = max(terms, key=lambda name: terms[name])
+    if terms[label] < _LEADS:
+        return StepCause(numbers=over_run)
+    why = f"the coefficients of the loss's {_TERMS[label]} are {number(terms[label], 3)} times the policy term's"
+    return StepCause(label, why, {f"{label}_over_policy": terms[label], **over_run})
+
+
+def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> tuple[str, ...]:
+    """The batch's tensors (R, T) that are not finite at one of these places."""
+    known = [(row, position) for row, position in places if row is not None]
+    if not known:
+        return ()
+    shape, at = tensors["response_mask"].shape, tuple(zip(*known, strict=True))
+    keys = [key for key in BUNDLE_KEYS if key in tensors.keys() and tensors[key].shape == shape]
+    return tuple(key for key in keys if not torch.isfinite(tensors[key][at]).all())
+
+
+def _mismatch(raw: RawEvent, batch: BatchView) -> Mismatch | None:
+    """What tokens carry of the spike at which engine and trainer differ by more than noise."""
+    tensors, shares = batch.tensors, raw.event.shares
+    names = ("rollout_log_probs", "old_log_probs", "response_mask")
+    if batch.is_critics or shares is None or not shares.is_trusted or not set(names) <= set(tensors.keys()):
+        return None
+    rollout, old, mask = (tensors[name].float().numpy() for name in names)
+    if (rollout == old)[mask > 0].all():  # the trainer was told to take the engine's
+        return None
+    try:
+        differing, noise = beyond_noise(rollout, old, mask)
+    except MismatchError:  # too few tokens, or no log-probs of the engine
+        return None
+    carried = (
+        share
+        for sequence in raw.sequences
+        for share, differs in zip(sequence.share or (), differing[sequence.row], strict=False)
+        if differs
+    )
+    return Mismatch(noise, float(differing.sum() / mask.sum()), sum(carried))
+
+
+def _statistics(batch: BatchView, known: BatchStatistics) -> BatchStatistics:
+    """What the ranks know of the batch, and what is typical in the driver's."""
+    tensors, mask = batch.tensors, batch.tensors["response_mask"].bool()
+    name, values = batch.signal()
+    sizes = values[mask].abs()
+    sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
+    has_old = "old_log_probs" in tensors.keys() and not batch.is_critics
+    probs = tensors["old_log_probs"][mask].float().exp() if has_old else sizes[:0]
+    typical: dict[str, Any] = {name: float(sizes.median()) if len(sizes) else 0.0}
+    return replace(known, **typical, one_minus_prob=float(1 - probs.nanmean()) if len(probs) else 0.0)
+
+
+def _counted_endings(culprits: list[Culprit], tensors: Mapping[str, Any], endings: Counter[int]) -> list[Culprit]:
+    """Those that were never sampled and end a turn say in how many events the same token did."""
+
+    def ending(culprit: Culprit) -> int | None:
+        turns = turns_in(tensors["response_mask"][culprit.row].tolist())
+        is_last = any(turn.stop - 1 == culprit.peak for turn in turns)
+        is_ending = is_last and culprit.cause.label == "not_sampled"
+        return int(tensors["responses"][culprit.row, culprit.peak]) if is_ending else None
+
+    tokens = [ending(culprit) for culprit in culprits]
+    endings.update({token for token in tokens if token is not None})
+    counted = []
+    for culprit, token in zip(culprits, tokens, strict=True):
+        counts = {} if token is None else {"events_ended": float(endings[token])}
+        counted.append(replace(culprit, cause=replace(culprit.cause, numbers={**culprit.cause.numbers, **counts})))
+    return counted
+
+
+class DriverSide:
+    """What the driver adds to a culprit's and a sequence's numbers: text, log-probs, rewards, siblings, turns.
+
+    Args:
+        batch: the whole.
+        tokenizer: decodes the text; None keeps text and prompts out.
+        context: tokens of text to keep on either side of a culprit.
+    """
+
+    def __init__(self, batch: BatchView, tokenizer: Any, context: int = 0):
+        self.batch, self.tokenizer, self._context = batch, tokenizer, context
+        self._tensors = batch.tensors
+        names = _CRITICS_COLUMNS if batch.is_critics else _DISTILLED_COLUMNS if batch.is_distilled else _COLUMNS
+        self._columns = {name: batch.tensors[key] for name, key in names.items() if key in batch.tensors.keys()}
+        """The batch's tensors (R, T) by the record's fields: those that there are, and that concern this model."""
+
+    def culprit(self, culprit: Culprit) -> Culprit:
+        """All but the cause."""
+        row, positions = culprit.row, culprit.positions
+        assert row is not None  # the driver numbers the rows
+        at = {name: float(values[row, culprit.peak]) for name, values in self._columns.items()}
+        stored, rollout = at.get("old_log_prob"), at.get("rollout_log_prob")
+        names = ("advantage", "value_target", "teacher_log_prob", "ref_log_prob", "is_weight")
+        told: dict[str, Any] = {name: at.get(name) for name in names}
+        return replace(
+            culprit,
+            **told,
+            **self._labels(row),
+            data_row=self._data_row(row),
+            reward=self._reward(row),
+            loss_weight=at.get("loss_weight", culprit.loss_weight),
+            old_log_prob_stored=stored,
+            rollout_log_prob=rollout,
+            ratios=Ratios(
+                current_over_old=ratio(culprit.log_prob, culprit.old_log_prob_used),
+                current_over_rollout=ratio(culprit.log_prob, rollout),
+                old_over_rollout=ratio(stored, rollout),
+                sequence_geometric_mean=culprit.ratios.sequence_geometric_mean,
+            ),
+            siblings=self._siblings(row),
+            turn=None if "loss_weight" in at else _turn(self._tensors["response_mask"][row].tolist(), positions[0]),
+            **self._around(row, positions[0], positions[-1]),
+        )
+
+    def sequence(self, sequence: SequenceRecord, album: Album) -> SequenceRecord:
+        """A sequence that holds a culprit, token by token: what the report shades. ``album`` receives its pictures."""
+        row = sequence.row
+        assert row is not None  # the driver numbers the rows
+        ids = self._response_ids(row)
+        tokens = self._tokens_in(ids)
+        numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _FROM_RANKS}
+        numbers |= {name: values[row].tolist() for name, values in self._columns.items() if name != "loss_weight"}
+        numbers = {name: None if values is None else tuple(values[: len(ids)]) for name, values in numbers.items()}
+        pictures, note = album.add(inputs_of(self.batch, row)) if tokens is not None else (None, None)
+        return replace(
+            sequence,
+            **self._labels(row),
+            prompt=self._decode(self._prompt_ids(row)),
+            token_ids=None if tokens is None else tuple(ids),
+            tokens=tokens,
+            pictures=pictures,
+            pictures_note=note,
+            **numbers,
+        )
+
+    def by_engine(self, row: int | None, now: Sequence[float]) -> list[tuple[float, float]]:
+        """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known.
+
+        The trainer's log-probs are those before the update, since the policy moves during it, and ``now`` where the
+        batch has none: bypass mode stores the engine's as the old ones.
+        """
+        tensors = self._tensors
+        if not now or "rollout_log_probs" not in tensors.keys():
+            return []
+        mask = tensors["response_mask"][row].bool()
+        engines, trainers = tensors["rollout_log_probs"][row][mask], torch.tensor(now)[mask[: len(now)]]
+        if "old_log_probs" in tensors.keys() and not torch.equal(tensors["old_log_probs"][row][mask], engines):
+            trainers = tensors["old_log_probs"][row][mask]
+        return list(zip(trainers.tolist(), engines.tolist(), strict=False))
+
+    # ---- text
+
+    def _decode(self, ids: list[int]) -> str | None:
+        """None without a tokenizer; token ids that it does not know are shown as numbers."""
+        if self.tokenizer is None:
+            return None
+        try:
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+        except Exception:
+            return " ".join(f"<{token}>" for token in ids)
+
+    def _tokens_in(self, ids: list[int]) -> tuple[str, ...] | None:
+        """Each by itself."""
+        return None if self.tokenizer is None else tuple(self._decode([token]) or "" for token in ids)
+
+    def _prompt_ids(self, row: int) -> list[int]:
+        num_response = self._tensors["responses"].shape[1]
+        attended = self._tensors["attention_mask"][row].bool()[:-num_response]
+        ids = self._tensors["input_ids"][row][:-num_response][attended].tolist()
+        if not inputs_of(self.batch, row):
+            return ids
+        runs = [(token, len(list(run))) for token, run in groupby(ids)]  # a picture takes hundreds of equal tokens
+        return [token for token, length in runs for _ in range(1 if length > _PLACEHOLDERS else length)]
+
+    def _response_ids(self, row: int) -> list[int]:
+        responses = self._tensors["responses"][row]
+        attended = self._tensors["attention_mask"][row][-len(responses) :]
+        return responses[: int(attended.sum())].tolist()
+
+    def _around(self, row: int, first: int, last: int) -> dict[str, Any]:
+        """Text of a span of response positions ``first..last`` and what stands around it, as a culprit's fields."""
+        responses = self._tensors["responses"][row].tolist()
+        prompt, span = self._prompt_ids(row), responses[first : last + 1]
+        before = (prompt + responses[:first])[-self._context :] if self._context else []
+        return {
+            "token_ids": tuple(span),
+            "tokens": self._tokens_in(span),
+            "text_before": self._decode(before),
+            "text_after": self._decode(self._response_ids(row)[last + 1 : last + 1 + self._context]),
+            "prompt": self._decode(prompt),
+        }
+
+    # ---- its row
+
+    def _labels(self, row: int) -> dict[str, Any]:
+        labels = self.batch.labels
+        return {key: str(labels[key][row]) if key in labels else None for key in ("sequence_id", "data_source")}
+
+    def _reward(self, row: int) -> float | None:
+        scores = self._tensors["token_level_scores"] if "token_level_scores" in self._tensors.keys() else None
+        return None if scores is None else float(scores[row].sum())
+
+    def _data_row(self, row: int) -> int | None:
+        """None where the batch's rows say no index, or all the same: verl writes 0 for none."""
+        known = self.batch.labels.get("index")
+        if known is None or len({str(index) for index in known}) < 2 or not str(known[row]).isdecimal():
+            return None
+        return int(str(known[row]))
+
+    def _siblings(self, row: int) -> tuple[Sibling, ...] | None:
+        """The other rows of the same prompt, in the order of the batch; None where the batch has no uids."""
+        uids = self.batch.labels.get("uid")
+        if uids is None:
+            return None
+        siblings = []
+        for other in (at for at, uid in enumerate(uids) if uid == uids[row] and at != row):
+            signal = self.batch.signal()[1][other][self._tensors["response_mask"][other].bool()]
+            advantage = float(signal[0]) if len(signal) and "advantages" in self._tensors.keys() else None
+            name = self._labels(other)["sequence_id"]
+            siblings.append(Sibling(other, name, self._reward(other), advantage, len(signal)))
+        return tuple(siblings)
+
+
+def _turn(mask: list[float], position: int) -> Turn | None:
+    turns = turns_in(mask)
+    if len(turns) < 2:
+        return None
+    number = next(at for at, turn in enumerate(turns) if position < turn.stop)
+    end_before = turns[number - 1].stop if number else 0
+    return Turn(number + 1, len(turns), turns[number].start - end_before)

@@ -15,22 +15,27 @@ so a name that a later version adds to an ``enum`` is no reason to refuse a file
 from .bundle import BundleEntry, BundleMeta, Fingerprint, Sequence, SequenceFile
 from .culprit import CAUSES, Cause, Coefficients, Culprit, Ratios, Sibling, Turn, turns_in
 from .event import (
+    ACTIONS,
     Action,
     BatchStatistics,
     Certificate,
     Consequence,
+    Cured,
     Event,
     FirstNotFinite,
     LayerHistory,
+    Mismatch,
     Rerun,
     Shares,
     StepCause,
 )
-from .fields import SCHEMA_VERSION, Weights
+from .fields import BUNDLE_VERSION, SCHEMA_VERSION, Weights
 from .spike import History, PathEntry, Run, Search, Step, Trigger
 
 __all__ = [
+    "ACTIONS",
     "CAUSES",
+    "BUNDLE_VERSION",
     "SCHEMA_VERSION",
     "Action",
     "BatchStatistics",
@@ -41,6 +46,7 @@ __all__ = [
     "Coefficients",
     "Consequence",
     "Culprit",
+    "Cured",
     "Event",
     "Fingerprint",
     "FirstNotFinite",
@@ -53,6 +59,7 @@ __all__ = [
     "Search",
     "Sequence",
     "SequenceFile",
+    "Mismatch",
     "Shares",
     "Sibling",
     "Step",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from .event import Event
-from .fields import SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
+from .fields import BUNDLE_VERSION, SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,23 @@ class Fingerprint:
 class BundleMeta:
     """A replay bundle's meta.json, beside batch.safetensors; what a replay uses is required."""
 
-    actor: dict[str, Any]
-    """The trained model's config of the run, resolved: verl's of the actor, TRL's arguments."""
     temperature: float
-    on_policy: bool
-    """Whether the loss took the current log-probs for the old ones (verl's shortcut)."""
+    """The logits were divided by this; of a critic it says nothing."""
     layout: tuple[BundleEntry, ...]
     event: Annotated[Event, ("type", "object")]
     """The event record; see event.v1.schema.json."""
+    dtype: str | None = optional()
+    """Of the forward: ``float32``, ``bfloat16`` or ``float16``. Weights and gradients are in float32."""
+    loss_scale: float | None = optional()
+    """The run's backward began with the coefficients times this (fp16)."""
+    has_beside: bool | None = optional()
+    """Whether a part of the run's loss passes through no token; no coefficient has it, and no replay."""
+    actor: dict[str, Any] | None = optional()
+    """The trained model's config of the run, resolved: verl's of the actor, TRL's arguments."""
     checkpoint: str | None = optional()
     """Folder with the weights before the step, where they were saved."""
     fingerprint: Fingerprint | None = optional()
     """Of the weights that the event happened at."""
     multi_modal_note: str | None = optional()
     """Why the inputs beside text are not in batch.safetensors; null where they are, or where there are none."""
-    schema_version: Version = SCHEMA_VERSION
+    schema_version: Annotated[int, ("const", BUNDLE_VERSION)] = BUNDLE_VERSION

@@ -21,6 +21,12 @@ CAUSES = (
     "teacher_gap",
     "non_finite",
     "spurious_token",
+    "loss_weight",
+    "unexpected_token",
+    "odd_document",
+    "duplicate_document",
+    "shifted_labels",
+    "padding_trained",
     "not_sampled",
     "shifted_log_probs",
     "non_finite_forward",
@@ -155,7 +161,7 @@ class Culprit:
     """Of the token's distribution, in nats; null where the loss does not compute it."""
     coefficients: Coefficients = Coefficients()
     loss_weight: float | None = None
-    """The token's weight in the aggregated loss."""
+    """The token's weight in the aggregated loss; without advantages, minus its coefficient times the tokens' number."""
     grad_norm: float | None = None
     """L2 norm of the span's part of the gradient."""
     is_exact: bool = True

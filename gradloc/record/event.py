@@ -8,7 +8,8 @@ from .culprit import CAUSES, Culprit
 from .fields import SCHEMA_VERSION, VERDICTS, Count, Version, never_null, optional
 from .spike import Run, Search, Step, Trigger
 
-_MODES = ("observe", "mask", "skip", "abort")
+ACTIONS = ("observe", "mask", "heal", "skip", "abort")
+"""What may happen to the step that spiked."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,32 @@ class Certificate:
 class Action:
     """What was asked for, and what was done with the step."""
 
-    requested: Annotated[str, ("enum", _MODES)] = "observe"
-    taken: Annotated[str, ("enum", _MODES)] = "observe"
+    requested: Annotated[str, ("enum", ACTIONS)] = "observe"
+    taken: Annotated[str, ("enum", ACTIONS)] = "observe"
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Cured:
+    """What the step's gradient would have been under another setting."""
+
+    name: str = ""
+    """In the table of advice."""
+    line: str = ""
+    """The setting, as a line of the trainer's config."""
+    norm_after: float | None = never_null()
+    """Measured where forwards is over 0; else at least this, by its coefficients and the shares."""
+    error_bound: float | None = None
+    """Largest error of norm_after; null where that is a bound itself."""
+    verdict: Annotated[str, ("enum", ("healed", "not_healed", "undecided", "no_change"))] = "undecided"
+    """no_change: no coefficient would have been another one."""
+    kept: float | None = None
+    """Cosine between that gradient and the one without the culprits, or the spike's own where no token is one."""
+    changed_tokens: float = 0.0
+    """Share of the tokens whose coefficient is another one."""
+    forwards: Count = 0
+    """Of a micro-batch, that measuring it took."""
+    backwards: Count = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +147,18 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """Tokens at which the rollout engine's log-prob and the trainer's before the update differ by more than noise."""
+
+    noise: float = 0.0
+    """Of logits, nats: 1.48 times the batch's median |difference| / (1 - p), and at most what bfloat16 kernels make."""
+    token_share: float = 0.0
+    """Of the response tokens, those that differ by eight times that and by 0.2 nats."""
+    spike_share: float = 0.0
+    """What they carry of the spike in the sequences that are told token by token."""
+
+
+@dataclass(frozen=True)
 class BatchStatistics:
     """What is typical in the batch: what the causes compare a culprit with."""
 
@@ -145,6 +181,9 @@ class BatchStatistics:
     """Of a critic: median |return - value before the update| over the response tokens."""
     teacher_gap: float | None = optional()
     """Under distillation: median |teacher's log-prob - student's before the update| over the response tokens."""
+    loss_weight: float | None = optional()
+    """Of a loop that says no advantages: median |d loss / d log_prob| times the number of tokens, which is 1 for the
+    mean of the tokens' negative log-probs."""
     kl_over_policy: float | None = optional()
     """The same of the KL term's part over the rest."""
 
@@ -174,12 +213,17 @@ class Event:
     """Null where the layers' norms are not tracked, or not yet."""
     shares: Shares | None = None
     """Null when they were not measured."""
+    mismatch: Mismatch | None = optional()
+    """Null where a log-prob of the two is not known, or the shares are not, or cannot be trusted."""
     batch: BatchStatistics = BatchStatistics()
     cause: StepCause | None = optional()
     rerun: Rerun | None = optional()
     """Null where it was not asked for."""
     first_not_finite: FirstNotFinite | None = optional()
     """Null where the gradient is finite, or where it was not looked for or found."""
+    cures: tuple[Cured, ...] | None = optional()
+    """Settings under which the step was measured, or that a glance at their coefficients settled; most useful first.
+    Null where none was tried."""
     consequence: Consequence | None = optional()
     model: Annotated[str, ("enum", ("actor", "critic"))] | None = optional()
     """Whose gradient it is; null for the actor's."""
@@ -193,3 +237,8 @@ class Event:
     def is_distilled(self) -> bool:
         """Whether distillation is the whole loss: no reward or advantage is part of it."""
         return self.batch.teacher_gap is not None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the loss has no advantages: its tokens have weights, and its rows are documents."""
+        return self.batch.loss_weight is not None

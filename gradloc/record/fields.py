@@ -5,6 +5,8 @@ from dataclasses import field
 from typing import Annotated, Any
 
 SCHEMA_VERSION = 1
+BUNDLE_VERSION = 2
+"""Of a bundle's meta.json and tensors. A bundle of version 1 had no coefficients: a replay ran the trainer's loss."""
 VERDICTS = ("explained", "undecided", "not_explained")
 
 Version = Annotated[int, ("const", SCHEMA_VERSION)]

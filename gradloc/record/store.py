@@ -71,13 +71,13 @@ class EventStore:
         Returns:
             The folder, relative to the store.
         """
-        from safetensors.torch import save_file
-
         folder = self.root / "events" / event_id
         partial = folder.with_name(f".{event_id}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if tensors:
+            from safetensors.torch import save_file
+
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
         for name, document in documents.items():
             (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")

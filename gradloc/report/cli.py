@@ -23,6 +23,7 @@ examples:
   gradloc-report runs/demo-1 --format csv         one line per culprit
   gradloc-report health runs/demo-1               was the run well, step by step
   gradloc-report compare runs/a runs/b            two runs side by side
+  gradloc-report cure runs/demo-1                 which setting heals how many of its spikes
   gradloc-report trigger train.log --set cap=6    what the trigger would have flagged
   gradloc-report watch runs/demo-1                a run that is going on
 """

@@ -6,9 +6,18 @@ from pathlib import Path
 
 from .errors import ReportError
 
+HTML = (".html", ".htm", "")
 
-def check(path: Path) -> None:
-    """Raises ReportError where ``path`` cannot be written; called before the work is done."""
+
+def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
+    """Raises ReportError where ``path`` cannot be written; called before the work is done.
+
+    ``suffixes``: of the files that the command can write; None: any.
+    """
+    kind = path.suffix.lower()
+    if suffixes is not None and kind not in suffixes and not path.is_dir():
+        how = "open it in a browser and print it" if kind == ".pdf" else "the formats besides are those of --format"
+        raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}; {how}.")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
     folder = path.parent
@@ -28,7 +37,7 @@ def deliver(path: Path | None, text: str) -> None:
 
 def write(path: Path, text: str) -> None:
     """Writes a file whole or not at all; what UTF-8 cannot spell is replaced."""
-    check(path)
+    check(path, None)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace", newline="\n")
     partial.replace(path)

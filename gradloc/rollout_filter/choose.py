@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from .config import FilterSettings
-from .groups import Groups
+from .groups import GroupStatistics
 
 logger = logging.getLogger(__name__)
 
 
 def kept_groups(
-    groups: Groups, settings: FilterSettings, num_ranks: int, metrics: dict[str, Any]
+    groups: GroupStatistics, settings: FilterSettings, num_ranks: int, metrics: dict[str, Any]
 ) -> tuple[np.ndarray, dict[str, float]] | None:
     """Choose the groups to train on, and add ``rollout/*`` to the step's metrics.
 
@@ -48,7 +48,7 @@ def kept_groups(
     return kept, counts
 
 
-def rank(groups: Groups, settings: FilterSettings) -> tuple[np.ndarray, int]:
+def rank(groups: GroupStatistics, settings: FilterSettings) -> tuple[np.ndarray, int]:
     """All groups, best first, ties in the order of the batch; and how many of them, from the first on, may be kept.
 
     With ``include_zero=False``, groups whose rewards are all equal may not, and come last.
@@ -61,7 +61,7 @@ def rank(groups: Groups, settings: FilterSettings) -> tuple[np.ndarray, int]:
     return np.concatenate([best_first[differ], best_first[~differ]]), int(differ.sum())
 
 
-def best_run(groups: Groups, candidates: np.ndarray, settings: FilterSettings) -> np.ndarray:
+def best_run(groups: GroupStatistics, candidates: np.ndarray, settings: FilterSettings) -> np.ndarray:
     """The first candidates, as many as the filter keeps.
 
     ``top_k`` keeps ``int(value * G)`` groups, at least one. ``top_p`` keeps the shortest run whose mass reaches
@@ -82,7 +82,7 @@ def best_run(groups: Groups, candidates: np.ndarray, settings: FilterSettings) -
     return candidates[: int(np.argmax(reached)) + 1]
 
 
-def _scores(groups: Groups, settings: FilterSettings) -> np.ndarray:
+def _scores(groups: GroupStatistics, settings: FilterSettings) -> np.ndarray:
     scores = {"reward_variance": groups.reward_std, "reward": groups.reward_mean, "length": groups.length_mean}
     return scores[settings.metric]
 

@@ -12,11 +12,11 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Per-group numbers; every array is (G,) except ``of_row``."""
+class GroupStatistics:
+    """Per-group numbers; every array is (G,) except ``group_of_row``."""
 
     uids: tuple[str, ...]
-    of_row: np.ndarray
+    group_of_row: np.ndarray
     """(R,) int: the group of each row."""
     sizes: np.ndarray
     """Rows per group, at least 1."""
@@ -36,7 +36,7 @@ class Groups:
         return float(np.mean(self.reward_std == 0.0)) if len(self) else 0.0
 
 
-def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Groups:
+def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> GroupStatistics:
     """Group the rows of a batch by prompt.
 
     Args:
@@ -47,15 +47,15 @@ def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Gro
     return group_rows(uids, token_scores.double().sum(-1).tolist(), response_mask.sum(-1).tolist())
 
 
-def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> Groups:
+def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> GroupStatistics:
     """The same by each row's reward and number of response tokens."""
     number: dict[str, int] = {}
-    of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
+    group_of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
     reward, length = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
-    rows = [np.flatnonzero(of_row == group) for group in range(len(number))]
-    return Groups(
+    rows = [np.flatnonzero(group_of_row == group) for group in range(len(number))]
+    return GroupStatistics(
         uids=tuple(number),
-        of_row=of_row,
+        group_of_row=group_of_row,
         sizes=np.array([len(members) for members in rows], dtype=np.int64),
         reward_std=np.array([_std(reward[members]) for members in rows], dtype=np.float64),
         reward_mean=np.array([reward[members].mean() for members in rows], dtype=np.float64),

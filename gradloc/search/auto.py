@@ -10,16 +10,16 @@ trusted, candidates are verified one by one, and then comes the published bisect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..core.gradients import Gradient
-from ..record import StepCause
-from .beside.triage import doubt_backward, nothing_found, split_off
+from ..record import PathEntry, StepCause
+from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
 from .candidates import (
     MUCH,
-    Candidate,
     are_few,
     beside_louder,
     by_coefficient,
@@ -28,15 +28,16 @@ from .candidates import (
     carried,
     carried_by,
     confirmed,
+    least_bound,
     masks_of,
+    most_verified,
     non_finite,
     weighed,
     why_spread,
 )
-from .named import Named
-from .share import LIKELY, ShareMap, measure_shares
+from .share import LIKELY, ShareMap, ShareMeasurement
 from .sketch import sketch
-from .task import CulpritSpan, SearchResult, Task
+from .task import SearchResult, Span, Task, measured, verify
 
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # tokens that are verified though no share names them
@@ -45,13 +46,28 @@ _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
 _ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
 _MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
+_BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
+_COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 
 
-class _Search(Named):
-    """The stages of one search, in their order; ``number`` is that of the round, from 0."""
+class _AutoSearch:
+    """The stages of one search, in their order; ``number`` is that of the round, from 0.
+
+    Its direction R is the gradient at first, then what the culprits left of it.
+    """
 
     def __init__(self, task: Task):
-        super().__init__(task)
+        self.task, self.prober = task, task.prober
+        self.result = SearchResult()
+        self.direction: Gradient = task.gradient
+        self.scale = task.scale
+        self.others: Gradient | None = None
+        """The part of the gradient that passes through no token, if it is as large as a culprit."""
+        self.alone: Gradient | None = None
+        """Sum of the culprits' gradients, while each was measured by itself; emptied by a certificate."""
+        self.norm = math.nan  # ||R|| of the last shares
+        self.is_going_on = False
+        """Whether another round may follow."""
         self._measured_along: Gradient | None = None
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
@@ -79,7 +95,7 @@ class _Search(Named):
             likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=LIKELY))]
             if not candidates and not likely:  # a loud token may be lost in noise: its own backward tells
                 loud = [span for span in read.values() if span.span == "token"]
-                candidates = [replace(span, bound=0.0) for span in loud[:_MAX_HINTS]]
+                candidates = [replace(span, norm=0.0) for span in loud[:_MAX_HINTS]]
             if self._is_spread(shares, likely, candidates):
                 return self.result
             candidates += self._uncertain(shares, candidates, likely)
@@ -201,7 +217,8 @@ class _Search(Named):
             return None
         readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.tokens))
         sizes = task.increments if self.direction is task.gradient else None
-        shares = measure_shares(self.prober, readouts, self.direction, self.scale, micro_batches, known, refined, sizes)
+        along = self.direction, self.scale
+        shares = ShareMeasurement(self.prober, readouts, *along, micro_batches, known, refined, sizes).run()
         self._measured_along, self.norm = self.direction, shares.square**0.5
         verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
         is_whole = len(seen) == self.prober.step.num_micro_batches
@@ -212,7 +229,7 @@ class _Search(Named):
         self.note("share", verdict, note, shares.square**0.5)
         return shares
 
-    def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Candidate]:
+    def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Span]:
         """Spans by share; in the first round also the tokens with the largest coefficients, as hints."""
         task, named = self.task, set(self.result.tokens)
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
@@ -223,7 +240,7 @@ class _Search(Named):
         hints = by_coefficient(task, _MAX_HINTS, named | by_share_alone) if with_hints else []
         return found + [confirmed(task, shares, hint) for hint in hints if known.isdisjoint(hint.tokens)]
 
-    def _spans(self, shares: ShareMap) -> list[Candidate]:
+    def _spans(self, shares: ShareMap) -> list[Span]:
         """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's, if few carry much.
 
         Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
@@ -239,30 +256,30 @@ class _Search(Named):
             found += more if are_few(task, shares, found + more) else []
         return found
 
-    def _noisy_hints(self, shares: ShareMap) -> list[Candidate]:
+    def _noisy_hints(self, shares: ShareMap) -> list[Span]:
         """The tokens with the largest coefficients, if most of the shares' noise is theirs."""
         hints = by_coefficient(self.task, _MAX_HINTS, set())
         variance = carried_by(self.task, shares, {token for hint in hints for token in hint.tokens})[1]
         return hints if variance > shares.noise**2 * shares.square**2 / 2 else []
 
-    def _uncertain(self, shares: ShareMap, candidates: list[Candidate], likely: list[Candidate]) -> list[Candidate]:
+    def _uncertain(self, shares: ShareMap, candidates: list[Span], likely: list[Span]) -> list[Span]:
         """The loudest spans that may be noise, as hints, if the rest seems to spike without the candidates."""
         known = {token for candidate in candidates for token in candidate.tokens}
         others = [candidate for candidate in likely if known.isdisjoint(candidate.tokens)][:_MAX_HINTS]
         if not others:
             return []
         is_open = self._spikes_beside(shares, candidates)
-        return [replace(candidate, bound=0.0) for candidate in others] if is_open else []
+        return [replace(candidate, norm=0.0) for candidate in others] if is_open else []
 
-    def _spikes_beside(self, shares: ShareMap, candidates: list[Candidate]) -> bool:
+    def _spikes_beside(self, shares: ShareMap, candidates: list[Span]) -> bool:
         """Whether the rest seems to spike without these: <rest, R> over the square of half the threshold."""
         tokens = {token for candidate in candidates for token in candidate.tokens}
         rest = shares.square - carried_by(self.task, shares, tokens)[0]
         return rest > (self.task.reference / 2) ** 2
 
-    def _is_spread(self, shares: ShareMap, spans: list[Candidate], candidates: list[Candidate]) -> bool:
+    def _is_spread(self, shares: ShareMap, spans: list[Span], candidates: list[Span]) -> bool:
         """Whether these spans are only the loudest part of a spike that all tokens make. Never while hints are open."""
-        if self.task.spike.threshold is None or any(candidate.bound == 0 for candidate in candidates):
+        if self.task.spike.threshold is None or any(candidate.norm == 0 for candidate in candidates):
             return False
         why = why_spread(self.task, shares, spans, self.task.max_culprits - len(self.result.culprits))
         return why is not None and self._stop_spread(why)
@@ -272,7 +289,7 @@ class _Search(Named):
         self.note("share", "measured", self.result.stop_reason)
         return True
 
-    def _few_loud_tokens(self, shares: ShareMap) -> list[Candidate]:
+    def _few_loud_tokens(self, shares: ShareMap) -> list[Span]:
         """The one or two tokens that stand out of untrusted shares, and the two with the largest coefficients.
 
         If closure is below 1, all shares are taken to be too small by that factor.
@@ -283,20 +300,20 @@ class _Search(Named):
         known = {*named, *(token for candidate in found for token in candidate.tokens)}
         return found + by_coefficient(self.task, _MAX_HINTS, known) if 0 < len(found) <= _MAX_HINTS else []
 
-    def _is_explained_by(self, candidates: list[Candidate]) -> bool:
+    def _is_explained_by(self, candidates: list[Span]) -> bool:
         """Name those that are culprits by a backward of their own, since bounds are not to be trusted, and certify."""
-        return self.name([replace(candidate, bound=0.0) for candidate in candidates]) and self.certify()
+        return self.name([replace(candidate, norm=0.0) for candidate in candidates]) and self.certify()
 
     def _is_in_parts(self) -> bool:
         """Whether a part of the gradient passes through no token. If so, the tokens' own part is searched from here."""
         parts = split_off(self.task)
         if parts is None:
             return False
-        self.direction, self.scale, self.others = parts.tokens, 1.0, parts.others
-        self.result.culprits, self.result.certificate, self.alone = [], None, None
-        self._blame(parts.source, parts.others_norm)
-        if parts.tokens_norm < self.task.reference:
-            self.result.certificate = nothing_found(self.task, parts.source.reason)
+        self.direction, self.others, source = parts
+        self.scale, self.result.culprits, self.result.certificate, self.alone = 1.0, [], None, None
+        self._blame(source, source.numbers["others_norm"])
+        if (source.numbers["tokens_norm"] or 0.0) < self.task.reference:
+            self.result.certificate = nothing_found(self.task, source.reason)
         return True
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
@@ -309,7 +326,7 @@ class _Search(Named):
         self.result.certificate = nothing_found(self.task, found[0].reason)
         return True
 
-    def _blame(self, source: StepCause, norm: float) -> None:
+    def _blame(self, source: StepCause, norm: float | None) -> None:
         self.result.source, self.result.stop_reason = source, source.reason
         self.note("others", "measured", source.reason, norm)
 
@@ -321,7 +338,7 @@ class _Search(Named):
             return self._fall_back(why, is_allowed=True)
         self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
         for candidate in candidates[:most]:
-            culprit = CulpritSpan(candidate.span, candidate.tokens, math.nan, self.task.culprit_norm, is_exact=True)
+            culprit = replace(candidate, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
             self.result.culprits.append(culprit)
         self.certify()
         self.cut(len(candidates) - most)
@@ -334,7 +351,7 @@ class _Search(Named):
             self.cut(0)
             return self.result
         more = self._spans(shares)
-        self.cut(len(more), math.hypot(*(candidate.bound for candidate in more)))
+        self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)))
         return self.result
 
     def _look_for_hidden(self) -> SearchResult:
@@ -375,6 +392,128 @@ class _Search(Named):
         self.result.stop_reason = self.task.limit.words
         return self.result
 
+    # ---- what is named, and the gradient that is left
+
+    def name(self, candidates: list[Span]) -> bool:
+        """Name the candidates that are culprits, loudest first; returns whether any was.
+
+        A hint, whose bound is too low to name it, needs a backward of its own. So do the first few others, for their
+        exact norm. The rest is named by its bound. Backwards for hints still to come are kept back from the budget.
+        """
+        num_verified, has_named, most = 0, False, most_verified(self.task, self.norm, candidates)
+        num_hints = sum(candidate.norm < least_bound(self.task, self.norm, candidate) for candidate in candidates)
+        for candidate in candidates:
+            # a sequence takes the place of its tokens that were named before
+            within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
+            if len(self.result.culprits) - len(within) >= self.task.max_culprits:
+                break
+            taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
+            if not taken.isdisjoint(candidate.tokens):
+                continue
+            least = least_bound(self.task, self.norm, candidate)
+            is_hint = candidate.norm < least
+            num_hints -= is_hint
+            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1 + (0 if is_hint else num_hints)):
+                num_verified += not is_hint
+                culprit = self.verify(candidate)
+            elif is_hint:
+                continue
+            else:
+                culprit = replace(candidate, threshold=least)
+            if not culprit.norm < culprit.threshold:  # NaN is a culprit, too
+                self.add_up(culprit, is_alone=not within)
+                self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
+                has_named = True
+        return has_named
+
+    def add_up(self, culprit: Span, is_alone: bool) -> None:
+        """Add the culprit's gradient in ``.grad`` to ``alone``, or give that sum up if one of its parts is unknown."""
+        is_of_use = culprit.is_exact and is_alone and self.task.unit == 1.0  # else the certificate recomputes
+        if not is_of_use or (self.result.culprits and self.alone is None):
+            self.alone = None
+            return
+        if self.alone is not None:
+            self.prober.add(self.alone)
+        self.alone = self.prober.space.keep()
+
+    def verify(self, candidate: Span) -> Span:
+        culprit = verify(self.task, candidate, self.task.culprit_norm)
+        first = candidate.tokens[0]
+        where = f"{candidate.span} of rank {first.rank}, micro-batch {first.micro_batch}, from its token {first.index}"
+        note = where if candidate.norm else f"{where}; proposed by its coefficient"
+        verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", len(candidate.tokens)
+        self.note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
+        return culprit
+
+    def certify(self) -> bool:
+        """Certify what is named so far; returns whether the search is over. What is left becomes the next direction."""
+        if self._spikes_without():
+            return False
+        task = self.task
+        alone, self.alone = self.alone if self.others is None else None, None
+        self.direction, self.result.rest = task.gradient, None  # frees the last residual, before the next one is made
+        certificate = task.certify(self.result.tokens, alone, self.is_going_on)
+        if len(self.result.culprits) == 1 and not self.result.culprits[0].is_exact:
+            self._measure_by_difference()
+        self.result.certificate = certificate
+        self.note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
+        self.result.stop_reason = certificate.reason
+        is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
+        if self.others is not None and not is_done:
+            self.prober.add(self.others, alpha=-1.0)
+            is_done = self.prober.space.norm() < task.reference
+        self.direction, self.scale = self.prober.space.keep(), 1.0
+        self.result.rest = self.direction
+        return is_done
+
+    def _measure_by_difference(self) -> None:
+        """The only culprit's own gradient, with no backward: the spike less what the certificate left in ``.grad``."""
+        space, (culprit,) = self.prober.space, self.result.culprits
+        rest = space.keep()
+        self.prober.add(self.task.gradient, alpha=1.0 / self.task.scale)
+        self.prober.add(rest, alpha=-1.0)
+        self.result.culprits = [measured(self.task, culprit, self.task.culprit_norm)]
+        space.put(rest)
+
+    def _spikes_without(self) -> bool:
+        """Whether the culprits' own backwards show that the rest spikes by far. It is then the next direction.
+
+        No pass is needed: ||G - g||^2 = ||G||^2 - 2 <g, G> + ||g||^2, with <g, G> = ||G||^2 times the shares' sum.
+        """
+        task, space, threshold = self.task, self.prober.space, self.task.spike.threshold
+        has_room = self.is_going_on and len(self.result.culprits) < task.max_culprits
+        if self.alone is None or self.others is not None or threshold is None or not has_room:
+            return False
+        named, square = self.result.culprits, task.spike.grad_norm**2
+        alone = named[0].norm if len(named) == 1 else space.norm(self.alone)
+        norm = max(square * (1 - 2 * math.fsum(culprit.share or 0.0 for culprit in named)) + alone**2, 0.0) ** 0.5
+        if norm < max(_BY_FAR * threshold, _COARSE * task.spike.grad_norm, _COARSE * alone):
+            return False
+        space.clear()
+        self.prober.add(task.gradient, alpha=1.0 / task.scale)
+        self.prober.add(self.alone, alpha=-1.0)
+        self.direction, self.scale = space.keep(), 1.0
+        self.note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
+        return True
+
+    def cut(self, num_more: int, norm: float | None = None) -> None:
+        """Record that ``max_culprits`` ended the search, unless what is named explains the spike and nothing is left.
+
+        Args:
+            num_more: spans as large as a culprit that are not named; below 0 if not even the limit was reached.
+            norm: lower bound on the norm of these together.
+        """
+        result, most = self.result, self.task.max_culprits
+        is_explained = result.certificate is not None and result.certificate.verdict == "explained"
+        if num_more < 0 or (num_more == 0 and is_explained):
+            return
+        result.is_cut, result.num_more, result.more_norm = True, num_more, norm if num_more else None
+        more = f", and at least {num_more} more are left" if num_more else ""
+        result.stop_reason = f"search.max_culprits={most} are named{more}"
+
+    def note(self, phase: str, verdict: str, note: str, norm: float | None = None, **more: Any) -> None:
+        self.result.path.append(PathEntry(phase, verdict=verdict, norm=norm, note=note, **more))
+
 
 def auto(task: Task) -> SearchResult:
     """Find all culprits, certified, in up to four rounds; then the sketch, or bisection if shares are of no use.
@@ -382,9 +521,9 @@ def auto(task: Task) -> SearchResult:
     Args:
         task: what to search; ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
-    return _Search(task).run(_MAX_ROUNDS, is_last_resort_allowed=True)
+    return _AutoSearch(task).run(_MAX_ROUNDS, is_last_resort_allowed=True)
 
 
 def share(task: Task) -> SearchResult:
     """One round of shares along the gradient, and its certificate."""
-    return _Search(task).run(1, is_last_resort_allowed=False)
+    return _AutoSearch(task).run(1, is_last_resort_allowed=False)

@@ -21,12 +21,12 @@ import heapq
 import math
 from dataclasses import replace
 
-from ..core.selection import Part, Token
+from ..core.selection import Part
 from ..record import PathEntry
-from .task import SearchResult, Task, measured_culprit
+from .task import SearchResult, Span, Task, measured
 
 
-class _Search:
+class _Bisection:
     """The state of one bisection: a heap of parts that are over their threshold, worst first."""
 
     def __init__(self, task: Task):
@@ -73,8 +73,9 @@ class _Search:
         )
         self.result.path.append(entry)
         if is_token:
-            token = Token(part.micro_batch, part.first_rank, part.first_token)
-            self.result.culprits.append(measured_culprit(self.task, "token", (token,), threshold))
+            first = part.first_token
+            token = Span(0.0, "token", part.micro_batch, part.first_rank, first, first + 1)
+            self.result.culprits.append(measured(self.task, token, threshold))
         elif is_over:
             ratio = found.norm / threshold if math.isfinite(found.norm) and threshold > 0 else math.inf
             heapq.heappush(self._open, (-ratio, len(self.result.path) - 1, part, found.num_tokens))
@@ -105,4 +106,4 @@ def bisect(task: Task) -> SearchResult:
     The result has the culprits in the order found and every probe made. A culprit that others in its part cancel is
     missed; ``share`` and ``sketch`` see some of those.
     """
-    return _Search(task).run()
+    return _Bisection(task).run()

@@ -9,15 +9,14 @@ Shapes: B rows of a micro-batch, T response positions, n response tokens of one 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ..core.certificate import is_subtracted
 from ..core.selection import Token, mask_without
-from .rows import ELEVATED, Row, median, widened
-from .share import LIKELY, ShareMap
-from .task import Task
+from .share import LIKELY, ShareMap, shrunk
+from .task import Span, Task
 
 MUCH = 0.5  # of a spike: a few spans that carry this are worth naming even if they do not explain it
 _MOSTLY = 0.75  # of a spike: culprits carry this beside a healthy rest
@@ -28,34 +27,19 @@ _MAX_SENT = 64  # candidates per rank
 _MAX_VERIFIED = 3  # candidates per round that get a backward of their own though their bound names them
 _AT_LEAST = 0.5  # of a culprit's norm: a bound that is enough for a token
 _BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
+_WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
+_LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
+_FEW = 3  # the most tokens of a row that are few
+ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
+_ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
+_MOST = 0.8  # of a row's tokens: if this many are elevated, the row is the culprit
+_HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A span of tokens of one rank's micro-batch that may be a culprit."""
-
-    bound: float
-    """Lower bound on its gradient's norm; 0 for a mere hint, which has to be verified by a backward."""
-    span: str
-    """``token``, ``segment`` or ``sequence``."""
-    micro_batch: int
-    rank: int
-    start: int
-    """``index`` of its first token, see :class:`~..core.selection.Token`."""
-    end: int
-    """Exclusive."""
-    is_weighed: bool = False
-    """Whether its coefficient makes it a culprit as well."""
-
-    @property
-    def tokens(self) -> tuple[Token, ...]:
-        return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
-
-
-def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]:
+def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Span]:
     """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
-    :class:`.rows.Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
+    :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
     whole sequence. A segment is widened by tokens right beside it that their coefficients single out.
 
     Args:
@@ -66,7 +50,7 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
     norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
 
-    def local() -> list[tuple[float, Candidate]]:
+    def local() -> list[tuple[float, Span]]:
         found = []
         weights = [readout.weight for readout in task.readouts(sorted(named))]
         none = [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
@@ -77,15 +61,14 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Candidate]
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
             for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
                 start, end = widened(*span_of_row, pointed.tolist())
-                span = "token" if end - start == 1 else "sequence" if end - start == len(products) else "segment"
                 bound = row.bound(start, end)
-                found.append((bound, _span(task, index, first + start, first + end, span, bound)))
+                found.append((bound, _span(task, index, first + start, first + end, len(products), bound)))
         return found
 
     return _merge(task, local, named)
 
 
-def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
+def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) -> list[Span]:
     """Tokens whose bound is low only because those found are louder, see :func:`least_bound`."""
     if not found:
         return []
@@ -95,7 +78,7 @@ def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[C
     return by_value(task, shares.least, least, known, 1 / norm)
 
 
-def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candidate]) -> list[Candidate]:
+def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) -> list[Span]:
     """Tokens singled out by their coefficients whose product <g, R> is a culprit's, see :func:`least_bound`."""
     known, norm = named | {token for candidate in found for token in candidate.tokens}, shares.square**0.5
 
@@ -107,7 +90,7 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Candida
     return [replace(candidate, is_weighed=True) for candidate in more]
 
 
-def confirmed(task: Task, shares: ShareMap, hint: Candidate) -> Candidate:
+def confirmed(task: Task, shares: ShareMap, hint: Span) -> Span:
     """A hint that its share confirms, with its bound; any other as it is.
 
     The likeliest bound is a culprit's norm, and two standard errors below that the estimated norm is still twice a
@@ -118,10 +101,10 @@ def confirmed(task: Task, shares: ShareMap, hint: Candidate) -> Candidate:
     least = product - LIKELY * variance**0.5
     if product < task.culprit_norm * norm or least < (_BY_ESTIMATE * task.culprit_norm) ** 2:
         return hint
-    return replace(hint, bound=least / norm, is_weighed=True)
+    return replace(hint, norm=least / norm, is_weighed=True)
 
 
-def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
+def least_bound(task: Task, norm: float, candidate: Span) -> float:
     """The least bound with which a candidate needs no backward of its own: a culprit's norm, or less for some tokens.
 
     The bound <g, R> / ||R|| shrinks as others carry more of R. If gradients were orthogonal, <g, R> would be ||g||^2,
@@ -136,16 +119,16 @@ def least_bound(task: Task, norm: float, candidate: Candidate) -> float:
     least, is_token = task.culprit_norm, candidate.span == "token"
     if candidate.is_weighed:
         return least**2 / norm
-    return _AT_LEAST * least if is_token and candidate.bound * norm >= (_BY_ESTIMATE * least) ** 2 else least
+    return _AT_LEAST * least if is_token and candidate.norm * norm >= (_BY_ESTIMATE * least) ** 2 else least
 
 
-def most_verified(task: Task, norm: float, candidates: list[Candidate]) -> int:
+def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     """How many candidates get a backward of their own, for their exact norm, though their bound names them.
 
     All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
     that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
-    named = [candidate for candidate in candidates if candidate.bound >= least_bound(task, norm, candidate)]
+    named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
     num_tokens = sum(len(candidate.tokens) for candidate in named)
     is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
     if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
@@ -159,25 +142,24 @@ def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float,
 
     def local() -> list[float]:
         product = variance = 0.0
-        for token in tokens:
-            if token.rank == ranks.rank:
-                where = step.token_mask(token.micro_batch)
-                product += float(shares.products[token.micro_batch][where][token.index])
-                variance += float(shares.errors[token.micro_batch][where][token.index]) ** 2
+        for token in (token for token in tokens if token.rank == ranks.rank):
+            where = step.token_mask(token.micro_batch)
+            product += float(shares.products[token.micro_batch][where][token.index])
+            variance += float(shares.errors[token.micro_batch][where][token.index]) ** 2
         return [product, variance]
 
     product, variance = ranks.sum(ranks.agree(local))
     return product, variance
 
 
-def carried(task: Task, shares: ShareMap, spans: list[Candidate]) -> tuple[float, float]:
+def carried(task: Task, shares: ShareMap, spans: list[Span]) -> tuple[float, float]:
     """(the part of R that these spans carry at least, the part of the batch's tokens that they are)"""
     num_tokens = sum(len(candidate.tokens) for candidate in spans)
-    part = sum(candidate.bound for candidate in spans) / shares.square**0.5
+    part = sum(candidate.norm for candidate in spans) / shares.square**0.5
     return part, num_tokens / max(task.spike.num_tokens, 1)
 
 
-def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
+def are_few(task: Task, shares: ShareMap, spans: list[Span]) -> bool:
     """Whether the first one, two, ... of these spans carry much of R, and far more than their part of the tokens."""
     for count in range(1, len(spans) + 1):
         much, part = carried(task, shares, spans[:count])
@@ -186,7 +168,7 @@ def are_few(task: Task, shares: ShareMap, spans: list[Candidate]) -> bool:
     return False
 
 
-def why_spread(task: Task, shares: ShareMap, spans: list[Candidate], room: int) -> str | None:
+def why_spread(task: Task, shares: ShareMap, spans: list[Span], room: int) -> str | None:
     """Why the spike is spread over too many tokens to name any; None if these spans are worth naming.
 
     Without tokens that carry a part s of R, the norm is at least (1 - s) ||R||. If that still spikes after all spans
@@ -226,7 +208,7 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
 
 
-def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
+def masks_of(task: Task, candidates: Sequence[Span]) -> list[torch.Tensor]:
     """The tokens of these candidates, bool (B, T) for each of this rank's micro-batches."""
     step, rank = task.prober.step, task.prober.ranks.rank
     tokens = [token for candidate in candidates for token in candidate.tokens]
@@ -236,7 +218,7 @@ def masks_of(task: Task, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
 
 def by_value(
     task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], bound: float = 0.0
-) -> list[Candidate]:
+) -> list[Span]:
     """Tokens whose value is at least ``least``, largest first.
 
     Args:
@@ -247,19 +229,19 @@ def by_value(
         bound: value times this is a lower bound on the token's norm; 0 makes hints.
     """
 
-    def local() -> list[tuple[float, Candidate]]:
+    def local() -> list[tuple[float, Span]]:
         found = []
         for index in range(task.prober.step.num_micro_batches):
             values = value(index)[task.prober.step.token_mask(index)]
             for number in (values >= least).nonzero().squeeze(-1).tolist():
                 size = float(values[number])
-                found.append((size, _token(task, index, number, bound * size)))
+                found.append((size, _span(task, index, number, number + 1, 0, bound * size)))
         return found
 
     return _merge(task, local, named)
 
 
-def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.inf) -> list[Candidate]:
+def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.inf) -> list[Span]:
     """Hints: tokens whose coefficient would make them culprits if their log-prob gradients were typical ones.
 
     |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
@@ -276,7 +258,7 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     prober = task.prober
     square = 0.0
 
-    def local() -> list[tuple[float, Candidate]]:
+    def local() -> list[tuple[float, Span]]:
         nonlocal square
         found = []
         for index, readout in enumerate(task.readouts([])):
@@ -284,13 +266,13 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
             square += float(values.square().sum())
             top = values.topk(min(most + len(named), len(values)))
             for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                found.append((size, _token(task, index, number, 0.0)))
+                found.append((size, _span(task, index, number, number + 1, 0)))
         return found
 
     merged = _merge_sized(task, local)
     (rest,) = prober.ranks.sum([square])
     least = rest * (task.culprit_norm / norm) ** 2
-    kept: list[Candidate] = []
+    kept: list[Span] = []
     for size, candidate in merged:  # loudest first, so the rest is that of tokens no louder
         rest -= size**2
         if named.isdisjoint(candidate.tokens):
@@ -300,14 +282,14 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     return kept
 
 
-def non_finite(task: Task) -> list[Candidate]:
+def non_finite(task: Task) -> list[Span]:
     """Spans whose coefficients are NaN or inf; takes no forward.
 
     If a row's log-probs are not finite, one span reaches from the first to the last of them: attention passes a NaN on
     to all later tokens. If only its loss is not, each token is a span, unless all of the row's tokens are.
     """
 
-    def local() -> list[tuple[float, Candidate]]:
+    def local() -> list[tuple[float, Span]]:
         step, found = task.prober.step, []
         coefficients = _rows(task, lambda index: step.coefficients(index)[0])
         log_probs = _rows(task, lambda index: step.recorded(index).log_prob)
@@ -319,8 +301,7 @@ def non_finite(task: Task) -> list[Candidate]:
                 spans = [(0, len(values))]
             covered = {number for start, end in spans for number in range(start, end)}
             for start, end in spans + [(number, number + 1) for number in bad if number not in covered]:
-                span = "token" if end - start == 1 else "sequence" if end - start == len(values) else "segment"
-                found.append((1.0, _span(task, index, first + start, first + end, span, 0.0)))
+                found.append((1.0, _span(task, index, first + start, first + end, len(values))))
         return found
 
     return _merge(task, local, set())
@@ -337,28 +318,135 @@ def _rows(task: Task, value: Callable[[int], torch.Tensor]) -> Iterator[tuple[in
             first += len(values)
 
 
-def _token(task: Task, index: int, number: int, bound: float) -> Candidate:
-    return _span(task, index, number, number + 1, "token", bound)
+def _span(task: Task, index: int, start: int, end: int, length: int, bound: float = 0.0) -> Span:
+    """Of this rank, in a row of so many tokens."""
+    span = "token" if end - start == 1 else "sequence" if end - start == length else "segment"
+    return Span(bound, span, index, task.prober.ranks.rank, start, end)
 
 
-def _span(task: Task, index: int, start: int, end: int, span: str, bound: float) -> Candidate:
-    return Candidate(bound, span, index, task.prober.ranks.rank, start, end)
-
-
-def _merge(task: Task, local: Callable[[], list[tuple[float, Candidate]]], named: set[Token]) -> list[Candidate]:
+def _merge(task: Task, local: Callable[[], list[tuple[float, Span]]], named: set[Token]) -> list[Span]:
     """All ranks' candidates, largest first, without those of which every token is named already."""
     return [candidate for _, candidate in _merge_sized(task, local) if not named.issuperset(candidate.tokens)]
 
 
-def _merge_sized(task: Task, local: Callable[[], list[tuple[float, Candidate]]]) -> list[tuple[float, Candidate]]:
+def _merge_sized(task: Task, local: Callable[[], list[tuple[float, Span]]]) -> list[tuple[float, Span]]:
     ranks, most = task.prober.ranks, max(_MAX_SENT, 2 * task.max_culprits)
 
-    def largest() -> list[tuple[float, Candidate]]:
+    def largest() -> list[tuple[float, Span]]:
         return sorted(local(), key=_order)[:most]
 
     return sorted((item for part in ranks.gather(ranks.agree(largest)) for item in part), key=_order)
 
 
-def _order(item: tuple[float, Candidate]) -> tuple:
+def _order(item: tuple[float, Span]) -> tuple:
     size, candidate = item
     return -size, candidate.micro_batch, candidate.rank, candidate.start
+
+
+# ---- which spans of one row: pure arithmetic
+
+
+class Row:
+    """One row's tokens: how much each carries, and how much the loss weighs it.
+
+    Args:
+        values: signed lower bounds on the norm of each token's gradient, (n,).
+        errors: how far each may be off by chance, (n,).
+        weights: |c_t| + |e_t|, (n,).
+        typical: a typical token's weight in the batch.
+        least: the least norm of a culprit.
+    """
+
+    def __init__(self, values: torch.Tensor, errors: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
+        self.values, self.errors, self.weights, self.typical, self.least = values, errors, weights, typical, least
+        self.sizes = shrunk(values, errors).abs()
+        self.loud = (self.sizes >= least).nonzero().squeeze(-1).tolist()
+        self.total = self.bound(0, len(values))
+
+    def bound(self, start: int, end: int) -> float:
+        """Lower bound on the norm of a run of tokens. Independent errors add up as a root."""
+        return self._bound(self.values[start:end], self.errors[start:end])
+
+    def _bound(self, values: torch.Tensor, errors: torch.Tensor) -> float:
+        return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
+
+    def spans(self, stands_out: bool) -> list[tuple[int, int]]:
+        """Intervals [start, end) worth naming.
+
+        In this order: the whole row, if the loss weighs all of it more; its loud tokens, if they are few; segments and
+        loud tokens between them; else, if the row ``stands_out`` by carrying far more than a typical one, the shortest
+        run that carries most of it.
+        """
+        if self._is_sequence():
+            return [(0, len(self.values))]
+        tokens = [(number, number + 1) for number in self.loud]
+        carried, whole = (float(values.sum().abs()) for values in (self.values[self.loud], self.values))
+        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * whole):
+            return tokens
+        runs = [(start, end) for start, end in self._runs() if self.bound(start, end) >= self.least or end - start == 1]
+        covered = {number for start, end in runs for number in range(start, end)}
+        found = sorted(runs + [token for token in tokens if token[0] not in covered])
+        found = [(start, end) for start, end in found if end - start > 1 or start in self.loud]
+        if not found and stands_out and self.total >= self.least:
+            return [window(self.values)]
+        return found
+
+    def _is_sequence(self) -> bool:
+        """Whether the row is off as a whole: nearly all its tokens weigh more than typical and about alike, and even
+        without its three loudest it is a culprit."""
+        matters = self.weights > 0
+        elevated = self.weights >= ELEVATED * self.typical
+        if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
+            return False
+        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median(self.weights):
+            return False
+        quiet = torch.ones_like(matters)
+        quiet[self.values.abs().topk(_FEW).indices] = False
+        return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """The longest runs [start, end) of tokens none of which is small, with both ends large beyond chance.
+
+        A token that may be large but for noise belongs to the run if both its neighbours are large.
+        """
+        least, sizes = _HOT * self.least, self.values.abs()
+        certain, hot = (self.sizes >= least).tolist(), sizes >= least
+        hot[1:-1] |= (sizes + self.errors >= least)[1:-1] & hot[:-2] & hot[2:]
+        run: list[int] = []
+        for number, is_hot in enumerate([*hot.tolist(), False]):
+            if is_hot:
+                run.append(number)
+                continue
+            kept = [at for at in run if certain[at]]
+            if kept:
+                yield kept[0], kept[-1] + 1
+            run = []
+
+
+def widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
+    """A run of at least two tokens, extended over hinted tokens right before and after it."""
+    if end - start > 1:
+        while start > 0 and hinted[start - 1]:
+            start -= 1
+        while end < len(hinted) and hinted[end]:
+            end += 1
+    return start, end
+
+
+def median(values: torch.Tensor) -> float:
+    """Median of what is not 0; 0 if all is."""
+    kept = values[values != 0]
+    return float(kept.median()) if len(kept) else 0.0
+
+
+def window(values: torch.Tensor) -> tuple[int, int]:
+    """The shortest run [start, end) that carries 0.9 of the sum; the whole row if that takes more than half of it."""
+    target = _WINDOW_SHARE * float(values.sum().abs())
+    sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    sums = sums if sums[-1] >= 0 else -sums
+    for length in range(1, len(values) // 2 + 1):
+        carried = sums[length:] - sums[:-length]
+        if float(carried.max()) >= target:
+            start = int(carried.argmax())
+            return start, start + length
+    return 0, len(values)

@@ -8,58 +8,28 @@ had looked.
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import replace
 
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..core.selection import Token
-from ..core.step import HostStep, RngState, TrainingStep
+from ..core.step import Groups, HostStep, RngState, TrainingStep
 from ..core.trigger import Spike
-from ..record import Certificate, FirstNotFinite, Rerun
 from .auto import auto, share
-from .beside.first import first_not_finite
-from .beside.triage import rerun, triage
+from .beside import first_not_finite, rerun, scaled_batch, triage
 from .bisect import bisect
+from .cures import try_cures
+from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
+from .overflow import in_training_unit, rescaled
 from .sketch import sketch
-from .task import Limit, SearchResult, Task
+from .task import SearchResult, Task
 
-STRATEGIES = {"auto": auto, "share": share, "sketch": sketch, "bisect": bisect}
-
-MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
-"""Defaults: how many culprits are named, what a search may cost in updates, probes of the published bisection."""
+_METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
+_OF_LOSS = ("batch_scale",)
+"""What may have made a spike instead of its tokens, and yet be the loss's doing."""
 _REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the norm that their weight predicts, or more
-
-
-@dataclass
-class Finding:
-    """What one localization found out; the same on every rank except for ``result.shares`` and ``entropies``."""
-
-    strategy: str
-    status: str
-    """``found``, ``not_found``, or the limit that ended the search: ``budget_exhausted`` or ``max_culprits``, either of
-    which may come with culprits."""
-    result: SearchResult
-    certificate: Certificate
-    tau: float
-    num_forwards: int
-    num_backwards: int
-    seconds: float
-    rerun: Rerun | None = None
-    """The spike run again; None unless that was asked for."""
-    first_not_finite: FirstNotFinite | None = None
-    """The module where NaN or inf first appears; None if the gradient is finite or the loss itself is not."""
-    entropies: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By micro-batch with an unlikely culprit on any rank: entropies (B, T) of this rank's tokens, in nats."""
-
-    @property
-    def tokens(self) -> list[Token]:
-        """All tokens of all culprits."""
-        return self.result.tokens
 
 
 def localize(
@@ -77,7 +47,9 @@ def localize(
     budget: int = BUDGET,
     max_culprits: int = MAX_CULPRITS,
     reruns: bool = False,
-) -> Finding:
+    max_cures: int = MAX_CURES,
+    groups: Groups | None = None,
+) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
     Args:
@@ -94,6 +66,8 @@ def localize(
         budget: limit of ``bisect`` in probes, its only one; the certificate is not counted.
         max_culprits: stop after this many.
         reruns: run the spike again first, and search nothing if it does not come back.
+        max_cures: measure so many other settings at most; 0: none, and nothing of them is looked at.
+        groups: how the batch's advantages were made, for settings that change them.
     """
     started = time.perf_counter()
     rng = RngState(space.device)
@@ -105,36 +79,37 @@ def localize(
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         reran = rerun(task) if reruns else None
-        beside, first = triage(task, typical or {}, reran), None
-        if beside is None and not math.isfinite(spike.grad_norm):
-            first, broken = first_not_finite(task)
-            task = replace(task, broken=broken)
-        result = beside or STRATEGIES[strategy](task)
-        certificate = result.certificate
-        if certificate is None:
-            certificate = task.certify(result.tokens)
+        result, first = triage(task, typical or {}, reran), None
+        if result is None and not math.isfinite(spike.grad_norm):
+            overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
+            if overflow is None:
+                first, broken = first_not_finite(task)
+                task = replace(task, broken=broken)
+            else:
+                found = scaled_batch(overflow, typical or {}) or _METHODS[strategy](overflow)
+                result = in_training_unit(overflow, found)
+        result = result or _METHODS[strategy](task)
+        if result.certificate is None:
+            result.certificate = task.certify(result.tokens)
+            is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
+            result.rest = space.keep() if is_left else None
         # entropies take forwards, which bisection, for want of memory, does not run
         holders = _with_unlikely(result, held, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
         looked_up = {index: prober.entropies(index) for index in holders}
-        entropies = {index: values for index, values in looked_up.items() if values is not None}
+        result.entropies = {index: values for index, values in looked_up.items() if values is not None}
+        if max_cures > 0 and first is None and (result.source is None or result.source.label in _OF_LOSS):
+            result.cures = try_cures(task, result, groups, max_cures)
+        result.rest = None
         space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
     finally:
         space.put(saved)
         rng.restore()
-    return Finding(
-        strategy=strategy,
-        status=_status(result),
-        result=result,
-        certificate=certificate,
-        tau=tau,
-        num_forwards=prober.num_forwards,
-        num_backwards=prober.num_backwards,
-        seconds=time.perf_counter() - started,
-        rerun=reran,
-        first_not_finite=first,
-        entropies=entropies,
-    )
+    result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
+    result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
+    result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
+    result.seconds = time.perf_counter() - started
+    return result
 
 
 def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:
@@ -158,14 +133,6 @@ def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[i
 
     flags = ranks.max(ranks.agree(local)) if holders else []
     return [index for index, flag in zip(holders, flags, strict=True) if flag]
-
-
-def _status(result: SearchResult) -> str:
-    if result.exhausted:
-        return "budget_exhausted"
-    if result.is_cut:
-        return "max_culprits"
-    return "found" if result.culprits else "not_found"
 
 
 def _rehearsal_tau(spike: Spike, step: HostStep, ranks: Ranks) -> float:

@@ -6,9 +6,14 @@ direction, at first the spike's gradient itself, which training left in ``.grad`
 
     <g_t, R> = [l_t(theta + s R) - l_t(theta - s R)] / (2 s),    l_t = c_t (1 - p_t) logit(p_t) + e_t H_t
 
-for all tokens of all ranks at once; :mod:`.readout` says why in log-odds. Since R = sum_t g_t, the shares <g_t, R> /
-||R||^2 add up to 1, so their measured sum, the *closure*, checks the measurement. By Cauchy-Schwarz a share bounds the
-token's norm from below: ||g_t|| >= |share_t| ||R||.
+for all tokens of all ranks at once. Since R = sum_t g_t, the shares <g_t, R> / ||R||^2 add up to 1, so their measured
+sum, the *closure*, checks the measurement. By Cauchy-Schwarz a share bounds the token's norm from below: ||g_t|| >=
+|share_t| ||R||.
+
+*Why log-odds.* logit(p) = log p - log(1 - p) is token y's logit less logsumexp of all others, and d log p = (1 - p)
+d logit(p). Along a move of the weights the log-odds are nearly linear. log p is not, near p = 1: if the log-odds move
+by d, one leg of the difference multiplies 1 - p by e^d and the other by e^-d, which makes half their difference
+sinh(d) / d times the derivative. p_t in front is as it was in training. A critic's values are linear as they are.
 
 *The step s.* Its size is judged by the *response* r: how far log-odds move of the tokens that carry R. For a single
 dominating token s = r max|c (1 - p)| / ||R||^2 gives response r, so that is the first guess. Curvature's error grows
@@ -29,7 +34,7 @@ import torch
 
 from ..core.gradients import Gradient
 from ..core.probe import Prober
-from .readout import Outputs, Readout
+from ..core.step import Outputs, Recorded
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response
@@ -46,6 +51,11 @@ _SHRINKING = (0.1, 0.7)  # least and most of the step to keep if curvature puts 
 _BENT = {0.6: 0.1, 0.3: 0.25}  # most of it to keep if closure is off by more than the key
 _LATER = 2.0  # times the target: the most that micro-batches after the first may respond
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
+_LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
+_ROUNDING = 2.0**-20  # error of a log-prob read in float32: a few units of logits near 10
+_PRIOR = 3.0  # draws that the level of all tokens counts as, beside the single draw of a token's own
+_STRAY = 4.0  # standard deviations: a token further off is noisier than all others
+_MEDIAN = 1.4826  # standard deviation of a normal variable over its median absolute value
 
 Legs = tuple[dict[int, Outputs], dict[int, Outputs]]
 """By micro-batch the outputs at theta + s R and at theta - s R; the second is empty if one leg is enough."""
@@ -138,58 +148,39 @@ def shrunk(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     return values.sign() * (values.abs() - errors).clamp(min=0.0)
 
 
-def measure_shares(
-    prober: Prober,
-    readouts: list[Readout],
-    direction: Gradient,
-    scale: float,
-    micro_batches: Sequence[int] | None = None,
-    known: ShareMap | None = None,
-    refined: ShareMap | None = None,
-    increments: Sequence[float] | None = None,
-) -> ShareMap:
-    """Measure <g_t, R> for every token of every rank. All ranks call this together.
+@dataclass
+class ShareMeasurement:
+    """One measurement of <g_t, R> for every token of every rank. All ranks make it together.
 
     Costs two forwards of each micro-batch, and at most two more of one to settle the step. In half precision one more
     forward may measure the noise, once a search. A mixture of experts takes one more of each to note its routes.
-
-    Args:
-        prober: the step. Weights are moved and restored bit for bit; ``.grad`` is not touched.
-        readouts: one for each micro-batch; tokens that are no part of R read 0.
-        direction: ``scale`` times R, finite.
-        scale: positive factor on ``direction``.
-        micro_batches: read only these; closure is then the part of R that they carry. None for all.
-        known: a map of other micro-batches along the same direction, to be completed at its step.
-        refined: an untrusted map of the same micro-batches along the same direction. If noise is why, the result is its
-            mean with another draw; if curvature is, a measurement at a shorter step.
-        increments: about the norm of each micro-batch's own gradient, if known.
     """
-    chosen = range(prober.step.num_micro_batches) if micro_batches is None else micro_batches
-    return _Measurement(prober, readouts, direction, scale, chosen, known, refined, increments).run()
 
+    prober: Prober
+    """The step. Weights are moved and restored bit for bit; ``.grad`` is not touched."""
+    readouts: list["Readout"]
+    """One for each micro-batch; tokens that are no part of R read 0."""
+    direction: Gradient
+    """``scale`` times R, finite."""
+    scale: float
+    """Positive factor on ``direction``."""
+    micro_batches: Sequence[int]
+    """Read only these; closure is then the part of R that they carry."""
+    known: ShareMap | None = None
+    """A map of other micro-batches along the same direction, to be completed at its step."""
+    refined: ShareMap | None = None
+    """An untrusted map of the same micro-batches along the same direction. If noise is why, the result is its mean with
+    another draw; if curvature is, a measurement at a shorter step."""
+    increments: Sequence[float] | None = None
+    """About the norm of each micro-batch's own gradient, if known."""
 
-class _Measurement:
-    """One call of :func:`measure_shares`, with its arguments."""
-
-    def __init__(
-        self,
-        prober: Prober,
-        readouts: list[Readout],
-        direction: Gradient,
-        scale: float,
-        micro_batches: Sequence[int],
-        known: ShareMap | None,
-        refined: ShareMap | None,
-        increments: Sequence[float] | None,
-    ):
-        self.prober, self.readouts = prober, readouts
-        self.direction, self.scale = direction, scale
-        self.micro_batches, self.known = micro_batches, known
-        self.seen = frozenset(micro_batches) | (known.seen if known is not None else frozenset())
-        self.unseen = [index for index in range(prober.step.num_micro_batches) if index not in self.seen]
-        self.dtype = prober.step.numerics.dtype
+    def __post_init__(self) -> None:
+        increments, known, refined = self.increments, self.known, self.refined
+        self.seen = frozenset(self.micro_batches) | (known.seen if known is not None else frozenset())
+        self.unseen = [index for index in range(self.prober.step.num_micro_batches) if index not in self.seen]
+        self.dtype = self.prober.step.numerics.dtype
         self.target = _TARGET[self.dtype]
-        self.square = prober.space.norm(direction) ** 2 / scale**2
+        self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
         self.carried_unseen = min(carried / self.square, 1.0) if self.unseen and self.square > 0 else 0.0
@@ -250,15 +241,8 @@ class _Measurement:
 
     def _legs(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Legs, float, float]:
         """The legs at +step and -step, the step settled on, and <R, half the true move from one leg to the other>."""
-        if self.at == -step:  # begin with the leg where the weights are: one move fewer
-            (minus, plus), step, moved = self._legs_from(weights, -step, part, is_first)
-            return (plus, minus), -step, -moved
-        return self._legs_from(weights, step, part, is_first)
-
-    def _legs_from(
-        self, weights: MovedWeights, step: float, part: list[int], is_first: bool
-    ) -> tuple[Legs, float, float]:
-        """See :meth:`_legs`; the step may be negative."""
+        is_flipped = self.at == -step  # begin with the leg where the weights are: one move fewer
+        step = -step if is_flipped else step
         # In float32 one leg tells the response, from training's own reading. In half precision that rounds too much.
         plus, up = self._leg(weights, step, part)
         minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
@@ -269,7 +253,8 @@ class _Measurement:
             minus = {}
         if not minus:
             minus, down = self._leg(weights, -step, part)
-        return (plus, minus), step, (up - down) / 2
+        moved = (up - down) / 2
+        return ((minus, plus), -step, -moved) if is_flipped else ((plus, minus), step, moved)
 
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
@@ -398,3 +383,125 @@ class _Measurement:
 
 def _largest(values: torch.Tensor) -> float:
     return float(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) if values.numel() else 0.0
+
+
+# ---- what a forward reads
+
+
+def log_odds(log_prob: torch.Tensor) -> torch.Tensor:
+    """log p - log(1 - p) in float64. A p that float32 rounds to 1 counts as 1 - 2^-24, so it stays finite."""
+    log_prob = log_prob.double()
+    return log_prob - torch.log((-torch.expm1(log_prob)).clamp(min=_LEAST_REST))
+
+
+class Readout:
+    """Reads, from a forward, what each token of one micro-batch adds to the loss, to first order.
+
+    Args:
+        recorded: training's own forward.
+        log_prob: c_t (B, T); tokens with 0 read 0, whatever garbage their position holds.
+        entropy: e_t (B, T); None if the loss has no entropy term.
+        is_half: whether the model computes in half precision.
+    """
+
+    def __init__(self, recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None, is_half: bool):
+        self._recorded, self._is_half = recorded, is_half
+        self._log_prob, self._entropy = log_prob.double(), None if entropy is None else entropy.double()
+        rest = 1.0 if recorded.is_value else (-torch.expm1(recorded.log_prob.double())).clamp(min=0.0)
+        self.slope = torch.where(self._log_prob != 0, self._log_prob * rest, 0.0)
+        """c_t (1 - p_t), the derivative of the loss by the log-odds: float64 (B, T)."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """|c_t| + |e_t|, how much the loss weighs each token: float64 (B, T)."""
+        return self._log_prob.abs() if self._entropy is None else self._log_prob.abs() + self._entropy.abs()
+
+    def scores(self, log_prob: torch.Tensor) -> torch.Tensor:
+        """Log-odds, or a critic's values as they are: float64 (B, T)."""
+        return log_prob.double() if self._recorded.is_value else log_odds(log_prob)
+
+    def read(self, outputs: Outputs) -> torch.Tensor:
+        """l_t, the loss that each token adds up to a constant: float64 (B, T)."""
+        log_prob, entropy = outputs[:2]
+        read = _weighed(self.slope, self.scores(log_prob))
+        if self._entropy is not None and entropy is not None:
+            read += _weighed(self._entropy, entropy.double())
+        return read
+
+    def response(self, plus: Outputs, minus: Outputs | None) -> torch.Tensor:
+        """How far each token's score moves (B, T): half the difference of two legs, or one leg's from training's."""
+        if minus is None:
+            return (self.scores(plus[0]) - self.scores(self._recorded.log_prob)).abs()
+        return (self.scores(plus[0]) - self.scores(minus[0])).abs() / 2
+
+    def error(self, plus: Outputs, minus: Outputs | None, part: float = 1.0) -> torch.Tensor:
+        """Standard error of half the difference of two legs' :meth:`read`, float64 (B, T).
+
+        It has two parts. Float32 rounds each log-prob, and half a difference of two has half the variance of one. In
+        half precision, a forward at other weights reads other scores even if nothing should move (:func:`_scatter`).
+
+        Args:
+            plus: one leg.
+            minus: the other. None, with one leg only, leaves the scatter unknown: only rounding counts then.
+            part: see :meth:`scatter`.
+        """
+        square = (self._log_prob * _ROUNDING).square() / 2
+        if self._is_half and minus is not None:
+            ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.log_prob)
+            square = square + _weighed(self.slope.square(), _scatter(*ups, self.slope != 0, part))
+            up, down, before = plus[1], minus[1], self._recorded.entropy
+            if self._entropy is not None and up is not None and down is not None and before is not None:
+                scatter = _scatter(up.double(), down.double(), before.double(), self._entropy != 0, part)
+                square = square + _weighed(self._entropy.square(), scatter)
+        return torch.where(self._log_prob != 0, square, 0.0).sqrt()
+
+    def scatter(self, plus: Outputs, minus: Outputs, still: Outputs) -> float:
+        """Which part of its bound the noise is, in [0, 1], by a forward with the legs' dither and no move (``still``).
+
+        For tokens that hardly move, and most do, (plus + minus) / 2 - still is noise alone. With a variance v of each
+        forward it has v / 2 + v = 3 v / 2, three times the v / 2 of half the difference.
+        """
+        up, down, before = (self.scores(part[0]) for part in (plus, minus, still))
+        bound = _scatter(up, down, self.scores(self._recorded.log_prob), self.slope != 0, 1.0)[self.slope != 0]
+        found = ((up + down) / 2 - before)[self.slope != 0].square() / 3
+        if not len(bound) or not float(bound.median()) > 0:
+            return 0.0  # this rank has no token to tell by; others do
+        return min(1.0, _MEDIAN * math.sqrt(float(found.median() / bound.median())))
+
+
+def _scatter(
+    up: torch.Tensor, down: torch.Tensor, before: torch.Tensor, matters: torch.Tensor, part: float
+) -> torch.Tensor:
+    """Variance that noise alone gives half the difference of two legs (B, T), at no cost of a further forward.
+
+    Two numbers bound it from above; the smaller one is the level of all tokens:
+
+    - half the sum of the legs less training's score. A first-order move cancels in it. Noise is left: the legs', and at
+      least as much by the dither, which both legs share, and by training's own reading. So half of it counts;
+    - how far most tokens move, which is noise and a true move.
+
+    A token's own half sum says how noisy it is beside the others. It is one draw, so it is averaged with the level. A
+    token far off all others keeps its own half sum in full: its slope, too, was taken at a score that far off.
+
+    Args:
+        up: scores at theta + s R.
+        down: scores at theta - s R.
+        before: scores of training.
+        matters: bool (B, T), the tokens to judge by.
+        part: of the noise's bound, see :meth:`Readout.scatter`.
+    """
+    own = ((up + down) / 2 - before).square()
+    seen = matters & own.isfinite()
+    if not seen.any():
+        return torch.zeros_like(own)
+    usual = own[seen].median() * _MEDIAN**2
+    moved = ((up - down) / 2)[seen].abs().nan_to_num(posinf=0.0).median() * _MEDIAN
+    level = part**2 * torch.minimum(usual / 2, moved.square())
+    own = torch.where(own.isfinite(), own, usual)
+    usual = usual.clamp(min=1e-300)
+    return torch.where(own > _STRAY**2 * usual, own, level * (own + _PRIOR * usual) / ((1 + _PRIOR) * usual))
+
+
+def _weighed(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The product, but 0 wherever the factor is: padding may hold inf or NaN."""
+    return torch.where(factor != 0, factor * value, 0.0)

@@ -2,7 +2,7 @@
 """Every token's gradient norm, from forwards at random weights: sees tokens that cancel (docs/method.md, section 5).
 
 Shares see only what a token has in common with the gradient. Two loud tokens that cancel have nothing. But for v
-standard normal, what token t adds to the loss (:mod:`.readout`) varies at theta + s v with variance s^2 ||g_t||^2, to
+standard normal, what token t adds to the loss (:mod:`.share`) varies at theta + s v with variance s^2 ||g_t||^2, to
 first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian). So the sample variance over
 k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of freedom. What the forwards
 share, rounding and curvature, cancels. Each estimate is ||g_t||^2 chi2_k / k, so
@@ -20,11 +20,11 @@ from functools import partial
 
 import torch
 
-from ..core.selection import Token
+from ..core.selection import Token, mask_without
 from ..core.step import Outputs
 from ..record import PathEntry
 from .candidates import by_value
-from .readout import Readout
+from .share import Readout
 from .task import SearchResult, Task, verify
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
@@ -56,7 +56,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
         num_directions: k, the degrees of freedom of each estimate, at least 1.
     """
     prober = task.prober
-    step_size = _relative_step(task) / _root_mean_count(task)
+    step_size = _RELATIVE_STEP[prober.step.numerics.dtype] / _root_mean_count(task)
 
     def prepare() -> tuple[list[Readout], list[torch.Tensor], list[torch.Tensor]]:
         readouts = task.readouts(without)
@@ -110,7 +110,7 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break
-        culprit = verify(task, "token", candidate.tokens, least)
+        culprit = verify(task, candidate, least)
         measured.update(candidate.tokens)
         if not culprit.norm < least:
             result.culprits.append(culprit)
@@ -122,8 +122,9 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
             verdict="measured",
             norm=bound,
             threshold=least,
-            note=f"every token not verified has a gradient norm of at most {bound:.4g}, with {found.confidence:.0%} "
-            f"confidence; {len(result.culprits)} of {len(candidates)} candidates were over the threshold",
+            note=f"every token not verified has a gradient norm of at most {bound * task.unit:.4g}, with "
+            f"{found.confidence:.0%} confidence; {len(result.culprits)} of {len(candidates)} candidates were over the "
+            "threshold",
         )
     )
     result.stop_reason = "the norm sketch saw every token"
@@ -135,20 +136,13 @@ def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
     ranks = task.prober.ranks
 
     def local() -> float:
-        largest = 0.0
+        largest = [0.0]
         for index, norms in enumerate(found.norms):
-            values = norms[task.prober.step.token_mask(index)].clone()
-            mine = [t.index for t in seen if (t.micro_batch, t.rank) == (index, ranks.rank)]
-            values[mine] = 0.0
-            if len(values):
-                largest = max(largest, float(values.max()))
-        return largest
+            mask = task.prober.step.token_mask(index)
+            largest += norms[mask & mask_without(list(seen), index, ranks.rank, mask)].tolist()
+        return max(largest)
 
     return ranks.max([ranks.agree(local)])[0]
-
-
-def _relative_step(task: Task) -> float:
-    return _RELATIVE_STEP[task.prober.step.numerics.dtype]
 
 
 def _root_mean_count(task: Task) -> float:

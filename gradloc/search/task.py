@@ -1,65 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every strategy is given (:class:`Task`) and returns (:class:`SearchResult`)."""
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.certificate import certify
+from ..core.certificate import Removal
 from ..core.gradients import Gradient
 from ..core.probe import Prober
-from ..core.selection import Token
+from ..core.selection import Token, mask_without
+from ..core.step import only
 from ..core.trigger import Spike
-from ..record import Certificate, PathEntry, StepCause
-from .readout import Readout
-from .share import ShareMap
+from ..record import Certificate, Cured, FirstNotFinite, PathEntry, Rerun, StepCause
+from .limit import Limit
+from .share import Readout, ShareMap
 
-_MICRO_BATCHES = 16  # the published budget is enough for this many
-_LEAST_SECONDS = 2.0  # an update counts as at least this long: on a toy model all is overhead, and no time is lost
 _SHARE_OF_THRESHOLD = 0.25
 """A culprit has at least this part of the threshold. The largest healthy token has far less, and a token that alone
 lifts a healthy norm over the threshold has far more."""
-
-
-class Limit:
-    """What a search may cost: some of this run's own updates, in passes and in time, or the published budget.
-
-    Costs are in f, a forward of one micro-batch; an update of M micro-batches is 3 M f.
-
-    Args:
-        num_micro_batches: M.
-        max_steps: updates, at least 1.
-        update_seconds: how long an update of this run takes; None if that is unknown, as in a replay.
-        budget: the published bisection's, in probes, in proportion more beyond 16 micro-batches; None for others.
-    """
-
-    def __init__(
-        self, num_micro_batches: int, max_steps: float, update_seconds: float | None = None, budget: int | None = None
-    ):
-        self._update = 3 * num_micro_batches
-        self._seconds = None if budget or not update_seconds else max(update_seconds, _LEAST_SECONDS)
-        self._most = max_steps * self._update
-        self.words = f"what search.max_steps={max_steps:g} allows is spent"
-        if budget:
-            self._most = 3 * budget * max(1.0, num_micro_batches / _MICRO_BATCHES)
-            self.words = f"the budget of {budget} probes was used up"
-        self._is_published = budget is not None
-        self._started = time.perf_counter()
-
-    def left(self, prober: Prober, certificate: int) -> float:
-        """What may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
-
-        Args:
-            prober: whose cost counts.
-            certificate: f kept back for the certificate; the published budget does not count that.
-        """
-        spent = float(prober.cost)
-        if self._seconds is not None:
-            (elapsed,) = prober.ranks.max([time.perf_counter() - self._started])
-            spent = max(spent, elapsed / self._seconds * self._update)
-        return self._most - spent - (0 if self._is_published else certificate)
 
 
 @dataclass(frozen=True)
@@ -80,6 +39,8 @@ class Task:
     """About the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
     broken: int | None = None
     """A micro-batch whose gradient is known not to be finite; None if none is known."""
+    unit: float = 1.0
+    """All norms here are the step's divided by this; other than 1 in :class:`.overflow.RescaledTask`."""
 
     @property
     def reference(self) -> float:
@@ -113,23 +74,14 @@ class Task:
         return int(min(max(left, 0), 10**9))
 
     def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
-        """The norm without these tokens; arguments and ``.grad`` as in :func:`..core.certificate.certify`."""
+        """The norm without these tokens; arguments and ``.grad`` as in :meth:`..core.certificate.Removal.certify`."""
 
         def can_afford(num_probes: int) -> bool:
             return self.can_afford(backwards=num_probes, is_certificate=True)
 
-        spike = self.spike
-        return certify(
-            self.prober,
-            self.gradient,
-            self.scale,
-            spike.grad_norm,
-            spike.threshold,
-            culprits,
-            alone,
-            can_afford,
-            goes_on,
-        )
+        norms = self.spike.grad_norm, self.spike.threshold
+        removal = Removal(self.prober, self.gradient, self.scale, *norms, culprits, can_afford)
+        return removal.certify(alone, goes_on)
 
     def readouts(self, without: list[Token]) -> list[Readout]:
         """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
@@ -143,46 +95,56 @@ class Task:
         found = []
         for index in range(step.num_micro_batches):
             log_prob, entropy = step.coefficients(index)
-            positions = [token.index for token in without if (token.micro_batch, token.rank) == (index, rank)]
-            if positions:
-                where = step.token_mask(index).flatten().nonzero().squeeze(-1)[positions]
-                log_prob = log_prob.flatten().index_fill(0, where, 0.0).view_as(log_prob)
-                if entropy is not None:
-                    entropy = entropy.flatten().index_fill(0, where, 0.0).view_as(entropy)
-            found.append((log_prob, entropy))
+            kept = mask_without(without, index, rank, step.token_mask(index))
+            found.append((only(kept, log_prob), None if entropy is None else only(kept, entropy)))
         return found
 
 
-@dataclass
-class CulpritSpan:
-    """A culprit: one or more tokens of one row whose gradient is large."""
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens of one row: a candidate, and a culprit once its norm is over a threshold."""
 
+    norm: float
+    """L2 norm of its gradient, or a lower bound unless ``is_exact``; 0 for a mere hint, which a backward has to verify.
+    NaN if that gradient is not finite."""
     span: str
     """``token``, ``segment`` or ``sequence``."""
-    tokens: tuple[Token, ...]
-    norm: float
-    """L2 norm of the span's gradient; a lower bound unless ``is_exact``. NaN if that gradient is not finite."""
-    threshold: float
-    """The norm, or bound, that made it a culprit."""
-    is_exact: bool
-    """Whether ``norm`` was measured, and is not a bound."""
+    micro_batch: int
+    rank: int
+    start: int
+    """``index`` of its first token, see :class:`~..core.selection.Token`."""
+    end: int
+    """Exclusive."""
+    is_weighed: bool = False
+    """Whether its coefficient makes it a culprit as well."""
+    is_exact: bool = False
+    """Whether ``norm`` was measured."""
+    threshold: float = math.nan
+    """Which the norm was over."""
     share: float | None = None
     """<g, G> / ||G||^2; None unless measured."""
-    squares: torch.Tensor | None = None
+    squares: torch.Tensor | None = field(default=None, compare=False)
     """Squared norm per parameter, float64 (num_params,); None unless measured."""
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
 
 
 @dataclass
 class SearchResult:
-    """What a strategy found, and its path. The same on every rank except for ``shares``."""
+    """What a search found out: a strategy fills the first part, :func:`.find.localize` the second.
 
-    culprits: list[CulpritSpan] = field(default_factory=list)
+    The same on every rank except for ``shares`` and ``entropies``.
+    """
+
+    culprits: list[Span] = field(default_factory=list)
     path: list[PathEntry] = field(default_factory=list)
     stop_reason: str = ""
     exhausted: bool = False
     """Whether the limit ended the search."""
     certificate: Certificate | None = None
-    """None if the strategy did not certify; :func:`.find.localize` then does."""
+    """None if the strategy did not certify; then ``localize`` does."""
     shares: ShareMap | None = None
     """Shares along the spike's own gradient, of this rank's tokens."""
     is_cut: bool = False
@@ -191,36 +153,57 @@ class SearchResult:
     """At least this many more spans are as large as a culprit."""
     more_norm: float | None = None
     """Lower bound on the norm of all of these together; None without any."""
+    rest: Gradient | None = None
+    """The gradient without the culprits, where a certificate has left it; let go of when the search is over."""
     source: StepCause | None = None
     """What made the spike, if its tokens did not."""
 
+    strategy: str = ""
+    tau: float = math.nan
+    num_forwards: int = 0
+    """Of a micro-batch, without those of ``cures``, which say theirs."""
+    num_backwards: int = 0
+    seconds: float = 0.0
+    rerun: Rerun | None = None
+    """The spike run again; None unless that was asked for."""
+    first_not_finite: FirstNotFinite | None = None
+    """The module where NaN or inf first appears; None if the gradient is finite or the loss itself is not."""
+    cures: list[Cured] | None = None
+    """Settings that were tried; None where none was to be."""
+    entropies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By micro-batch with an unlikely culprit on any rank: entropies (B, T) of this rank's tokens, in nats."""
+
     @property
     def tokens(self) -> list[Token]:
+        """All tokens of all culprits."""
         return [token for culprit in self.culprits for token in culprit.tokens]
 
+    @property
+    def status(self) -> str:
+        """``found``, ``not_found``, or the limit that ended it: ``budget_exhausted`` or ``max_culprits``, either of
+        which may come with culprits."""
+        if self.exhausted or self.is_cut:
+            return "budget_exhausted" if self.exhausted else "max_culprits"
+        return "found" if self.culprits else "not_found"
 
-def verify(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
+    @property
+    def healer(self) -> Cured | None:
+        """The setting that heals the step; None where none that was measured does."""
+        return next((cured for cured in self.cures or () if cured.verdict == "healed"), None)
+
+
+def verify(task: Task, span: Span, threshold: float) -> Span:
     """Measure a span's gradient by a backward of its own (one probe), which leaves it in ``.grad``."""
-    prober = task.prober
-    micro_batch, rank = tokens[0].micro_batch, tokens[0].rank
-
-    def select() -> Iterator[tuple[int, torch.Tensor]]:
-        mask = prober.step.token_mask(micro_batch)
-        selected = torch.zeros_like(mask)
-        if rank == prober.ranks.rank:
-            positions = mask.flatten().nonzero().squeeze(-1)[[token.index for token in tokens]]
-            selected.view(-1)[positions] = True
-        yield micro_batch, selected
-
-    prober.compute(select())
-    return measured_culprit(task, span, tokens, threshold)
+    task.prober.compute_only(span.tokens, [span.micro_batch])
+    return measured(task, span, threshold)
 
 
-def measured_culprit(task: Task, span: str, tokens: tuple[Token, ...], threshold: float) -> CulpritSpan:
-    """The culprit whose gradient is in ``.grad`` now, with its norm and share."""
+def measured(task: Task, span: Span, threshold: float) -> Span:
+    """The span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
     squares, dots = space.squares_and_dots(task.gradient)
     square = task.spike.grad_norm**2
     dot = sum(dots.tolist()) / task.scale
     share = dot / square if 0 < square < float("inf") else None
-    return CulpritSpan(span, tokens, sum(squares.tolist()) ** 0.5, threshold, True, share, squares)
+    norm = sum(squares.tolist()) ** 0.5
+    return replace(span, norm=norm, threshold=threshold, is_exact=True, share=share, squares=squares)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.history import History
+from ..core.history import NormHistory
 from .config import LayerClipConfig
 
 _CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
@@ -45,7 +45,7 @@ class _Average:
         self._average = float(state)
 
 
-class _LogNorms(History):
+class _LogNorms(NormHistory):
     """Of one layer: robust standard deviations of the log-norm over its median, as the spike trigger counts them."""
 
     def __init__(self, settings: LayerClipConfig):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..record import Culprit, Event
 from ..words.culprits import by_size, carried, trusted_share
+from ..words.cures import healer
 from ..words.numbers import bounded, number
 from ..words.story import headline, pronoun, step_cause
 from ..words.verdict import quote
@@ -16,10 +17,19 @@ COLUMNS = (
     *("share", "share_error", "grad_norm", "advantage"),
 )
 
+DONE = {
+    "observe": "step taken",
+    "mask": "step taken without the culprits",
+    "heal": "step taken as healed",
+    "skip": "step skipped",
+    "abort": "run ended",
+}
+"""What was done, by the action."""
+
 
 def announcement(event: Event) -> str:
-    """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 -> 0.897 without it, taken: observe,
-    clipped to 0.00781 of it``: the event's headline, and the numbers.
+    """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 (0.897 without it); step taken,
+    clipped``: the event's headline, and the numbers.
 
     Returns:
         One line of printable characters.
@@ -27,14 +37,15 @@ def announcement(event: Event) -> str:
     norm, certificate, cause = number(event.trigger.grad_norm, 3), event.certificate, step_cause(event)
     if event.culprits:
         after = bounded(certificate.norm_after, certificate.error_bound, 3)[0]
-        doubt = "" if certificate.verdict == "explained" else f" ({certificate.verdict.replace('_', ' ')})"
-        numbers = f"{_who(event)}, norm {norm} -> {after} without {pronoun(event)}{doubt}"
+        doubt = "" if certificate.verdict == "explained" else f", {certificate.verdict.replace('_', ' ')}"
+        numbers = f"{_who(event)}, norm {norm} ({after} without {pronoun(event)}{doubt})"
     else:
         numbers = f"{cause.reason}, norm {norm}" if cause else f"norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None
-    clipped = f", clipped to {number(scale, 3)} of it" if scale is not None and scale < 1 else ""
-    missing = ", no replay bundle" if event.model == "critic" else ""  # a replay rebuilds the actor alone
-    return f"{headline(event)}: {numbers}, taken: {event.action.taken}{clipped}{missing}"
+    clipped = ", clipped" if scale is not None and scale < 1 else ""
+    cured = healer(event)
+    healed = "" if cured is None else f", {number(cured.norm_after, 3)} with {cured.line}"
+    return f"{headline(event)}: {numbers}; {DONE[event.action.taken]}{clipped}{healed}"
 
 
 def opening_command(event: Event, root: Path) -> str:

@@ -5,7 +5,8 @@ A token's gradient is a product: its loss weight, times |advantage|, times the i
 correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own
 coefficients. Each factor is compared with what is typical in the batch; the one that is furthest above is the cause,
 unless the entropy term outweighs them all. A critic's gradient has two factors: how far the value is from the return,
-and the value's own gradient. Under distillation, how far the teacher's log-prob is stands where the advantage stands.
+and the value's own gradient. Under distillation, how far the teacher's log-prob is stands where the advantage stands,
+and in a loop without advantages the token's weight in the loss does; there :mod:`.documents` asks the document, too.
 
 If no sampling can have given the log-prob that came with the rollout, every factor that rests on a log-prob is an
 effect: the token was inserted or retokenized, or the row's log-probs are shifted.
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 
 from ..record import BatchStatistics, Cause, Culprit, Run
 from .advice import is_trl
+from .documents import Document, cause_in
+from .meanings import MEANINGS
 
 NOTABLE = 3.0
 """A factor under three times its typical value explains nothing."""
@@ -38,20 +41,18 @@ _EFFECTS_OF_LOG_PROBS = (
     *("teacher_gap", "non_finite", "unknown"),
 )
 """What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
-_LABELS = {
-    "advantage": "extreme_advantage",
-    "gap": "teacher_gap",
-    "kl": "kl_term",
-    "error": "value_outlier",
-    "jacobian": "large_jacobian",
-}
-"""What a factor's cause is called, where not like the factor."""
+_LABELS = {meaning.factor: label for label, meaning in reversed(MEANINGS.items())}
+"""By the factor of the gradient that is furthest above typical."""
 GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
 """Estimators of an advantage from a group's rewards, and what they are called."""
 
 
 def classify(
-    culprit: Culprit, batch: BatchStatistics, row: Sequence[tuple[float, float]] = (), run: Run | None = None
+    culprit: Culprit,
+    batch: BatchStatistics,
+    row: Sequence[tuple[float, float]] = (),
+    run: Run | None = None,
+    document: Document | None = None,
 ) -> Cause:
     """Name the cause of one culprit.
 
@@ -61,12 +62,15 @@ def classify(
         row: log-probs of each token of the response: the trainer's before the update, and the rollout engine's; empty
             where the engine's are not known.
         run: says how advantages are made; None where they are more than that.
+        document: of a loop without advantages: what the row is like.
 
     Returns:
         The label (one of ``record.CAUSES``), and the numbers behind it, mostly how many times typical each factor is.
         ``unknown`` when no factor is over three times its typical value.
     """
     cause = _by_factors(culprit, batch)
+    if document is not None:
+        return cause_in(culprit, cause, document)
     label, numbers = _by_engine(culprit, row)
     is_advantage_finite = _are_finite(culprit.advantage)
     if cause.label not in _EFFECTS_OF_LOG_PROBS or not is_advantage_finite:
@@ -76,7 +80,7 @@ def classify(
         label = "extreme_advantage"  # the whole batch's are, so none stands out
         numbers["batch_advantage"] = batch.advantage
     if run is not None and (label == "extreme_advantage" or not is_advantage_finite):
-        numbers |= _of_group(culprit, run)
+        numbers |= _group_numbers(culprit, run)
     return Cause(label, {**cause.numbers, **numbers})
 
 
@@ -95,6 +99,9 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     elif is_distilled:
         pull = culprit.teacher_log_prob
         numbers = {"log_prob": output, "teacher_log_prob": pull, "coefficient": coefficient}
+    elif batch.loss_weight is not None:
+        pull = culprit.loss_weight
+        numbers = {"log_prob": output, "loss_weight": pull, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
         ("non_finite", [coefficient, pull]),
@@ -110,9 +117,13 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)
     kl, weight = coefficients.kl or 0.0, abs(culprit.loss_weight or 0.0)
-    pulled = _over(distance, batch.teacher_gap) if is_distilled else _over(pull, batch.advantage)
+    name, pulled = "advantage", _over(pull, batch.advantage)
+    if is_distilled:
+        name, pulled = "gap", _over(distance, batch.teacher_gap)
+    elif batch.loss_weight is not None:
+        name, pulled = "loss_weight", _over(pull, batch.loss_weight)
     excess = {
-        "gap" if is_distilled else "advantage": pulled,
+        name: pulled,
         "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
         "is_weight": _over(culprit.is_weight, 1.0),
         **excess,
@@ -150,7 +161,7 @@ def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], n
         predicted = (1 - math.exp(min(culprit.log_prob or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
         numbers["jacobian_predicted_by_probability"] = predicted
         return "low_probability" if excess[name] <= NOTABLE * predicted else "large_jacobian"
-    return _LABELS.get(name, name)
+    return _LABELS[name]
 
 
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
@@ -187,7 +198,7 @@ def _over_typical(excess: dict[str, float]) -> dict[str, float | None]:
 # ---- against its group
 
 
-def _of_group(culprit: Culprit, run: Run) -> dict[str, float | None]:
+def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
     """What the estimator can give for the culprit's group, and what the group is like; empty where it has none."""
     siblings = culprit.siblings
     if run.estimator not in GROUPED or siblings is None or culprit.advantage is None:

@@ -2,10 +2,19 @@
 """Which culprit a sentence begins with, and what culprits carry: the same on console and page, and in the record."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from ..record import Culprit, Event
-from .numbers import percent, with_error
+from .causes import GROUPED
+from .numbers import number, percent, with_error
+
+_SLACK = 1.01
+"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
+_FROM_ZERO = 0.5
+"""A group's mean advantage from this part of their mean size on is not 0; weights on unlikely tokens move it less."""
+_ROUNDING = 1e-6
+"""Of a reward: rewards that differ by less are equal."""
 
 
 def by_size(culprits: Sequence[Culprit]) -> list[Culprit]:
@@ -53,6 +62,52 @@ def shares_sentence(event: Event) -> str:
         return ""
     total = with_error(event.shares.closure, event.shares.closure_error)
     if event.shares.is_trusted:
-        return f"The measured shares add up to {total}."
+        return " ".join(filter(None, (f"The measured shares add up to {total}.", mismatch_sentence(event))))
     instead = "Norms are used instead; a share that is still shown was measured by its own backward"
     return f"The tokens' shares do not add up: their sum is {total}, not 1. {instead}."
+
+
+def mismatch_sentence(event: Event) -> str:
+    """What tokens carry of the spike whose two log-probs differ; empty where that is not known, or none differs."""
+    found = event.mismatch
+    if found is None or not found.token_share:
+        return ""
+    shares = f"{percent(found.spike_share, 3)} of the spike, and are {percent(found.token_share, 2)} of the batch"
+    return f"Tokens at which rollout engine and trainer differ by more than noise carry {shares}."
+
+
+def engine_words(culprit: Culprit) -> str:
+    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
+    if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
+        return ""
+    old = culprit.old_log_prob_stored
+    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
+    engines = number(culprit.rollout_log_prob, 3)
+    return f": the engine says log-prob {engines}, the trainer{before} {number(culprit.log_prob, 3)} now"
+
+
+def group(event: Event) -> str:
+    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
+    culprit = leader(event.culprits) or Culprit()
+    known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
+    if "rollouts" not in known:
+        return ""
+    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    if known.get("group_size") == 1:
+        drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
+        return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."
+    if known.get("group_spread", math.inf) <= _ROUNDING * abs(culprit.reward or 0.0):
+        return f"All rewards of its group are {number(culprit.reward, 3)}, and then its advantage is 0."
+    if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
+        most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
+        return f"{name} gives at most {most} with {rollouts} responses."
+    mean, siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
+    if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *siblings))):
+        return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
+    return ""
+
+
+def again(culprit: Culprit) -> str:
+    """Whether the same token, never sampled, ended turns in other events, too."""
+    num_events = culprit.cause.numbers.get("events_ended") or 0
+    return f"In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..record import Culprit, Event
 from .causes import APART, NOTABLE
-from .culprits import leader
-from .meanings import again, group
+from .culprits import again, group, leader
+from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
 from .text import listed, one_line
@@ -58,11 +58,6 @@ class Evidence:
         return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
 
     @property
-    def is_ratio(self) -> bool:
-        """Whether the ratio to the old policy is."""
-        return self.label in ("token_mismatch", "sequence_mismatch")
-
-    @property
     def drift(self) -> float:
         """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
         return _distance(self.first.log_prob, self.first.old_log_prob_stored)
@@ -91,6 +86,8 @@ class Evidence:
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
         advantage, teacher = number(first.advantage, 3), number(first.teacher_log_prob, 3)
+        pulled = f"The teacher's ({teacher})" if event.is_distilled else f"Advantage ({advantage})"
+        pulled = f"Loss weight ({number(first.loss_weight, 3)})" if event.is_supervised else pulled
         probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
         numbers = {
             "reward": first.reward,
@@ -113,6 +110,7 @@ class Evidence:
             "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
             "odd": odd_number(first) or "far from typical",
             "again": again(first),
+            "document": document_words(first) or "Nothing else is known of it.",
             "group": group(event),
             "first": first_place(event),
             "neighbour": "next" if (self.number("shift") or 0.0) > 0 else "previous",
@@ -122,9 +120,16 @@ class Evidence:
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),
-            "pull": "distance from the teacher" if event.is_distilled else "advantage",
-            "Pull": f"The teacher's ({teacher})" if event.is_distilled else f"Advantage ({advantage})",
+            "pull": _pull(event),
+            "Pull": pulled,
         }
+
+
+def _pull(event: Event) -> str:
+    """What the loss pulls a token with."""
+    if event.is_distilled:
+        return "distance from the teacher"
+    return "loss weight" if event.is_supervised else "advantage"
 
 
 def _distance(one: float | None, other: float | None) -> float:

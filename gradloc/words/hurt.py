@@ -40,7 +40,7 @@ _REWARD_FALL = 0.1
 
 
 @dataclass(frozen=True)
-class Part:
+class Aftermath:
     """One metric around the event."""
 
     title: str
@@ -61,7 +61,7 @@ class Hurt:
     """``yes``, ``no`` or ``not yet known``."""
     why: str
     """Sentences."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Aftermath, ...] = ()
 
 
 def did_it_hurt(event: Event, series: Series) -> Hurt:
@@ -86,7 +86,7 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
     return Hurt("not yet known", "There are no metrics around this step.")
 
 
-def _part(title: str, series: Series, step: int, model: str) -> Part | None:
+def _part(title: str, series: Series, step: int, model: str) -> Aftermath | None:
     """None where too little is known of before."""
     values = next((found for name in _METRICS[title] if (found := series(name.format(model=model)))), ())
     near = tuple((at, value) for at, value in values if step - BEFORE <= at <= step + AFTER)
@@ -95,7 +95,7 @@ def _part(title: str, series: Series, step: int, model: str) -> Part | None:
         return None
     usual = statistics.median(before)
     if len(after) < _LEAST:
-        return Part(title, near, usual, None, False)
+        return Aftermath(title, near, usual, None, False)
     now = statistics.median(after)
     spread = _SPREADS * _MAD * statistics.median(abs(value - usual) for value in before)
     if title == "reward":
@@ -103,9 +103,9 @@ def _part(title: str, series: Series, step: int, model: str) -> Part | None:
     else:
         low, high = _MULTIPLES[title]
         is_off = not low * usual <= now <= high * usual
-    return Part(title, near, usual, now, is_off and abs(now - usual) > spread)
+    return Aftermath(title, near, usual, now, is_off and abs(now - usual) > spread)
 
 
-def _went(part: Part) -> str:
+def _went(part: Aftermath) -> str:
     way = "rose" if part.after is not None and part.after > part.before else "fell"
     return f"The {part.title} {way} from {number(part.before, 3)} to {number(part.after, 3)}."

@@ -10,25 +10,15 @@ from dataclasses import dataclass
 
 from ..record import Culprit, Event, StepCause
 from .causes import NOTABLE
-from .culprits import carried, leader, trusted_share
-from .meanings import again, group, meaning_of, of_engine
+from .culprits import again, carried, engine_words, group, leader, trusted_share
+from .cures import healer
+from .documents import document_words
+from .meanings import meaning_of
 from .numbers import bounded, number, percent
 from .text import one_line, plural, times, visible
 
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 _SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
-ODD = {
-    "token_mismatch": ("ratio_over_typical", "its ratio is "),
-    "sequence_mismatch": ("ratio_over_typical", "the ratio is "),
-    "large_jacobian": ("jacobian_over_typical", "its log-prob's gradient is "),
-    "extreme_advantage": ("advantage_over_typical", ""),
-    "low_probability": ("jacobian_over_typical", "its log-prob's gradient is "),
-    "kl_term": ("kl_over_typical", "its force is "),
-    "is_weight": ("is_weight_over_typical", ""),
-    "value_outlier": ("error_over_typical", "the value is off by "),
-    "teacher_gap": ("gap_over_typical", "the log-probs are apart by "),
-}
-"""The number that makes each cause a cause, and what it is a number of where the cause's title does not say."""
 _TRIGGERS = {
     "fixed": "fixed rule",
     "adaptive": "learned from the run",
@@ -44,77 +34,12 @@ CERTIFICATES = {
 ACTIONS = {
     "observe": "observe: the step was taken unchanged",
     "mask": "mask: the optimizer took the step without the culprits",
+    "heal": "heal: the optimizer took the step that another setting gives",
     "skip": "skip: the optimizer took no step",
     "abort": "abort: the run was stopped",
 }
 
 
-@dataclass(frozen=True)
-class _StepCauseWords:
-    """How a cause that is no token's is told."""
-
-    headline: str
-    """With {spike}, and {step} its number."""
-    number: str = ""
-    """The one of the cause's numbers that says most; below it, what it is, and a remark."""
-    caption: str = ""
-    remark: str = "measured"
-    unit: str = ""
-    named: str = ""
-    """What stands before the cause's names."""
-
-
-def _loss_term(name: str) -> _StepCauseWords:
-    return _StepCauseWords(
-        f"The {name} term leads {{spike}}; no single token does",
-        number=f"{name.lower()}_term_over_policy",
-        caption="the term over the policy's",
-        remark="of the loss's coefficients",
-        unit="×",
-    )
-
-
-_STEP_CAUSES = {
-    "non_finite_weights": _StepCauseWords(
-        "Weights that are not finite broke step {step}; no token did",
-        number="parameters",
-        caption="parameters not finite",
-        remark="read before any forward",
-        named="Not finite:",
-    ),
-    "replicas_differ": _StepCauseWords(
-        "Replicas differ; no token made {spike}",
-        number="parameters",
-        caption="parameters differ",
-        remark="between replicas of the weights",
-        named="Not the same on all replicas:",
-    ),
-    "non_finite_backward": _StepCauseWords(
-        "The backward through the model made the gradient of step {step} not finite; no single token does"
-    ),
-    "non_finite_padding": _StepCauseWords(
-        "Padding that is not finite broke step {step}; no token did", named="Not finite in:"
-    ),
-    "batch_scale": _StepCauseWords(
-        "The whole batch made {spike}: all of it is scaled, no token stands out",
-        number="coefficient_over_typical",
-        caption="the typical token's weight",
-        remark="over the run's usual",
-        unit="×",
-    ),
-    "not_tokens": _StepCauseWords(
-        "{Spike} did not come from the tokens",
-        number="tokens_norm",
-        caption="the tokens' own part",
-        named="Most of the rest is in:",
-    ),
-    "transient": _StepCauseWords(
-        "{Spike} did not come back when it was run again", number="rerun_norm", caption="when run again"
-    ),
-    "entropy_term": _loss_term("entropy"),
-    "kl_term": _loss_term("KL"),
-}
-"""By label."""
 _MAX_NAMES = 4
 """Parameters or tensors on the first screen."""
 _WHOLE = 1.05
@@ -155,7 +80,7 @@ def tell(event: Event, clip: float | None = None) -> Story:
         before="\n".join(visible(first.text_before or "")[-200:].split("\n")[-_MAX_LINES:]),
         token=visible(first.text)[:200],
         after=visible(first.text_after or "")[:160],
-        named=_STEP_CAUSES[cause.label].named if cause else "",
+        named=meaning_of(cause.label).named if cause else "",
         names=tuple(names),
         figures=figures(event),
         given=_became(event, clip),
@@ -165,7 +90,8 @@ def tell(event: Event, clip: float | None = None) -> Story:
 def step_cause(event: Event) -> StepCause | None:
     """What made the spike, or a part of it, that is no token; None where the tokens did, or nobody knows."""
     cause = event.cause
-    return cause if cause is not None and cause.label in _STEP_CAUSES and cause.reason else None
+    is_step_s = cause is not None and cause.reason and meaning_of(cause.label).headline
+    return cause if is_step_s else None
 
 
 def cause_of(event: Event) -> str:
@@ -189,7 +115,7 @@ def headline(event: Event) -> str:
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     if not event.culprits and cause:
-        return _STEP_CAUSES[cause.label].headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
+        return meaning_of(cause.label).headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
     who = culprits(event)
@@ -206,11 +132,16 @@ def culprits(event: Event) -> str:
     """``One token``, ``Three responses``, ``14 culprits``."""
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
-    noun = _SPANS.get(spans.pop(), "culprit") if len(spans) == 1 else "culprit"
+    noun = span_of(event, spans.pop()) if len(spans) == 1 else "culprit"
     if noun.startswith("span") and count > 1:
         noun = "spans of token"
     head = _COUNTS[count] if count < len(_COUNTS) else f"{count:,}"
     return f"{head} {plural(count, noun).partition(' ')[2]}"
+
+
+def span_of(event: Event, span: str) -> str:
+    """What a culprit of this span is called: a whole row of a loop without advantages is a document."""
+    return "document" if span == "sequence" and event.is_supervised else _SPANS.get(span, "culprit")
 
 
 def lede(event: Event) -> str:
@@ -223,11 +154,12 @@ def lede(event: Event) -> str:
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
-    number_of = odd_number(first)
-    why = f": {ODD[first.cause.label][1]}{number_of}" if number_of else of_engine(first)
+    number_of, meaning = odd_number(first), meaning_of(first.cause.label)
+    why = f": {meaning.odd} {number_of}".replace("  ", " ") if number_of else engine_words(first)
     sentences = (
         f"{subject} {share} of the gradient{rest}." if share is not None else "",
-        f"{meaning_of(first.cause.label).title}{why}.",
+        f"{meaning.title}{why}.",
+        document_words(first),
         again(first),
         first_place(event),
         group(event),
@@ -274,10 +206,10 @@ def _cause_in_words(cause: StepCause) -> str:
 
 def odd_number(culprit: Culprit) -> str:
     """What stands out in a number, such as ``380,119 times typical``; empty where none is known."""
-    of_batch = culprit.cause.numbers.get("batch_advantage")
-    if of_batch is not None:
-        return f"half of the batch's are over {number(of_batch, 3)}"
-    value = culprit.cause.numbers.get(ODD.get(culprit.cause.label, ("",))[0])
+    usual = culprit.cause.numbers.get("batch_advantage")
+    if usual is not None:
+        return f"half of the batch's are over {number(usual, 3)}"
+    value = culprit.cause.numbers.get(f"{meaning_of(culprit.cause.label).factor}_over_typical")
     return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
 
 
@@ -299,10 +231,10 @@ def _figure_without(event: Event) -> tuple[str, str, str]:
     """What the norm would have been without what made it, or the number that tells what did."""
     certificate, cause = event.certificate, step_cause(event)
     if cause and not event.culprits:
-        words = _STEP_CAUSES[cause.label]
-        value = cause.numbers.get(words.number)
+        name, caption, remark, unit = meaning_of(cause.label).figure
+        value = cause.numbers.get(name)
         if value is not None:
-            return number(value, 3) + words.unit, words.caption, words.remark
+            return number(value, 3) + unit, caption, remark
     if not event.culprits and not cause:
         return "0", "culprits found", event.search.status.replace("_", " ")
     norm, margin = bounded(certificate.norm_after, certificate.error_bound, 3)
@@ -341,6 +273,10 @@ def given(event: Event, clip: float | None = None) -> str:
         size = "" if after is None else f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}"
         clipped = f", clipped to {number(clip, 3)}" if after is not None and clip and after > clip else ""
         return f"The optimizer took the step without {pronoun(event)}{size}{clipped}."
+    if action.taken == "heal":
+        cured = healer(event)
+        under = "another setting" if cured is None else f"{one_line(cured.line)}, of norm {number(cured.norm_after, 3)}"
+        return f"The optimizer took the step under {under}."
     if norm is None:
         return ""
     if not math.isfinite(norm):
@@ -352,11 +288,11 @@ def given(event: Event, clip: float | None = None) -> str:
     if norm <= clip:
         return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
     share = carried(event, event.culprits) if _is_part(event) else None
-    whose = f"that {_SPANS.get(event.culprits[0].span, 'culprit')}'s" if len(event.culprits) == 1 else "theirs"
+    whose = f"that {span_of(event, event.culprits[0].span)}'s" if len(event.culprits) == 1 else "theirs"
     took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
     said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
     if not after or event.certificate.verdict != "explained":
         return said
     healthy = consequence.healthy_norm if consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
-    return f"{said} That left the healthy part {percent(kept, 2)} of its usual size."
+    return f"{said} Clipping shrank the healthy gradient to {percent(kept, 2)}."

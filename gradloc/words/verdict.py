@@ -37,7 +37,8 @@ def _where(event: Event) -> str:
     what = f"the token {quote(first)} at position {position}"
     if len(first.positions) > 1:
         what = f"{len(first.positions)} tokens from position {position}"
-    return f"{start} {what} of the response {_sequence(first)}{_turn(first.turn)}."
+    row = "document" if event.is_supervised else "response"
+    return f"{start} {what} of the {row} {_sequence(first)}{_turn(first.turn)}."
 
 
 def _turn(turn: Turn | None) -> str:
@@ -50,7 +51,9 @@ def _turn(turn: Turn | None) -> str:
 def _sequence(culprit: Culprit) -> str:
     if culprit.sequence_id is None:
         return f"in row {culprit.micro_batch_row} of micro-batch {culprit.micro_batch}, rank {culprit.rank}"
-    uid, _, index = culprit.sequence_id.rpartition(":")
+    uid, colon, index = culprit.sequence_id.rpartition(":")
+    if not colon:  # a name of the loop's own
+        return index if len(index) <= 40 else f"{index[:40]}..."
     return f"{uid if len(uid) <= 16 else uid[:8]}:{index}"  # verl's uids are 36 characters; 8 tell them apart
 
 

@@ -29,10 +29,10 @@ RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
 BY_HAND = ROOT / "tests" / "data" / "mutants.json"
 SEED, SAMPLE, WORKERS = 20, 900, 2
 
-SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health")]
+SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health", "watch")]
 SOURCES += ["gradloc/reweighting", "patchkit"]
 TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
-TESTS += ["adapters/test_toy.py", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
+TESTS += ["watch", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
 MOST_SECONDS = 20.0
 """Of tests for one mutant, by what they usually take."""
@@ -97,12 +97,12 @@ def chosen(mutant: Mutant, tests: Tests) -> list[dict[str, float]]:
         return not lines.isdisjoint(found.get(mutant.file, []))
 
     reach = {name: seconds for name, (seconds, found) in tests.items() if reaches(name, found)}
-    of_room, others, total = dict[str, float](), dict[str, float](), 0.0
+    own, others, total = dict[str, float](), dict[str, float](), 0.0
     for name in sorted(reach, key=lambda name: (name.split("/")[1] != room, reach[name])):
         total += reach[name]
         if total <= MOST_SECONDS or total == reach[name]:
-            (of_room if name.split("/")[1] == room else others)[name] = reach[name]
-    return [names for names in (of_room, others) if names]
+            (own if name.split("/")[1] == room else others)[name] = reach[name]
+    return [names for names in (own, others) if names]
 
 
 # ---- the run

@@ -4,8 +4,9 @@
 import pytest
 import torch
 
-from gradloc.adapters.verl_common import precise
-from gradloc.adapters.verl_common.precise import fused_log_probs, precise_linear
+from gradloc.adapters.verl_common.precise import fused_log_probs
+from gradloc.core import precise
+from gradloc.core.precise import precise_linear
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

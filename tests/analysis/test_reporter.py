@@ -4,14 +4,14 @@
 import pytest
 
 from gradloc.analysis.config import BucketSettings, QuartileSettings
-from gradloc.analysis.reporter import Reporter, Run
+from gradloc.analysis.reporter import AnalysisRun, Reporter
 
 
 class LostWorker(Exception):
     """An error that ends the run."""
 
 
-RUN = Run("unused", 0, {}, {}, {}, vital=(LostWorker,))
+RUN = AnalysisRun("unused", 0, {}, {}, {}, vital=(LostWorker,))
 
 
 class Failing(Reporter):

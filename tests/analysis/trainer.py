@@ -5,6 +5,7 @@ Runs inside a rank of a world. Each rank is its own driver; only the workers' pa
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,23 +14,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_trainer
+from tests.world.harness import answer_of, asked, make_batch, make_trainer
 
 
 class Workers:
     """Stands where the actor's worker group stands: deals out the rows, asks this rank's actor."""
 
     def __init__(self, actor: Any):
-        self.actor = actor
+        self.worker = SimpleNamespace(actor=actor, actor_lr_scheduler=None)
 
-    def analyze_gradients(self, data: Any) -> Any:
-        from gradloc.adapters.verl07.analysis_actor import RECORD_KEY, analyze
-        from verl import DataProto
+    def update_actor(self, data: Any) -> Any:
+        return answer_of(data, self.worker.actor.update_policy(data.chunk(dist.get_world_size())[dist.get_rank()]))
 
-        record = analyze(self.actor, data.chunk(dist.get_world_size())[dist.get_rank()])
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, record)
-        return DataProto(meta_info={"metrics": {RECORD_KEY: everyone}})
+    def execute_with_func_generator(self, ask: Callable) -> Any:
+        return asked(self.worker, ask)
 
 
 class Wandb:
@@ -53,8 +51,8 @@ class StandIn:
     use_critic = False
 
     def __init__(self, overrides: list[str], dump_dir: str):
-        from gradloc.adapters.verl07.analysis_trainer import build_analysis
-        from gradloc.adapters.verl07.trainer import TrainerHook
+        from gradloc.adapters.verl07.trainer import RayTrainerAnalyses, TrainerHook
+        from gradloc.adapters.verl_common.needs import analyses_in
 
         made = make_trainer(overrides, dump_dir)
         self.config = made.config
@@ -63,7 +61,8 @@ class StandIn:
         self.global_steps = 1
         self.num_balanced = 0
         self.seen: list[dict[str, Any]] = []
-        self.analysis = build_analysis(self, dump_dir)
+        analyses = analyses_in(self.config)
+        self.analysis = None if analyses is None else RayTrainerAnalyses(self.config, dump_dir, analyses)
         self.gradloc = TrainerHook(analysis=self.analysis)
         self.wandb = Wandb()
         self.gradloc.begin_fit(SimpleNamespace(logger={"wandb": self.wandb}))
@@ -117,7 +116,7 @@ def analyse(
         batch.batch["old_log_probs"][3, 0] = float("nan")
     before = {key: value.clone() for key, value in batch.batch.items()}
     metrics, timing = {}, {}
-    ends = trainer.analysis.run(trainer, batch, metrics, timing)
+    ends = trainer.gradloc.analyze(trainer, batch, metrics, timing)
     analysis = trainer.analysis.buckets or trainer.analysis.quartiles
     folder = Path(analysis.about.root) / f"{kind}_analysis"
     files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -151,7 +150,7 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
     kept, kept_scores, kept_extras = trainer.analysis.filter(trainer, batch, scores, extras, metrics)
     rows = kept.non_tensor_batch["row"].tolist()
     before = kept.batch["advantages"].clone()
-    trainer.analysis.run(trainer, kept, {}, {})
+    trainer.gradloc.analyze(trainer, kept, {}, {})
     return {
         "rows": rows,
         "rewards": kept_scores.sum(-1).tolist(),

@@ -11,7 +11,7 @@ the ranks of a process group, unsharded, under FSDP2 or under FSDP1. Needs torch
     step.train()                                                # fills .grad and what the step recorded
     spike = Spike("fixed", space.norm(), threshold, tau, batch.num_tokens)
     finding = localize(step, space, ranks, spike, 1.0)
-    [batch.place(token, ranks.size, 4) for token in finding.result.tokens]     # [(3, 5)]
+    [batch.place(token, ranks.size, 4) for token in finding.tokens]     # [(3, 5)]
     Oracle(model, batch).norm((3, 5))                           # by a backward of its own, unsharded
 
 On several ranks every rank builds the same model and batch, shards with "fsdp2" or "fsdp1", and takes its own rows: the

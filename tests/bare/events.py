@@ -10,12 +10,12 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.step import HostStep
-from gradloc.core.trigger import Place, Spike
+from gradloc.core.trigger import Spike
 from gradloc.loop.batch import BatchView
-from gradloc.loop.complete import complete_event
 from gradloc.loop.gather import SpikeContext, raw_event
 from gradloc.loop.layers import head_square
-from gradloc.record import Action, Event, Run
+from gradloc.loop.writer import DriverSide, complete_event
+from gradloc.record import Action, Event, Run, Step
 from gradloc.search.find import localize
 from tests.bare import BareStep, Batch
 
@@ -53,7 +53,7 @@ def context_of(
     kind = "fixed" if math.isfinite(norm) else "non_finite"
     spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     return SpikeContext(
-        place=Place(1, 0, 0, 1, {}),
+        place=Step(1, 0, 0, 1),
         spike=spike,
         finding=localize(step, space, ranks, spike, 1.0, None, typical, **settings),
         step=HostStep(step, space.device),
@@ -75,9 +75,9 @@ def event_of(
 
     ``of_rollout`` are the driver's (R, T) of the rollout: ``rollout_is_weights``, ``rollout_log_probs``.
     """
-    raw = raw_event(context_of(step, batch, threshold, **more), budget=128, keeps_all=False)
+    raw = raw_event(context_of(step, batch, threshold, **more))
     assert raw is not None
-    return complete_event(raw, "event", Run(), _view(batch, of_rollout or {}), None, 8)
+    return complete_event(raw, "event", Run(), DriverSide(_view(batch, of_rollout or {}), None, 8))
 
 
 def _view(batch: Batch, of_rollout: dict[str, torch.Tensor]) -> BatchView:

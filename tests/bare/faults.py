@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import memory
 from gradloc.core import ranks as core_ranks
+from gradloc.core.forecast import WAYS, Memory, Need
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import WAYS
 from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
 from gradloc.loop.localizer import Localizer
@@ -230,9 +230,9 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
 def _memory_is(card: Card):
     """What the search asks a device for, this one tells."""
     card.needs, card.ways = [], []
-    least_way = memory.Need.least_way
+    least_way = Need.least_way
 
-    def noted(need: memory.Need, there: memory.Memory) -> int:
+    def noted(need: Need, there: Memory) -> int:
         card.needs.append(need)
         card.ways.append(least_way(need, there))
         return card.ways[-1]
@@ -241,7 +241,7 @@ def _memory_is(card: Card):
         mock.patch.object(memory, "memory_of", lambda device: card.memory()),
         mock.patch.object(memory, "peak_of", lambda device: (card.peak, card.live)),
         mock.patch.object(memory, "reset_peak", lambda device: setattr(card, "peak", card.live)),
-        mock.patch.object(memory.Need, "least_way", noted),
+        mock.patch.object(Need, "least_way", noted),
         card,
     ):
         yield

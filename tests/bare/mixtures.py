@@ -61,7 +61,7 @@ def mixture(seed: int, layout: str = "plain", num_rows: int = 16) -> dict[str, A
     found = localize(step, space, ranks, spike, 1.0, max_culprits=MOST)
     named = {
         batch.place(token, ranks.size, NUM_MICRO_BATCHES): culprit.span
-        for culprit in found.result.culprits
+        for culprit in found.culprits
         for token in culprit.tokens
     }
     weak = [place for place in named if norms[place] < threshold / 10]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of a world does: one planted step, trained, searched and set back."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ def search_planted(
     threshold: float = 20.0,
     strategy: str = "auto",
     scattered: float = 0.0,
+    said: float | None = None,
 ) -> dict[str, Any]:
     """Train once on a batch with planted advantages and localize; what was found, as plain values.
 
@@ -41,6 +43,7 @@ def search_planted(
         threshold: healthy norms are near 1.
         strategy: of the search.
         scattered: how far every forward of the search is off, see :func:`scatter`.
+        said: the norm by the trainer, such as one that float32 cannot hold; None for the true one.
     """
     model, precision = build("tiny").to(getattr(torch, masters)), getattr(torch, dtype)
     batch = random_batch(model).planted(plants)
@@ -49,19 +52,20 @@ def search_planted(
     space, ranks = GradientSpace(step.model), Ranks()
     step.train()
     before = [local_shard(grad).clone() for grad in space.current()]
-    norm = space.norm()
-    spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    norm = said or space.norm()
+    kind = "fixed" if math.isfinite(norm) else "non_finite"
+    spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     if scattered:
         scatter(step, scattered, ranks.rank)
     finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
     restored = all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True))
-    certificate, shares = finding.certificate, finding.result.shares
+    certificate, shares = finding.certificate, finding.shares
     return {
         "norm": norm,
         "clipped_from": float(clip_gradient(step.model, 1.0)),
         "norm_clipped": space.norm(),
-        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.result.tokens),
-        "norms": [culprit.norm for culprit in finding.result.culprits],
+        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.tokens),
+        "norms": [culprit.norm for culprit in finding.culprits],
         "verdict": certificate.verdict,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,
@@ -164,7 +168,7 @@ def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, see
     certificate = finding.certificate
     return {
         "size": norm / truth,
-        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.result.tokens),
+        "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.tokens),
         "planted": [(row, position)],
         "truth": truth,
         "norm_after": certificate.norm_after,

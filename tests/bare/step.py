@@ -185,14 +185,9 @@ class BareStep(OwnLoss):
     def without_kl(self) -> dict[str, Any] | None:
         return {"kl": 0.0} if self._terms.kl else None
 
-    def coefficients_under(self, micro_batch: int, settings: Mapping[str, Any], tensors: Any = None) -> Outputs:
-        recorded, part = self._recorded[micro_batch], self._parts[micro_batch]
-        log_prob = recorded.log_prob.float().clone().requires_grad_()
-        entropy = None if recorded.entropy is None else recorded.entropy.float().clone().requires_grad_()
-        terms, part = replace(self._terms, **settings), replace(part, **(tensors or {}))
-        loss = self._sum(terms.of_tokens(log_prob, entropy, part), micro_batch)
-        leaves = [log_prob] if entropy is None else [log_prob, entropy]
-        return Outputs(*torch.autograd.grad(loss, leaves))
+    def loss_under(self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Any) -> torch.Tensor:
+        terms, part = replace(self._terms, **settings), replace(self._parts[micro_batch], **tensors)
+        return self._sum(terms.of_tokens(given.log_prob.float(), given.entropy, part), micro_batch)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         is_read = not torch.is_grad_enabled()

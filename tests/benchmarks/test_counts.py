@@ -50,6 +50,7 @@ def check(worlds, tmp_path):
     run = counts.measure(worlds, tmp_path)
     print(counts.markdown(run))
     assert counts.broken(run) == []
-    assert run["updates"]["spiking, on"]["reads_in_passes"] > 0
+    spiking = run["updates"]["spiking, on"]
+    assert spiking["reads_in_passes"] > 0 and spiking["reads_in_losses"] > 0, "a search, and a look at its cures"
     greedy = {**run, "updates": {**run["updates"], "healthy, on": run["updates"]["spiking, on"]}}
     assert len(counts.broken(greedy)) >= 3, "a limit can be broken"

@@ -30,8 +30,8 @@ def test_a_planted_token_is_found_and_its_own_backward_agrees(model):
     norm = space.norm()
     assert norm == pytest.approx(float(oracle.gradient().norm()), rel=1e-5)
     found = localize(step, space, Ranks(), Spike("fixed", norm, norm / 10, norm, batch.num_tokens), 1.0)
-    assert [batch.place(token, 1, 2) for token in found.result.tokens] == [(2, 3)]
-    assert found.result.culprits[0].norm == pytest.approx(oracle.norm((2, 3)), rel=1e-4)
+    assert [batch.place(token, 1, 2) for token in found.tokens] == [(2, 3)]
+    assert found.culprits[0].norm == pytest.approx(oracle.norm((2, 3)), rel=1e-4)
 
 
 def test_the_tokens_of_a_step_add_up_to_it(model):

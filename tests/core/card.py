@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradloc.core.memory import Memory
+from gradloc.core.forecast import Memory
 
 
 class Card(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Card(TorchDispatchMode):
 
     def memory(self) -> Memory:
         """As :func:`gradloc.core.memory.memory_of` would tell it."""
-        return Memory(int(min(self.capacity - self.reserved, 2**40)), self.reserved - self.live, self.live)
+        return Memory(int(min(self.capacity - self.reserved, 2**40)) + self.reserved - self.live)
 
     def fill(self) -> None:
         """From now on there is no more than what this process has taken."""

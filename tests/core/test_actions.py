@@ -8,19 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradloc.config import ActionConfig
-from gradloc.core.actions import ACTIONS, decide, decide_without_search
+from gradloc.core.actions import decide, decide_without_search
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
-from gradloc.record import Certificate
+from gradloc.record import ACTIONS, Certificate
 
 QUICK = settings(deadline=None, derandomize=True, max_examples=100)
 NORMS = st.floats(0, 100) | st.just(math.nan) | st.none()
 
 
-def decided(limits, num_masked=1, verdict="explained", after=1.0, kind="fixed", num_tokens=1000, obstacle=None):
+def decided(
+    limits, num_masked=1, verdict="explained", after=1.0, kind="fixed", num_tokens=1000, obstacle=None, healed_by=None
+):
     spike = Spike(kind, 90.0, 5.0, 1.0, num_tokens)
     tokens = [Token(0, 0, number) for number in range(num_masked)]
-    return decide(limits, spike, Certificate(90.0, after, 0.0, 5.0, "swap", verdict, "for this"), tokens, obstacle)
+    certificate = Certificate(90.0, after, 0.0, 5.0, "swap", verdict, "for this")
+    return decide(limits, spike, certificate, tokens, obstacle, healed_by)
 
 
 @QUICK
@@ -33,6 +36,8 @@ def test_a_step_is_masked_only_where_that_helps_and_leaves_enough(num_masked, ve
     assert found.requested == mode and found.reason
     if kind == "forced":
         assert found.taken == "observe", "a rehearsal changes nothing"
+    elif mode == "heal":
+        assert found.taken == "skip", "no setting was measured to heal it"
     elif mode != "mask":
         assert found.taken == mode
     else:
@@ -58,6 +63,21 @@ def test_why_a_step_is_skipped_instead_is_said(changes, reason):
     assert found.taken == "skip" and found.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken", "reason"),
+    [
+        ({"healed_by": "a=1"}, "heal", "the step is taken under a=1"),
+        ({"healed_by": "a=1", "num_masked": 0, "verdict": "not_explained"}, "heal", "the step is taken under a=1"),
+        ({}, "skip", "no setting that was measured brings the norm under the threshold"),
+        ({"healed_by": "a=1", "obstacle": "of this"}, "skip", "healing is not possible: of this"),
+        ({"healed_by": "a=1", "kind": "forced"}, "observe", "a rehearsal: nothing spiked, so the step goes on"),
+    ],
+)
+def test_a_step_is_healed_where_a_setting_was_measured_to(changes, taken, reason):
+    found = decided(ActionConfig("heal"), **changes)
+    assert (found.requested, found.taken) == ("heal", taken) and found.reason.startswith(reason)
+
+
 def test_exactly_as_many_as_may_be_are_masked():
     assert decided(ActionConfig("mask"), num_masked=64, num_tokens=10**6).taken == "mask"
     assert decided(ActionConfig("mask"), num_masked=5, num_tokens=100).taken == "mask"
@@ -71,6 +91,7 @@ def test_masking_searches_as_often_as_it_may(num_searches, taken):
     if found is not None:
         assert found.requested == "mask" and "max_searches_per_step allows 2 searches" in found.reason
     assert decide_without_search(ActionConfig("mask"), spike, 1000) is None
+    assert decide_without_search(ActionConfig("heal"), spike, 1000) is None
     for mode in ("observe", "skip", "abort"):
         assert decide_without_search(ActionConfig(mode), spike, num_searches).taken == mode
     rehearsal = decide_without_search(limits, Spike("forced", 1.0, None, None, 1000), 9)

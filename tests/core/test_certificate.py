@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradloc.core.certificate import _recompute, _Removal, certify, is_subtracted, judge
+from gradloc.core.certificate import Removal, fullest, is_subtracted, judge, recompute
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.step import Numerics
@@ -41,7 +41,7 @@ def test_what_was_not_finite_is_explained_by_being_finite_where_there_is_no_thre
     [(9.0, 4.0, "no culprit was found"), (9.0, None, "a rehearsal"), (math.nan, None, "no culprit was found")],
 )
 def test_without_culprits_the_norm_is_what_it_was_and_the_reason_says_why(norm_before, threshold, reason):
-    found = certify(prober_of(), [], 1.0, norm_before, threshold, [])
+    found = Removal(prober_of(), [], 1.0, norm_before, threshold, []).certify()
     assert found.method == "none" and found.norm_after is found.norm_before and found.reason.startswith(reason)
 
 
@@ -70,7 +70,7 @@ def test_culprits_are_subtracted_where_its_errors_are_a_quarter_of_the_threshold
 
 def removal(holders=(0,), threshold=4.0, norm_before=10.0, prober=None, can_afford=lambda num: True):
     culprits = [Token(index, 0, 0) for index in holders]
-    return _Removal(prober or prober_of(), [], 1.0, norm_before, threshold, culprits, can_afford)
+    return Removal(prober or prober_of(), [], 1.0, norm_before, threshold, culprits, can_afford)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def removal(holders=(0,), threshold=4.0, norm_before=10.0, prober=None, can_affo
 )
 def test_culprits_are_taken_out_by_what_costs_less_than_a_pass(monkeypatch, holders, norm_before, alone, way, cost):
     asked = []
-    monkeypatch.setattr(_Removal, "_subtract", lambda self, alone: ("subtract", list(alone)))
-    monkeypatch.setattr(_Removal, "_swap", lambda self: ("swap", []))
+    monkeypatch.setattr(Removal, "_subtract", lambda self, alone: ("subtract", list(alone)))
+    monkeypatch.setattr(Removal, "_swap", lambda self: ("swap", []))
     given = list(alone)
     made = removal(holders, norm_before=norm_before, can_afford=lambda num: asked.append(num) or True)
     found = made.measure(given)
@@ -134,8 +134,8 @@ def test_the_error_is_the_replays_difference_three_times_a_unit_and_what_additio
 def test_the_culprits_own_gradient_is_let_go_before_everything_is_run_again():
     alone, held = [torch.ones(2)], []
     prober = prober_of(norm=lambda: 1.0)
-    prober.compute_without = lambda culprits: held.append(len(alone))
-    found = certify(prober, [], 1.0, 10.0, 4.0, [Token(0, 0, 0)], alone, can_afford=lambda num: False)
+    prober.compute_without = lambda culprits, _: held.append(len(alone))
+    found = removal(prober=prober, can_afford=lambda num: False).certify(alone)
     assert held == [0] and alone == [] and (found.method, found.verdict) == ("recompute", "explained")
 
 
@@ -181,15 +181,15 @@ def test_a_pass_that_does_not_decide_is_held_against_one_micro_batch_twice(
         rounding=1e-4, norm=lambda: norms.pop(0), keep=lambda: "kept", put=lambda part: computed.append(part)
     )
     prober.reduction_error = 1e-3
-    prober.compute_without = lambda culprits, only=None: computed.append(only)
     prober.add = lambda part, alpha: computed.append((part, alpha))
     culprits = [Token(0, 0, 0), Token(0, 0, 1), Token(1, 0, 0), Token(3, 0, 0)]
-    found = _recompute(prober, culprits, threshold, lambda num: asked.append(num) or True, goes_on)
+    ways = {"to_repeat": lambda: fullest(prober, culprits), "can_afford": lambda num: asked.append(num) or True}
+    found = recompute(prober, computed.append, range(4), threshold=threshold, goes_on=goes_on, **ways)
     rounding = (4**2 * 1e-4 + 1e-3) * norm_after
     if not is_repeated:
-        assert found == (norm_after, pytest.approx(rounding + 0.1 * norm_after), None, "recompute")
-        assert computed == [None] and asked == []
+        assert found == (norm_after, pytest.approx(rounding + 0.1 * norm_after), None)
+        assert computed == [range(4)] and asked == []
         return
     noise = 3 * difference * 2**0.5 + norm_after / 256 if difference else 0.0
-    assert found == (norm_after, pytest.approx(rounding + noise), difference, "recompute") and asked == [2]
-    assert computed == [None, [2], [2], ("kept", -1.0), "kept"], "the micro-batch that has most tokens left"
+    assert found == (norm_after, pytest.approx(rounding + noise), difference) and asked == [2]
+    assert computed == [range(4), [2], [2], ("kept", -1.0), "kept"], "the micro-batch that has most tokens left"

@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from gradloc.core.history import History, ScaleHistory, excess
+from gradloc.core.history import NormHistory, ScaleHistory, excess
 from gradloc.core.trigger import spike_kind
+from gradloc.record import History
 
 
 def fires(norms, **settings):
-    history = History(**{"window": 64, "warmup": 16, "num_deviations": 6.0, **settings})
+    history = NormHistory(**{"window": 64, "warmup": 16, "num_deviations": 6.0, **settings})
     fired = []
     for step, norm in enumerate(norms):
         kind = spike_kind(norm, history.threshold(), "adaptive")
@@ -35,24 +36,24 @@ def test_spikes_fire_and_neither_healthy_norms_nor_a_slow_drift_over_two_orders_
 
 
 def test_a_history_goes_on_from_its_checkpoint_exactly_even_amid_a_new_level():
-    one, two = History(64, 16, 6.0), History(64, 16, 6.0)
+    one, two = NormHistory(64, 16, 6.0), NormHistory(64, 16, 6.0)
     for norm in healthy(3, 90):
         one.observe(norm, False)
     for norm in (1e3, 1e4, 1e5, 1e6, 1e7):
         two.observe(norm, False)
         one.observe(5e3, True)
     two.load_state(one.state())
-    assert two.threshold() == one.threshold() and two.summary()["num_norms"] == 64
-    short = History(64, 16, 6.0)
+    assert two.threshold() == one.threshold() and two.summary().num_norms == 64
+    short = NormHistory(64, 16, 6.0)
     short.observe(5e3, False)
-    three = History(64, 16, 6.0)
+    three = NormHistory(64, 16, 6.0)
     three.load_state(one.state())
     three.load_state(short.state())
     assert three.state() == short.state(), "nothing of its own is left"
     for history in (one, two):
         for _ in range(3):  # the eighth in a row
             history.observe(5e3, True)
-        assert history.summary()["median_norm"] == pytest.approx(5e3)
+        assert history.summary().median_norm == pytest.approx(5e3)
 
 
 def test_spikes_with_healthy_steps_between_them_are_no_new_level():
@@ -61,21 +62,21 @@ def test_spikes_with_healthy_steps_between_them_are_no_new_level():
 
 
 def test_a_step_without_a_finite_gradient_says_nothing_and_norms_of_all_sizes_have_no_threshold():
-    history = History(64, 4, 6.0)
+    history = NormHistory(64, 4, 6.0)
     for norm in (0.0, -1.0, math.nan, math.inf):
         history.observe(norm, False)
-    assert history.summary() == {"num_norms": 0, "median_norm": None, "log_sigma": None}
+    assert history.summary() == History()
     for norm in (1e-300, 1e300, 1e-300, 1e300):
         history.observe(norm, False)
     assert history.threshold() == math.inf
 
 
 def test_norms_that_are_nearly_equal_scatter_by_a_twentieth():
-    history = History(64, 16, 6.0)
+    history = NormHistory(64, 16, 6.0)
     for _ in range(16):
         assert history.threshold() is None
         history.observe(2.0, False)
-    assert history.summary() == {"num_norms": 16, "median_norm": pytest.approx(2.0), "log_sigma": 0.05}
+    assert history.summary() == History(16, pytest.approx(2.0), 0.05)
     assert history.threshold() == pytest.approx(2.0 * math.exp(6 * 0.05))
 
 

@@ -2,11 +2,13 @@
 """Who speaks for which rank: a process alone, and four processes of which two hold the same sequences."""
 
 import math
+import time
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradloc.core import ranks as ranks_module
 from gradloc.core.ranks import PeerFailure, Ranks
 
 
@@ -27,6 +29,20 @@ def test_whose_own_part_failed_is_told_with_why():
     with pytest.raises(PeerFailure) as failed:
         Ranks().agree(broken)
     assert isinstance(failed.value.__cause__, KeyError) and "no such token" in str(failed.value)
+
+
+def test_what_takes_long_runs_beside_meetings_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(ranks_module, "_MEET_EVERY_S", 0.01)
+    ranks, met = Ranks(), []
+    monkeypatch.setattr(ranks, "all", lambda flag: met.append(flag) or flag)
+    assert ranks.agree_slowly(lambda: time.sleep(0.1) or "written") == "written"
+    assert len(met) > 3 and met[-1] and not any(met[:-1])
+
+    def broken():
+        raise OSError("the disk is full")
+
+    with pytest.raises(PeerFailure, match="the disk is full"):
+        ranks.agree_slowly(broken)
 
 
 @pytest.fixture
@@ -62,3 +78,13 @@ def test_the_first_process_of_each_rank_speaks_for_it(of_four, known, rank, size
     assert ranks.gather("a") == [("a", first) for first in firsts]
     assert ranks.sum([0.5]) == [2.0 / known.get("replicas", 1)], "copies count once"
     assert ranks.max([0.5, math.nan]) == [1.5, math.inf]
+
+
+@pytest.mark.parametrize(
+    ("is_on", "device", "is_made"), [(False, "cuda", False), (True, "cpu", False), (True, "cuda", True)]
+)
+def test_a_group_on_the_host_is_made_where_there_is_none(monkeypatch, is_on, device, is_made):
+    monkeypatch.setattr(dist, "is_initialized", lambda: is_on)
+    monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: device)
+    monkeypatch.setattr(dist, "new_group", lambda backend: f"a group of {backend}")
+    assert ranks_module.host_group() == ("a group of gloo" if is_made else None)

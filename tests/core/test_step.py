@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gradloc.core.step import (
     Details,
     HostStep,
+    Numerics,
     Outputs,
     OwnLoss,
     Recorded,
@@ -29,14 +30,17 @@ class Given(OwnLoss):
     def __init__(self, log_prob, has_kl=True):
         self.log_prob, self.has_kl = log_prob, has_kl
 
+    numerics, dp_size = Numerics(), 1
+
+    def recorded(self, micro_batch):
+        return recorded_of(self.log_prob)
+
     @property
     def without_kl(self):
         return {"kl": 0.0} if self.has_kl else None
 
-    def coefficients_under(self, micro_batch, settings, tensors=None):
-        log_prob = torch.tensor([self.log_prob]).requires_grad_()
-        loss = log_prob.sqrt().sum() + settings.get("kl", 3.0) * log_prob.sum()
-        return Outputs(*torch.autograd.grad(loss, log_prob))
+    def loss_under(self, micro_batch, given, settings, tensors):
+        return given.log_prob.sqrt().sum() + settings.get("kl", 3.0) * given.log_prob.sum()
 
 
 def recorded_of(log_prob, **coefficients):
@@ -132,10 +136,12 @@ def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
         pairs.append((host.kl_coefficients(index), kl_coefficients(step, index)))
         with torch.no_grad():
             pairs += zip(host.forward(index, True), step.forward(index, True), strict=True)
-        pairs += [(getattr(host.recorded(index), name), getattr(own, name)) for name in Recorded.TENSORS]
+        pairs += [(getattr(host.recorded(index), name), getattr(own, name)) for name in vars(own) if name != "rng"]
         for selected in (step.token_mask(index), None):
             pairs += zip(host.pull(index, selected), own.pull(selected), strict=True)
-        assert all((found is None and wanted is None) or torch.equal(found, wanted) for found, wanted in pairs)
+        tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
+        assert len(tensors) >= 12 and all(torch.equal(*pair) for pair in tensors)
+        assert all(found == wanted for found, wanted in pairs if not isinstance(wanted, torch.Tensor))
     assert host.token_mask(1) is host.token_mask(1) and host.recorded(2) is host.recorded(2)
     assert host.num_micro_batches == M and not host.is_scheduled
 

@@ -148,6 +148,10 @@ def test_it_stops_for_what_it_costs_the_device_and_says_so(waits, others, said, 
         now[0] += others  # of which four milliseconds are the tracker's
         tracker.end_update()
     assert tracker.is_on == (said is None) and (said or "") in caplog.text
+    monkeypatch.setattr(tracker_module, "_NO_MATTER", 0.005)  # more than the four milliseconds of an update
+    tracker.is_on = True
+    tracker.end_update()
+    assert tracker.is_on
     assert tracker.is_on or "more than 0.20 %" in caplog.text
 
 

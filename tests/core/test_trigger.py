@@ -9,8 +9,9 @@ from statistics import median
 
 import pytest
 
-from gradloc.core.history import History
+from gradloc.core.history import NormHistory
 from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
+from gradloc.record import History
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
@@ -93,7 +94,7 @@ def test_of_spikes_in_a_row_the_first_alone_is_learnt():
     flagged(rule, healthy(0, 30))
     for norm in (1e3, 2e3, 3e3, 1.0, 1e3):
         rule.observe([norm])
-        counts.append(rule.summary()["num_norms"])
+        counts.append(rule.summary().num_norms)
     assert counts == [31, 31, 31, 32, 33]
 
 
@@ -107,13 +108,13 @@ def test_steps_with_and_without_advantages_are_two_kinds():
 
 def test_a_summary_tells_the_level_and_how_far_the_larger_norms_lie_above_it():
     rule = AdaptiveThreshold()
-    assert rule.summary() == {"num_norms": 0, "median_norm": None, "log_sigma": None}
+    assert rule.summary() == History()
     flagged(rule, healthy(0, 100, level=3.0))
     found = rule.summary()
-    assert found["num_norms"] == 64 and found["median_norm"] == pytest.approx(3.0, rel=0.1)
-    assert found["log_sigma"] == pytest.approx(0.2, rel=0.3)
+    assert found.num_norms == 64 and found.median_norm == pytest.approx(3.0, rel=0.1)
+    assert found.log_sigma == pytest.approx(0.2, rel=0.3)
     flagged(rule, [2.0] * 64)
-    assert rule.summary(0) == {"num_norms": 64, "median_norm": pytest.approx(2.0), "log_sigma": 0.0}
+    assert rule.summary(0) == History(64, pytest.approx(2.0), 0.0)
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
@@ -142,7 +143,7 @@ def test_an_upper_group_is_the_level_where_it_is_apart_large_enough_and_beyond_t
     rule = AdaptiveThreshold(warmup=8, floor=1.0, cap=cap)
     norms = [math.log(norm) for norm in [1.0] * below + above]
     rule.load_state({"positions": [{"log_norms": norms, "run": []}], "seed": []})
-    assert rule.summary()["median_norm"] == pytest.approx(level)
+    assert rule.summary().median_norm == pytest.approx(level)
 
 
 @pytest.mark.parametrize(("growth", "is_learnt"), [(1.0, True), (1.9, True), (2.1, False), (16.0, False)])
@@ -157,7 +158,7 @@ def test_a_fall_is_learnt_after_as_many_norms_as_a_warm_up_takes():
     flagged(rule, healthy(0, 40, level=10.0))
     for norm in healthy(1, 32):
         rule.observe([norm])
-        counts.append(rule.summary()["num_norms"])
+        counts.append(rule.summary().num_norms)
     assert counts == [min(41 + number, 64) for number in range(31)] + [32]
 
 
@@ -201,7 +202,7 @@ def test_a_run_goes_on_from_its_checkpoint_exactly(after):
 
 
 def test_a_checkpoint_of_the_pooled_rule_starts_every_position():
-    pooled = History(128, 16, 6.0)
+    pooled = NormHistory(128, 16, 6.0)
     for norm in healthy(0, 90):
         pooled.observe(norm, False)
     rule = AdaptiveThreshold()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments as a user runs them, with the real trainer, to their end."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +16,24 @@ from tests.experiments.conftest import REPO
 
 def run_to_the_end(*arguments: str, run_dir: Path, seconds: float = 900, **variables: str) -> str:
     """What run_experiment.sh prints with these arguments, called from beside the run's folder; it has to succeed."""
-    done = subprocess.run(
-        [str(REPO / "run_experiment.sh"), *arguments],
-        env={**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(run_dir), **variables},
-        cwd=run_dir.parent,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    printed = run_dir.parent / f"{run_dir.name}.printed"
+    # Into a file: Ray's processes outlive a parent that was killed, and hold a pipe open that would be read to its end.
+    with open(printed, "w") as file:
+        command = [str(REPO / "run_experiment.sh"), *arguments]
+        environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(run_dir), **variables}
+        how = {"env": environment, "cwd": run_dir.parent, "start_new_session": True}
+        with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **how) as process:
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = f"none within {seconds} s"
+                os.killpg(process.pid, signal.SIGTERM)  # it ends the trainer, which has a session of its own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, f"exit code: {code}\n{printed.read_text()[-8000:]}"
+    return printed.read_text()
 
 
 def demo(*arguments: str, run_dir: Path, **how) -> list[dict]:

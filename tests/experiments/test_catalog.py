@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalog and the configs say the same, and what an experiment needs is asked for."""
 
+import importlib.util
 import re
 
 import pytest
@@ -30,7 +31,7 @@ def chain(name):
     return texts
 
 
-FORMS = [form for name in catalog.names() for form in catalog.forms_of(catalog.load(name))]
+FORMS = [form for name in catalog.names() for form in catalog.forms_of(catalog.load(name)) if not form.script]
 
 
 def test_every_config_is_in_the_catalog_and_every_entry_has_its_config():
@@ -55,6 +56,11 @@ def test_every_variable_of_a_config_is_documented():
     for path in catalog.CONFIGS.rglob("*.yaml"):
         for variable in set(re.findall(r"oc\.env:([A-Z_]+)", path.read_text())):
             assert f"`{variable}`" in documented, variable
+
+
+def test_an_entry_without_a_config_has_a_module_that_is_there():
+    scripts = [catalog.load(name).script for name in catalog.names() if catalog.load(name).script]
+    assert scripts and all(importlib.util.find_spec(script) for script in scripts)
 
 
 def test_arms_have_names_of_their_own_and_overrides_that_hydra_takes():

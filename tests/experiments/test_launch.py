@@ -62,6 +62,23 @@ def test_a_verbose_run_shows_everything_and_what_is_not_text_does_no_harm(tmp_pa
     assert capfd.readouterr().out.startswith("hello")
 
 
+@pytest.mark.parametrize("failures, code", [(2, 0), (3, 1)])
+def test_where_ray_does_not_start_in_its_time_it_is_tried_again(tmp_path, capfd, failures, code):
+    count = tmp_path / "count"
+    command = python(f"""
+        import sys
+        from pathlib import Path
+        count = Path({str(count)!r})
+        number = len(count.read_text()) + 1 if count.exists() else 1
+        count.write_text("x" * number)
+        sys.exit("Exception: {launch.LATE}. Some raylet failed." if number <= {failures} else 0)
+    """)
+    assert launch.run(command, tmp_path / "log", is_brief=True) == code
+    assert len(count.read_text()) == 3
+    shown = capfd.readouterr()
+    assert shown.out.count("Once more") == 2 and ("The trainer failed" in shown.err) == (code == 1)
+
+
 def test_what_outlives_the_trainer_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
     pid_file = tmp_path / "pid"

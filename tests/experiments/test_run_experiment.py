@@ -83,13 +83,21 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
             {"TRL_PYTHON": "/a/python"},
             ["/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"],
         ),
+        (["trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m experiments.loop.demo seed=3\n"]),
     ],
-    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL"],
+    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL", "a loop"],
 )
 def test_the_demo_has_an_environment_for_each_trainer(run_experiment, tmp_path, given, variables, shown):
     done = run_experiment("demo", *given, "seed=3", "--dry-run", **variables)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in shown) and "verl=" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_that_is_an_experiment_of_its_own_runs_where_the_demo_does(run_experiment, tmp_path):
+    done = run_experiment("pretrain", "steps=3", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"{REPO}/.gradloc/venv/bin/python -m experiments.loop.pretrain steps=3\n" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +124,7 @@ def test_a_python_without_verl_or_the_packages_is_told_so(run_experiment, publis
     assert "lacks torch, ray, hydra, vllm, math_verify" in said
 
 
-ALONE = "is for the demo alone, as trainer=trl and without verl=VERSION"
+ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
 
 
 @pytest.mark.parametrize(

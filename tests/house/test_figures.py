@@ -17,6 +17,7 @@ from benchmarks.localization import tables as localization
 from benchmarks.trigger import tables as trigger
 from experiments import suite
 from experiments.llm import natural
+from experiments.loop import pretrain
 from gradloc.report.runs.metrics import MEAN
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import announcement
@@ -71,6 +72,7 @@ RECORDED = {
 
 NATURAL = {
     "## What they are made of": natural.made_of,
+    "## What heals them": natural.cured,
     "## What acting changed": natural.changed,
     "## Every event": natural.events,
 }
@@ -81,6 +83,28 @@ def test_the_tables_of_natural_spikes_are_the_record_s(title):
     made = suite.as_markdown(NATURAL[title](record("natural"))).splitlines()
     shown = [line for line in section("natural-spikes.md", title).splitlines() if line.startswith("|")]
     assert shown == made and (title != "## Every event" or len(made) - 2 >= 30)
+
+
+PRETRAINED = {"## By kind of damage": pretrain.by_kind, "## Every peak": pretrain.peaks}
+
+
+@pytest.mark.parametrize("title", PRETRAINED)
+def test_the_tables_of_pretraining_are_the_record_s(title):
+    made = suite.as_markdown(PRETRAINED[title](record("pretrain"))).splitlines()
+    assert [line for line in section("pretraining.md", title).splitlines() if line.startswith("|")] == made
+
+
+def test_what_pretraining_says_of_its_peaks_is_the_record_s():
+    told = record("pretrain")
+    named = {peak["step"]: set(peak["named"]) for peak in told["peaks"]}
+    peaked = {name: pretrain.step_of(name) for name in told["damaged"] if pretrain.step_of(name) in named}
+    right = sum(name in named[step] for name, step in peaked.items())
+    said = f"Of {len(told['damaged'])} damaged documents {len(peaked)} made a peak; {right} of these are named"
+    none = len(named) - len(set(peaked.values()))
+    assert said in page("docs/pretraining.md") and f"{none} of {len(named)} peaks had none" in page(
+        "docs/pretraining.md"
+    )
+    assert right >= 0.9 * len(peaked)
 
 
 @pytest.mark.parametrize("title", RECORDED)

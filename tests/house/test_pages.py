@@ -97,14 +97,6 @@ def test_no_file_names_a_path_of_one_machine():
     assert (found.returncode, found.stdout) == (1, "")
 
 
-def test_the_seams_and_modules_stay_small():
-    """A reader should know the room."""
-    for path in tracked():
-        if path.suffix == ".py" and path.is_file():
-            most = 500 if (ROOT / "tests") in path.parents else 400
-            assert len(path.read_text().splitlines()) <= most, path.relative_to(ROOT)
-
-
 # ---- what the site needs of them, without mkdocs
 
 

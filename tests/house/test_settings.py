@@ -34,7 +34,7 @@ def blocks(node: dict) -> list[dict]:
 
 def test_they_are_the_defaults_of_the_dataclasses():
     found = blocks(settings())
-    assert len(found) == 13
+    assert len(found) == 14
     for block in found:
         module, _, name = block.pop("_target_").rpartition(".")
         made = asdict(getattr(importlib.import_module(module), name)())
@@ -95,5 +95,11 @@ def test_a_preset_differs_by_what_it_does():
     modes = {name: preset["actor_rollout_ref"]["actor"]["gradloc"] for name, preset in presets.items()}
     assert modes == {
         name: {"enable": True, "action": {"mode": mode}}
-        for name, mode in {"on": "observe", "observe": "observe", "mask": "mask", "skip": "skip"}.items()
+        for name, mode in {
+            "on": "observe",
+            "observe": "observe",
+            "mask": "mask",
+            "heal": "heal",
+            "skip": "skip",
+        }.items()
     }

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradloc.core.trigger import Place
-from gradloc.loop.gather import _most_wanted, _Row, ratio, raw_event
-from gradloc.record import Action
+from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, ratio, raw_event
+from gradloc.record import Action, History, Step, Trigger
 from tests.bare import BareStep, Loss, build, random_batch, shard
 from tests.bare.events import context_of
 
@@ -21,17 +20,20 @@ LOSS = Loss(entropy=0.02, kl=0.05)
 def context():
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({PLACE: 1e4})
+    made = context_of(BareStep(model, batch, M, loss=LOSS), batch, THRESHOLD)
     return replace(
-        context_of(BareStep(model, batch, M, loss=LOSS), batch, THRESHOLD),
-        place=Place(7, 1, 2, 3, {"num_norms": 9, "median_norm": 1.5, "log_sigma": 0.2}, "low"),
+        made,
+        spike=replace(made.spike, history=History(9, 1.5, 0.2)),
+        place=Step(7, 1, 2, 3, stage="low"),
         clip_limit=2.0,
         checkpoint="/ckpt",
         head_square=torch.tensor(9.0),
+        budget=128,
     )
 
 
-def gathered(context, keeps_all=False, **changes):
-    return raw_event(replace(context, **changes), budget=128, keeps_all=keeps_all)
+def gathered(context, **changes):
+    return raw_event(replace(context, **changes))
 
 
 def test_the_culprit_has_the_step_s_own_numbers(context):
@@ -60,17 +62,18 @@ def test_where_it_was_and_how_it_was_dealt_out(context):
     step = event.step
     assert (step.global_step, step.epoch, step.mini_batch, step.num_mini_batches, step.stage) == (7, 1, 2, 3, "low")
     assert (step.num_micro_batches, step.world_size, step.dp_size, step.sp_size) == (M, 1, 1, 1)
-    assert event.trigger.history.median_norm == 1.5 and event.trigger.grad_norm == context.spike.grad_norm
+    assert event.trigger.grad_norm == context.spike.grad_norm
     assert event.head_grad_norm == 3.0 and event.model is None and event.search.budget == 128
     assert math.hypot(*event.layers.values()) == pytest.approx(context.spike.grad_norm, rel=1e-5)
     assert math.hypot(*event.kinds.values()) == pytest.approx(context.spike.grad_norm, rel=1e-5)
-    raw = gathered(context)
-    assert raw.checkpoint == "/ckpt" and raw.temperature == context.step.numerics.temperature
-    assert gathered(context, place=Place(7, 0, 0, 1, None)).event.trigger.history is None
+    meta = gathered(context).meta
+    assert (meta.checkpoint, meta.temperature, meta.loss_scale, meta.dtype) == ("/ckpt", 1.0, 1.0, "float32")
+    assert meta.has_beside is False and meta.fingerprint.total[0] > 0
+    assert event.trigger == Trigger(**vars(context.spike)) and event.trigger.history.median_norm == 1.5
 
 
 def test_terms_are_roots_of_all_tokens_squares_and_the_residual_leaves_the_culprits_out(context):
-    raw, step = gathered(context), context.step
+    event, step = gathered(context).event, context.step
     squares = dict.fromkeys(("policy", "kl", "entropy", "all"), 0.0)
     for index in range(M):
         mask = step.token_mask(index)
@@ -78,14 +81,34 @@ def test_terms_are_roots_of_all_tokens_squares_and_the_residual_leaves_the_culpr
         kl = step.kl_coefficients(index)
         for name, values in (("policy", log_prob - kl), ("kl", kl), ("entropy", entropy), ("all", log_prob)):
             squares[name] += float(values[mask].double().square().sum())
-    for name in ("policy", "kl", "entropy"):
-        assert raw.term_norms[name] == pytest.approx(squares[name] ** 0.5, rel=1e-5), name
-    culprit = gathered(context).event.culprits[0].coefficients.log_prob
-    assert raw.residual_coefficient_norm == pytest.approx((squares["all"] - culprit**2) ** 0.5, rel=1e-3)
+    for name, found in (("kl", event.batch.kl_over_policy), ("entropy", event.batch.entropy_over_policy)):
+        assert found == pytest.approx((squares[name] / squares["policy"]) ** 0.5, rel=1e-5), name
+    residual = (squares["all"] - event.culprits[0].coefficients.log_prob ** 2) ** 0.5
+    assert event.batch.jacobian == pytest.approx(event.certificate.norm_after / residual, rel=1e-3)
+    assert event.batch.layer_spread is None
+
+
+def part(policy=1.0, kl=0.0, residual=0.25, low=None):
+    return _Sums(residual, {"policy": policy, "kl": kl, "entropy": 0.0}, low, [], [])
+
+
+@pytest.mark.parametrize(("after", "residual"), [(None, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)])
+def test_a_typical_jacobian_needs_a_norm_and_coefficients(after, residual):
+    assert _typical([part(residual=residual)], after, None).jacobian is None
+
+
+@pytest.mark.parametrize(("policy", "kl", "ratio"), [(0.0, 1.0, None), (math.inf, 1.0, None), (16.0, 4.0, 0.5)])
+def test_terms_are_compared_where_both_are_numbers(policy, kl, ratio):
+    assert _typical([part(policy, kl)], 1.0, None).kl_over_policy == ratio
+
+
+def test_what_is_typical_is_of_all_ranks():
+    found = _typical([part(3.0, 1.0, 0.25, 0.1), part(1.0, 3.0, 0.75, 0.3), part(0.0, 0.0, 0.0, 0.2)], 6.0, 7.0)
+    assert (found.kl_over_policy, found.jacobian, found.low_entropy, found.layer_spread) == (1.0, 6.0, 0.2, 7.0)
 
 
 def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by_token(context):
-    raw, shares = gathered(context), context.finding.result.shares
+    raw, shares = gathered(context), context.finding.shares
     sums = [float(shares.shares(index).sum()) for index in range(M)]
     assert [of_rank for (of_rank,) in raw.event.shares.micro_batches] == pytest.approx(sums)
     (kept,) = [sequence for sequence in raw.sequences if sequence.row == 5]
@@ -94,17 +117,21 @@ def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by
     assert kept.share == pytest.approx(shares.shares(1)[1].tolist())
     assert kept.share_error == pytest.approx((shares.errors[1] / shares.square)[1].tolist())
     assert [(entry.micro_batch, entry.rows) for entry in raw.layout] == [(1, [4, 5, 6, 7])]
-    assert [entry.micro_batch for entry in gathered(context, keeps_all=True).layout] == [0, 1, 2, 3]
+    full = gathered(context, keeps_all=True).layout
+    assert [entry.micro_batch for entry in full] == [0, 1, 2, 3]
+    for entry in full:
+        log_prob, entropy = context.step.coefficients(entry.micro_batch)
+        assert (entry.log_prob_coefficients == log_prob.numpy()).all() and entry.log_prob_coefficients.any()
+        assert (entry.entropy_coefficients == entropy.numpy()).all() and entry.entropy_coefficients.any()
 
 
 def test_each_token_of_a_span_has_the_least_norm_that_its_share_says(context):
-    result, shares = context.finding.result, context.finding.result.shares
-    (culprit,) = result.culprits
-    last = culprit.tokens[0]
-    span = replace(culprit, span="segment", tokens=(replace(last, index=last.index - 1), last), share=None)
+    shares = context.finding.shares
+    (culprit,) = context.finding.culprits
+    span = replace(culprit, span="segment", start=culprit.start - 1, share=None)
 
     def found(shares):
-        finding = replace(context.finding, result=replace(result, culprits=[span], shares=shares))
+        finding = replace(context.finding, culprits=[span], shares=shares)
         event = gathered(context, finding=finding).event
         assert event.consequence.culprit_share == event.culprits[0].share
         return event.culprits[0]
@@ -128,26 +155,26 @@ def test_rows_with_a_culprit_and_then_the_largest_are_kept_each_once():
 
 
 def test_rows_that_carry_a_notable_share_are_wanted_the_largest_first(context):
-    result, shares = context.finding.result, context.finding.result.shares
+    shares = context.finding.shares
     products = [torch.zeros_like(part) for part in shares.products]
     sizes = {(0, 1): 0.3, (2, 0): -0.6, (3, 2): 1e-6}
     for (index, row), size in sizes.items():
         products[index][row, 0] = size * shares.square
 
     def kept(is_trusted):
-        changed = replace(result, shares=replace(shares, products=products, is_trusted=is_trusted))
-        found = gathered(context, finding=replace(context.finding, result=changed))
+        changed = replace(shares, products=products, is_trusted=is_trusted)
+        found = gathered(context, finding=replace(context.finding, shares=changed))
         return [(sequence.micro_batch, sequence.micro_batch_row) for sequence in found.sequences]
 
     assert kept(is_trusted=True) == [(1, 1), (2, 0), (0, 1)] and kept(is_trusted=False) == [(1, 1)]
 
 
 def test_a_low_entropy_is_a_low_quantile_of_the_tokens_that_were_looked_at(context):
-    assert gathered(context).low_entropy is None
+    assert gathered(context).event.batch.low_entropy is None
     mask = context.step.token_mask(0)
     entropies = torch.full(mask.shape, 99.0).masked_scatter(mask, torch.arange(int(mask.sum())).float())
     looked_at = gathered(context, finding=replace(context.finding, entropies={0: entropies}))
-    assert looked_at.low_entropy == pytest.approx(0.2 * (int(mask.sum()) - 1))
+    assert looked_at.event.batch.low_entropy == pytest.approx(0.2 * (int(mask.sum()) - 1))
 
 
 def test_a_ratio_is_known_where_both_are_and_infinite_where_it_overflows():

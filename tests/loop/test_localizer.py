@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
+from gradloc.core.forecast import WAYS, Need
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import WAYS, Need
 from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
@@ -220,12 +220,12 @@ def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
 def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(caplog, monkeypatch):
     calls = 0
 
-    def failing(*_):
+    def failing(*_, **__):
         nonlocal calls
         calls += 1
         raise RuntimeError("made to fail")
 
-    monkeypatch.setattr(loop_localizer, "raw_event", failing)
+    monkeypatch.setattr(loop_localizer, "localize", failing)
     run, plain = Run("mask"), Run()
     for number in range(4):
         torch.manual_seed(number)
@@ -235,6 +235,34 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
         assert same(run.gradient(), plain.gradient())
     assert calls == run.localizer.num_failures == 3 and run.localizer.events == []
     assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
+
+
+def test_a_record_that_fails_costs_itself_and_not_the_search(caplog, monkeypatch):
+    masked, failed = Run("mask"), Run("mask")
+    norm = masked.step(PLANT)
+
+    def failing(*_):
+        raise torch.OutOfMemoryError("no memory for the record")
+
+    monkeypatch.setattr(loop_localizer, "raw_event", failing)
+    assert failed.step(PLANT) == norm and same(failed.gradient(), masked.gradient()), "masked all the same"
+    assert failed.localizer.num_failures == 1 and failed.localizer.events == [] and "for the record" in caplog.text
+    (outcome,) = failed.localizer.outcomes
+    assert outcome.taken == "mask" and not outcome.is_written
+
+
+def test_an_optimizer_s_state_that_does_not_come_back_ends_the_process(monkeypatch, caplog):
+    def full(room):
+        raise torch.OutOfMemoryError("no room for the state")
+
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(loop_localizer.Room, "close", full)
+    monkeypatch.setattr(loop_localizer.os, "_exit", ended)
+    with pytest.raises(SystemExit):
+        Run().step(PLANT)
+    assert "does not fit back onto the device" in caplog.text and "it ends now" in caplog.text
 
 
 @pytest.mark.parametrize("number", range(len(WAYS) + 1))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from gradloc.loop.metrics import _of_events, is_ours, joined
+from gradloc.loop.metrics import _event_metrics, is_ours, joined
 from gradloc.record import Event
 from gradloc.record.reading import read
 from gradloc.reweighting.stages import merged
@@ -40,7 +40,7 @@ def test_the_stages_of_lopti_are_joined_so_too():
 def test_an_event_whose_consequence_is_not_known_gives_the_rest_of_its_metrics():
     made = make_event()
     known = read(Event, made | {"consequence": {"grad_clip": 1.0, "clip_scale": 0.25}})
-    found = _of_events([read(Event, made | {"consequence": None}), known])
+    found = _event_metrics([read(Event, made | {"consequence": None}), known])
     assert found["gradloc/events"] == 2 and found["gradloc/clip_scale"] == 0.25
     nothing_left = read(Event, made | {"consequence": {"grad_clip": 1.0, "clip_scale": 0.0}})
-    assert _of_events([known, nothing_left])["gradloc/clip_scale"] == 0.0
+    assert _event_metrics([known, nothing_left])["gradloc/clip_scale"] == 0.0

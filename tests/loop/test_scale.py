@@ -13,7 +13,7 @@ from tests.bare import BareStep, build, random_batch, shard
 from tests.bare.events import context_of
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
-RNG_BYTES = 5_200  # torch's own state, of every micro-batch to keep
+TOKEN_BYTES = 2 * 4  # two float32, of every micro-batch to keep
 ROW_BYTES = 10 * 4 * LENGTH  # log-prob, entropy, coefficient, share: a double and its tag each
 MOST_BYTES, MOST_SECONDS = 8_192, 5.0
 THRESHOLD = 10.0
@@ -47,23 +47,23 @@ def context():
     plants = {(row, 7 * row + 3): 1e5 for row in range(0, MICRO_BATCHES * ROWS, 2)}
     batch = random_batch(model, MICRO_BATCHES * ROWS, LENGTH).planted(plants)
     found = context_of(BareStep(model, batch, MICRO_BATCHES), batch, THRESHOLD)
-    assert len(found.finding.result.culprits) == len(plants)
+    assert len(found.finding.culprits) == len(plants)
     return found
 
 
 @pytest.mark.parametrize("keeps_all", [False, True], ids=["culprits", "full"])
 def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(context, keeps_all):
     ranks, started = OneOfMany(), time.process_time()
-    event = raw_event(replace(context, ranks=ranks), budget=128, keeps_all=keeps_all)
+    event = raw_event(replace(context, ranks=ranks, keeps_all=keeps_all))
     seconds = time.process_time() - started
     print(f"{ranks.num_gathered} bytes a rank gathered, {ranks.num_sent} sent by an owner, {seconds:.2f} s of CPU")
-    assert ranks.num_gathered <= RNG_BYTES * MICRO_BATCHES + MOST_BYTES
+    assert ranks.num_gathered <= TOKEN_BYTES * MICRO_BATCHES * ROWS * LENGTH + MOST_BYTES
     assert ranks.num_sent <= 16 * ROW_BYTES + 4 * MOST_BYTES and seconds <= MOST_SECONDS
     assert len(event.sequences) == 16 and len(event.event.culprits) == 4
     assert len(event.layout) == NUM_RANKS * MICRO_BATCHES
 
 
 def test_sequences_with_culprits_are_kept_whole(context):
-    event = raw_event(context, budget=128, keeps_all=False)
+    event = raw_event(context)
     assert {sequence.row for sequence in event.sequences} >= {culprit.row for culprit in event.event.culprits}
     assert {len(sequence.log_prob) for sequence in event.sequences} == {LENGTH}

@@ -2,6 +2,8 @@
 """patches/ is what the sources say, and a patched tree's edits come back into them."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -29,6 +31,7 @@ def real_bases():
 
 
 def test_a_check_writes_nothing_and_says_what_is_stale(make, repo):
+    write_tree(repo / "verl_overrides/v0.7.0/verl/utils/__pycache__", {"seam.cpython-311.pyc": "left by a compiler"})
     with unchanged(repo):
         make("--check").expect(0, "is what its sources build")
     (repo / "patches" / "stray.patch").write_text("x\n")
@@ -82,6 +85,20 @@ def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, mak
     make("--repo", tree, "--also", OTHER, "--also", "verl/new.py").expect(0, "built")
     carried = parse((repo / "patches/verl-0.7.0.patch").read_bytes()).keys()
     assert carried == {ACTOR, TRAINER, SEAM, OTHER, "verl/new.py"}
+
+
+def test_a_file_that_is_verls_own_again_leaves_the_patch(apply, make, repo, tree):
+    apply(tree).expect(0)
+    write_tree(tree, {TRAINER: BASE[TRAINER]})
+    make("--repo", tree).expect(0, "built")
+    assert parse((repo / "patches/verl-0.7.0.patch").read_bytes()).keys() == {ACTOR, SEAM}
+    add_base(repo)
+    make().expect(0)
+    other = write_tree(tree.with_name("other"), files_of(repo / "base/verl-0.7.9"))
+    apply(other).expect(0)
+    write_tree(other, {ACTOR: f"# longer\n{BASE[ACTOR]}"})
+    with unchanged(repo):
+        make("--repo", other).expect(1, f"{ACTOR} is verl's own again in v0.7.9", "which other bases have, too")
 
 
 def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, tree):
@@ -165,6 +182,13 @@ def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypat
     assert not (tmp_path / "cache" / "verl-0.7.0").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", ["v0.7.0", "v0.7.1"])
+def test_pip_fetches_a_real_one(real_bases, tmp_path, monkeypatch, tag):
+    monkeypatch.delenv("VERL_BASE_SDIST", raising=False)
+    assert (build.ensure_base(build.bases()[tag], tmp_path / "cache") / "verl/__init__.py").is_file()
+
+
 @pytest.mark.full
 def test_the_real_patches_are_what_their_sources_say_and_small(real_bases):
     assert build.main(["--check"]) == 0
@@ -177,9 +201,7 @@ def test_the_real_patches_are_what_their_sources_say_and_small(real_bases):
 
 @pytest.mark.full
 @pytest.mark.parametrize("tag", ["v0.7.0", "v0.7.1"])
-def test_each_real_file_edited_comes_back_byte_for_byte(real_bases, tag, tmp_path, capsys):
-    import shutil
-
+def test_git_and_patch_take_the_real_one_and_each_edited_file_comes_back_the_same(real_bases, tag, tmp_path, capsys):
     from patchkit import apply
 
     repo = tmp_path / "repo"
@@ -189,12 +211,14 @@ def test_each_real_file_edited_comes_back_byte_for_byte(real_bases, tag, tmp_pat
     edited, fresh = (tmp_path / name for name in ("edited", "fresh"))
     for tree in (edited, fresh):
         shutil.copytree(build.ensure_base(build.bases()[tag]), tree)
-    patches = ["--patches", str(repo / "patches")]
+    patches, patch = ["--patches", str(repo / "patches")], repo / "patches" / f"verl-{tag[1:]}.patch"
+    make_clone(edited, {"mine": "mine\n"})
+    subprocess.run(["git", "apply", "--check", str(patch)], cwd=edited, check=True)
+    subprocess.run(["patch", "-p1", "--dry-run", "-s", "-F0", "-i", str(patch)], cwd=fresh, check=True)
     assert apply.main([*patches, str(edited)]) == 0
-    git(edited, "init", "-q")
     git(edited, "add", "-A")
-    git(edited, "commit", "-qm", "mine")
-    paths = list(parse((repo / "patches" / f"verl-{tag[1:]}.patch").read_bytes()))
+    git(edited, "commit", "-qm", "patched")
+    paths = list(parse(patch.read_bytes()))
     for number, path in enumerate(paths):
         (edited / path).open("a").write(f"\n# edit {number}\n")
     assert build.main(["--root", str(repo), "--repo", str(edited)]) == 0

@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 
+from patchkit.language import blob_id
 from tests.patchkit.world import (
     ACTOR,
     BASE,
@@ -145,6 +146,26 @@ def pipe(tree):
     os.mkfifo(tree / ACTOR)
 
 
+def a_folder(tree):
+    (tree / ACTOR).unlink()
+    (tree / ACTOR).mkdir()
+
+
+def without_its_folder(tree):
+    """Where the new file goes."""
+    (tree / OTHER).unlink()
+    (tree / OTHER).parent.rmdir()
+
+
+def forty_lines_lower(tree):
+    """Where `git apply` finds the place itself."""
+    (tree / ACTOR).write_text("# a new line\n" * 40 + BASE[ACTOR])
+
+
+def released(tree):
+    (tree / ACTOR).write_text(RELEASED)
+
+
 def in_the_way(tree):
     (tree / SEAM).write_text("mine = True\n")
 
@@ -178,7 +199,12 @@ def half_applied_by_reject(tree):
     write_tree(tree, {f"{TRAINER}.rej": "@@ -47,7 +46,7 @@\n"})
 
 
+RELEASED = "in place of the file that the public patch makes\n"
 REFUSED = {
+    a_folder: ("DRIFTED", "a folder is in the way"),
+    without_its_folder: ("may not be written to",),
+    forty_lines_lower: ("DRIFTED", "hunk 1 does not fit at line 8"),
+    released: ("the publicly released GradLoc patch is on this tree", "apply -R"),
     edited: ("DRIFTED", "hunk 1 does not fit at line 9"),
     with_crlf: ("CRLF line ends", "core.autocrlf"),
     missing: ("DRIFTED", "the file is missing"),
@@ -188,7 +214,7 @@ REFUSED = {
     in_the_way: ("DRIFTED", "another file stands where the patch adds one"),
     of_another_verl: ("WRONG_BASE: this is verl 0.6.1", "Use verl 0.7.0"),
     verl_09: ("this is verl 0.9.1, for which there is no patch", "+gradloc=on"),
-    of_03: ("OTHER_VERSION: GradLoc 0.3.0 has patched this tree", "In a clone of GradLoc 0.3.0: ", "--reverse"),
+    of_03: ("GradLoc 0.3.0 has patched this tree", "cd GRADLOC-0.3.0 && python apply_patch.py --repo ", "--reverse"),
     of_a_later_one: ("OTHER_VERSION: GradLoc 1.1 has patched this tree", "--reverse"),
     read_only: ("is read-only", "chmod u+w"),
     half_applied_by_reject: ("DRIFTED", "`git apply --reject` left it half done"),
@@ -197,9 +223,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("options", [(), ("--force",), ("--check",), ("--reverse",)], ids=str)
-def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, options):
+def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, options, monkeypatch):
+    monkeypatch.setattr("patchkit.apply.PUBLISHED_ACTOR", blob_id(RELEASED.encode()))
     spoil(tree)
-    if spoil is read_only and options == ("--reverse",):
+    if spoil in (read_only, without_its_folder) and options == ("--reverse",):
         return  # nothing to do
     with unchanged(tree):
         apply(tree, *options).expect(1, *REFUSED[spoil])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from gradloc.core.forecast import Memory
 from tests.replay.conftest import edit_meta, edit_tensors
 
 
@@ -18,33 +19,21 @@ def _set(name, value):
 
 
 TENSORS = {
-    "a missing tensor": (_drop("advantages"), "batch.safetensors has no tensor advantages."),
+    "no coefficients": (_drop("log_prob_coefficients"), "batch.safetensors has no tensor log_prob_coefficients."),
     "a shape mismatch": (
-        _set("old_log_probs", lambda t: t[:, :-1]),
-        "old_log_probs must have the shape (4, 12), found (4, 11).",
+        _set("log_prob_coefficients", lambda t: t[:, :-1]),
+        "log_prob_coefficients must have the shape (4, 12), found (4, 11).",
     ),
     "another number of rows": (
         _set("input_ids", lambda t: t[:-1]),
-        "input_ids must be (rows, prompt + response) and responses (rows, response), found (3, 17) and (4, 12).",
-    ),
-    "NaN log-probs": (
-        _set("old_log_probs", lambda t: t * float("nan")),
-        "old_log_probs is NaN at 37 response tokens (first: row 0, position 0), but the event's norm was finite.",
+        "input_ids must be (rows, prompt + response) and response_mask (rows, response), found (3, 17) and (4, 12).",
     ),
     "an empty response mask": (
         _set("response_mask", torch.zeros_like),
-        "response_mask is empty, so there is no token to look at.",
-    ),
-    "token ids as fractions": (
-        _set("input_ids", lambda t: t.float()),
-        "input_ids must hold integers, found torch.float32.",
-    ),
-    "responses from elsewhere": (
-        _set("responses", lambda t: t.flip(0)),
-        "responses are not the last columns of input_ids.",
+        "response_mask is empty in all of layout, so there is no token to look at.",
     ),
     "tokens that the model does not know": (
-        lambda t: (t["input_ids"].add_(50), t["responses"].add_(50)),
+        _set("input_ids", lambda t: t + 50),
         "is not the event's: it knows tokens 0 to 95, and the bundle holds token",
     ),
 }
@@ -58,33 +47,25 @@ def test_tensors_that_do_not_make_a_batch(bundle, models, replay, name):
 
 
 META = {
+    "an older bundle": (
+        lambda m: m.update(schema_version=1),
+        "lacks the coefficients that a backward begins with: replay it by gradloc 0.3.0, where the run's trainer is",
+    ),
     "an unknown schema version": (
         lambda m: m.update(schema_version=7),
-        "has schema_version 7; this version of gradloc reads 1.",
+        "has schema_version 7; this version of gradloc reads 2.",
     ),
     "layout rows outside the tensors": (
         lambda m: m["layout"][1].update(rows=[2, 9]),
         "layout[1] takes rows 2 to 9, but the tensors have 4 rows.",
     ),
-    "layout rows twice": (lambda m: m["layout"][1].update(rows=[1, 3]), "layout[1] shares rows with an earlier entry."),
-    "a rank that there was not": (
-        lambda m: m["layout"][1].update(rank=2),
-        "layout[1] is micro-batch 1 of rank 2, but the event had ranks 0 to 1.",
-    ),
-    "no layout": (lambda m: m["layout"].clear(), "layout is empty"),
+    "no layout": (lambda m: m["layout"].clear(), "empty in all of layout, so there is no token to look at."),
     "a culprit elsewhere": (
         lambda m: m["event"]["culprits"][0].update(micro_batch=2),
         "event.culprits[0] is at no response token of the bundle.",
     ),
-    "no dp_size": (lambda m: m["event"]["step"].pop("dp_size"), "event.step.dp_size must be at least 1, found None."),
-    "a setting that verl does not know": (
-        lambda m: m["actor"].update(ppo_micro_batch=2),
-        "actor is no config of this verl's actor:",
-    ),
-    "code to run": (
-        lambda m: m["actor"].update(optim={"_target_": "os.system", "command": "false"}),
-        "actor names 'os.system' as a _target_, which verl's own config does not.",
-    ),
+    "a dtype of no forward": (lambda m: m.update(dtype="int8"), "found 'int8'."),
+    "no temperature": (lambda m: m.update(temperature=0), "temperature must be a positive number, found 0.0."),
     "the event's strategy is not known": (
         lambda m: m["event"]["search"].update(strategy="guess"),
         "The strategy 'guess' is not known; there are auto, share, sketch, bisect.",
@@ -144,26 +125,21 @@ def test_folders_and_files_that_are_no_bundle(bundle, models, replay, tmp_path):
     _is_refused(replay(bundle, models / "model"), "is not readable as JSON:")
 
 
-def test_a_batch_larger_than_memory_is_refused_before_and_while_it_runs(bundle, models, replay):
-    before = {"adapters.verl_common.loading._free_bytes": {"return_value": 2**19}}
-    sentence = "2 x 17 tokens and this model need at least 0.6 MiB per process, and 0.5 MiB are"
-    _is_refused(replay(bundle, models / "model", patches=before), sentence)
+def test_a_model_larger_than_memory_is_refused_before_and_while_it_runs(bundle, models, replay):
+    before = {"replay.model.memory_of": {"return_value": Memory(2**18)}}
+    _is_refused(
+        replay(bundle, models / "model", patches=before), "alone need 0.000461 GiB on cpu, and 0.000244 GiB are"
+    )
     for error in (torch.OutOfMemoryError("out"), MemoryError(), RuntimeError("can't allocate memory")):
         meanwhile = {"replay.__main__.localize": {"side_effect": error}}
-        sentence = "The memory ran out: use more processes (torchrun) or a larger machine."
-        _is_refused(replay(bundle, models / "model", patches=meanwhile), sentence)
-
-
-def test_where_memory_is_short_the_forward_is_recomputed_instead(bundle, models, replay):
-    need = {"adapters.verl_common.loading._free_bytes": {"return_value": 630_000}}
-    assert replay(bundle, models / "model", patches=need)["code"] == 0
+        _is_refused(replay(bundle, models / "model", patches=meanwhile), "The memory ran out: use a larger machine.")
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--strategy", "guess"), "invalid choice: 'guess' (choose from"),
-        (("--budget", "0"), "argument --budget: must be at least 1"),
+        (("--budget", "0"), "replay: --budget 0: must be at least 1."),
         (("--json", "/nowhere/out.json"), "there is no such folder."),
     ],
     ids=["strategy", "budget", "json"],

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gradloc.replay.__main__ import render
 from tests.replay.conftest import A, edit_meta, edit_tensors
 
+ROOT = Path(__file__).resolve().parents[2]
 FULL = f"{A}gradloc.evidence.bundle=full"
 RUNS = {
     "micro-batches of two rows": (),
@@ -23,13 +25,18 @@ RUNS = {
         f"{A}entropy_coeff=0.01",
     ),
     "a loss that draws random numbers": (f"{A}policy_loss.loss_mode=clip_cov",),
+    "factors on the token losses": (
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        *(f"{A}gradloc.stabilize.token_clip.{key}" for key in ("mode=clamp", "upper=1.0", "lower=1.0")),
+    ),
     "FSDP1": (f"{A}strategy=fsdp",),
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(event, models, replay, tmp_path, run):
-    bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]))
+    noise = 1.0 if "calculate_log_probs" in str(RUNS[run]) else None
+    bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]), rollout_noise=noise)
     out = tmp_path / "out.json"
     done = replay(bundle, models / "model", "--json", out)
     assert (done["code"], done["err"]) == (0, "")
@@ -65,46 +72,30 @@ def test_every_strategy_names_them(event, models, replay, strategy):
     assert f"search       {strategy}: " in done["out"]
 
 
-@pytest.mark.parametrize("num_entries", [2, 1], ids=["the run's layout", "dealt out anew"])
-def test_several_processes_share_the_micro_batches(bundle, models, replay, world, num_entries):
-    def keep(meta):
-        held = {(culprit["rank"], culprit["micro_batch"]) for culprit in meta["event"]["culprits"]}
-        entries = meta["layout"]
-        entries.sort(key=lambda entry: (entry["rank"], entry["micro_batch"]) not in held)
-        del entries[num_entries:]
+ALONE = """
+import sys
 
-    edit_meta(bundle, keep)
-    alone = replay(bundle, models / "model", "--oracle")
-    together = replay(bundle, models / "model", "--oracle", ranks=world)
-    assert (alone["code"], together["code"]) == (0, 0)
-    assert "2 processes on cpu" in together["out"]
-    # how the work was dealt out changes the effort, never a figure
-    figures = [done["out"].split("rank  micro-batch")[1] for done in (alone, together)]
-    assert figures[0] == figures[1]
+absent = dict.fromkeys(("verl", "trl", "ray", "tensordict", "accelerate", "peft", "datasets", "omegaconf", "psutil"))
+sys.modules.update(absent)  # an import of one of them fails
+from gradloc.replay.__main__ import main
+
+code = main(sys.argv[1:])
+assert {name: sys.modules[name] for name in absent} == absent
+sys.exit(code)
+"""
 
 
-@pytest.mark.parametrize(
-    ("launch", "where"),
-    [
-        ([], "1 process on cpu"),
-        pytest.param(
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            "2 processes on cpu",
-            marks=pytest.mark.slow,  # that the figures are the same is the test above's
-        ),
-    ],
-    ids=["alone", "torchrun"],
-)
-def test_the_command_runs(bundle, models, patched_tree, launch, where):
+def test_the_command_runs_where_no_trainer_is_installed(bundle, models, tmp_path):
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "gradloc.replay", str(bundle), "--model", str(models / "model")],
-        env={**os.environ, "PYTHONPATH": str(patched_tree), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", ALONE, str(bundle), "--model", str(models / "model"), "--oracle"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert where in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "recall 100%, 0 false positives" in done.stdout
     assert done.stdout.endswith("The same culprits as in the event.\n")
 
 
@@ -143,11 +134,11 @@ def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, repla
     record["certificate"].update(norm_after="NaN", error_bound="Infinity")  # as JSON spells them
     assert "explained: NaN without the culprits;" in render(record)
     top = oracle["top"][0]
-    assert top["is_named"] and top["position"] == 3
+    assert top["is_named"] and top["positions"] == [3]
     assert top["grad_norm"] == pytest.approx(culprit["replay"]["grad_norm"], rel=1e-6)
 
     def plant_another(tensors):
-        tensors["advantages"][2, 1] = 8e3
+        tensors["log_prob_coefficients"][2, 1] = 0.8 * tensors["log_prob_coefficients"].abs().max()
 
     edit_tensors(bundle, plant_another)
     edit_meta(bundle, lambda m: m["actor"]["gradloc"]["search"].update(max_culprits=1))

@@ -113,6 +113,15 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
     return event
 
 
+def changed(step: int, /, **parts: Any) -> dict:
+    """The event's record with parts of it replaced; of a part that is a dict, what is given is changed, ``{}`` none."""
+    made = make_event(step)
+    for name, part in parts.items():
+        made[name] = made[name] | part if part and isinstance(part, dict) and made.get(name) else part
+    made["verdict"] = verdict_sentences(read(Event, made))
+    return made
+
+
 def make_path() -> tuple[record.PathEntry, ...]:
     """Two micro-batches, of which the second is searched down to one token."""
 
@@ -198,5 +207,6 @@ def write_run(
             found = (sequences or {}).get(event["event_id"], [make_sequence()])
             document = {"schema_version": 1, "event_id": event["event_id"], "sequences": found}
             (root / event["folder"]).mkdir(parents=True, exist_ok=True)
+            (root / event["folder"] / "meta.json").write_text("{}")
             (root / event["folder"] / "sequences.json").write_text(json.dumps(document))
     return folder

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs side by side: what each has, and where their spikes meet."""
 
+import re
+
+import pytest
+
 from gradloc.report.runs.comparison import compare
 from gradloc.report.runs.run import read_run
+from gradloc.words.numbers import number
 from tests.report.builder import make_event, make_metrics, write_run
 
 
@@ -31,24 +36,28 @@ def write_log(path, norms, seed=1):
     return path
 
 
-def parted(tmp_path, first, second):
+FIVE = [1.0 + at % 5 / 10 for at in range(60)]
+SEVEN = [1.05 + at % 7 / 10 for at in range(60)]
+SCATTERED = [0.4 if at % 2 else 2.0 for at in range(60)], [2.0 if at % 3 else 0.4 for at in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [
+        (FIVE, FIVE, "60"),  # the same in all of their common steps
+        (FIVE, [*FIVE[:30], *(norm + 0.01 for norm in FIVE[30:])], "31"),  # any metric differs
+        (FIVE, SEVEN, "1"),  # two seeds
+        (FIVE, [*SEVEN[:40], *(norm * 30 for norm in SEVEN[40:])], "41"),  # leaves the scatter of two seeds
+        (SCATTERED[0], [*SCATTERED[1][:47], 413.0, *SCATTERED[1][48:]], "48"),  # explodes, however much they scatter
+    ],
+)
+def test_where_two_logs_part(tmp_path, first, second, step):
     runs = [read_run(write_log(tmp_path / name, norms)) for name, norms in (("a.log", first), ("b.log", second))]
-    return compare(*runs)
-
-
-def test_two_logs_part_where_any_metric_first_differs(tmp_path):
-    norms = [1.0 + at % 5 / 10 for at in range(40)]
-    found = parted(tmp_path, norms, [*norms[:30], *(norm + 0.01 for norm in norms[30:])])
-    assert found.parted.startswith("The two are the same until step 31, where actor/grad_norm is 1 and 1.01")
-    assert parted(tmp_path, norms, norms).parted == "The two are the same in all of their 40 common steps."
-
-
-def test_two_seeds_part_where_one_leaves_the_scatter_of_their_differences(tmp_path):
-    first = [1.0 + at % 5 / 10 for at in range(60)]
-    second = [1.05 + at % 7 / 10 for at in range(60)]
-    assert parted(tmp_path, first, second).parted.endswith("as two seeds do; no metric leaves that scatter.")
-    second[40:] = [norm * 30 for norm in second[40:]]
-    assert parted(tmp_path, first, second).parted.startswith("The two part at step 41: actor/grad_norm is 1 and ")
+    found = re.search(r"(?:step|all of their) (\d+)", compare(*runs).parted)
+    assert (found and found[1]) == step
+    if step not in ("60", "1"):
+        at = int(step) - 1
+        assert f"{number(first[at], 3)} and {number(second[at], 3)}" in compare(*runs).parted
 
 
 def test_settings_that_differ_are_listed_where_both_logs_hold_theirs(tmp_path):

@@ -131,3 +131,18 @@ def learned_by_stage(dump_dir: str) -> dict[str, Any]:
         "state": trainer.hook.stabilizers.state(),
         "last_norms": {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")},
     }
+
+
+def rates(each_stage: str, dump_dir: str) -> list[float]:
+    """The learning rate after each of two steps and an analysis; its schedule divides by the number of its steps."""
+    from tests.analysis.scenarios import requested
+
+    trainer = make_trainer([ALGORITHM, f"algorithm.lopti.step_lr_each_stage={each_stage}"], dump_dir)
+    trainer.schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
+    (before,), found = trainer.schedule.base_lrs, []
+    for seed in range(2):
+        trainer.update(batch_of(seed))
+        found.append(trainer.schedule.get_last_lr()[0] / before)
+    trainer.analyze(requested("buckets", batch_of(2)))
+    trainer.worker.actor_lr_scheduler.step()
+    return [*found, trainer.worker.actor_lr_scheduler.get_last_lr()[0] / before]

@@ -92,3 +92,11 @@ def test_each_stage_is_judged_and_stabilized_by_its_own_history(world, dump_dir)
         assert sum(map(len, histories[stage])) == 3
         assert learned["layer_clip"]["num_steps"] == len(learned["skip_step"]["norms"]) == 3
         assert learned["skip_step"]["norms"][-1] == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("each, expected", [("false", [1 / 2, 1 / 3, 1 / 3]), ("true", [1 / 3, 1 / 5, 1 / 5])])
+def test_the_learning_rate_advances_once_a_step_or_with_each_stage_and_not_with_an_analysis(
+    world, dump_dir, each, expected
+):
+    for found in world.run("tests.reweighting.scenarios.rates", each_stage=each, dump_dir=dump_dir):
+        assert found == pytest.approx(expected)

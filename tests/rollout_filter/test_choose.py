@@ -6,15 +6,15 @@ import pytest
 
 from gradloc.rollout_filter.choose import advantage_scale, best_run, fill_up, rank
 from gradloc.rollout_filter.config import FilterSettings
-from gradloc.rollout_filter.groups import Groups, group_rows
+from gradloc.rollout_filter.groups import GroupStatistics, group_rows
 
 
 def make(std, reward=None, length=None):
     """Groups of given numbers, without rows."""
     count = len(std)
-    return Groups(
+    return GroupStatistics(
         uids=tuple(f"p{group}" for group in range(count)),
-        of_row=np.repeat(np.arange(count), 2),
+        group_of_row=np.repeat(np.arange(count), 2),
         sizes=np.full(count, 2),
         reward_std=np.array(std, dtype=float),
         reward_mean=np.array(reward or [0.0] * count),
@@ -32,7 +32,7 @@ def kept(groups, **given):
 def test_rows_of_a_prompt_need_not_stand_together():
     groups = group_rows(["a", "b", "a", "b", "c"], [0, 1, 1, 1, 5], [2, 4, 4, 4, 9])
     assert groups.uids == ("a", "b", "c")
-    assert groups.of_row.tolist() == [0, 1, 0, 1, 2]
+    assert groups.group_of_row.tolist() == [0, 1, 0, 1, 2]
     assert groups.sizes.tolist() == [2, 2, 1]
     assert groups.reward_std == pytest.approx([0.5**0.5, 0, 0])  # unbiased; a single row deviates by 0
     assert groups.reward_mean == pytest.approx([0.5, 1, 5])

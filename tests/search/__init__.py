@@ -7,7 +7,8 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
-from gradloc.search.task import Limit, Task
+from gradloc.search.limit import Limit
+from gradloc.search.task import Task
 from tests.bare import BareStep, Batch, Loss, Place, build, random_batch, shard
 
 NUM_MICRO_BATCHES = 4

@@ -13,11 +13,11 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 from gradloc.record import PathEntry
-from gradloc.search import auto, task
-from gradloc.search.candidates import Candidate, by_coefficient
+from gradloc.search import auto, limit
+from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.share import ShareMap
-from gradloc.search.task import CulpritSpan, SearchResult, Task
+from gradloc.search.task import SearchResult, Span, Task
 from tests.bare import BareStep, build, random_batch, shard
 from tests.bare.scenarios import scatter, useless_shares
 from tests.search import task_of
@@ -47,21 +47,21 @@ def test_what_it_costs_stays_within_so_many_updates(max_steps):
     found, cost = searched(max_steps=max_steps)
     assert cost <= 3 * M * max_steps
     if found.status == "budget_exhausted":
-        assert found.result.stop_reason.endswith(f"what search.max_steps={max_steps:g} allows is spent")
+        assert found.stop_reason.endswith(f"what search.max_steps={max_steps:g} allows is spent")
     assert (max_steps == 1.5) == (found.certificate.verdict != "explained")
 
 
 def test_time_counts_as_passes_do_but_on_a_toy_model(monkeypatch):
     assert searched(update_seconds=1e-6)[0].status == "found"
-    monkeypatch.setattr(task, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(limit, "_LEAST_SECONDS", 0.0)
     found, cost = searched(update_seconds=1e-6)
-    assert found.status == "budget_exhausted" and found.result.culprits == [] and cost == 0
+    assert found.status == "budget_exhausted" and found.culprits == [] and cost == 0
     assert searched(update_seconds=60.0)[0].status == "found"
 
 
 def test_the_published_search_alone_has_the_published_budget():
     found, _ = searched(strategy="bisect", budget=7)
-    assert found.result.stop_reason == "the budget of 7 probes was used up"
+    assert found.stop_reason == "the budget of 7 probes was used up"
     assert searched(strategy="auto", budget=1)[0].status == "found"
 
 
@@ -71,7 +71,7 @@ def test_a_masked_norm_is_certified_though_the_limit_is_spent():
 
 
 def test_each_candidate_s_own_backward_is_told_in_the_path():
-    result = searched(PLANTED)[0].result
+    result = searched(PLANTED)[0]
     verified = [entry for entry in result.path if entry.phase == "verify" and entry.verdict == "culprit"]
     exact = [culprit for culprit in result.culprits if culprit.is_exact]
     assert exact and sorted(entry.norm for entry in verified) == sorted(culprit.norm for culprit in exact)
@@ -102,7 +102,7 @@ def check_useless(found):
 def two_planted(plants=PLANTED):
     """A search of a step with these culprits, and its task."""
     made, _ = task_of(plants)
-    return auto._Search(made), made
+    return auto._AutoSearch(made), made
 
 
 def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
@@ -175,38 +175,36 @@ def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_
         if isinstance(rows := getattr(batch, field.name), torch.Tensor):
             rows[alike[0]] = rows[place[0]]  # two tokens along one direction, in two micro-batches
     found, _ = searched({place: 1e4, alike: 4e3}, batch, parts=[0.0, 10 / 14, 4 / 14, 0.0])
-    first, second = [entry for entry in found.result.path if entry.phase == "share"][:2]
+    first, second = [entry for entry in found.path if entry.phase == "share"][:2]
     assert "micro-batches [1] alone" in first.note and first.verdict == "untrusted"
     assert "micro-batches [1, 2] alone" in second.note and second.verdict == "measured"
-    assert found.certificate.verdict == "explained" and len(found.result.culprits) == 2
+    assert found.certificate.verdict == "explained" and len(found.culprits) == 2
 
 
 def test_what_is_left_by_the_culprits_own_gradients_is_searched_along_its_own_direction():
     healthy = random_batch(build("tiny"))
     found, _ = searched({(3, 2): 1e3}, healthy.edited(advantages=8 * healthy.advantages))
-    path = found.result.path
+    path = found.path
     (at,) = [i for i, entry in enumerate(path) if entry.note.startswith("without the culprits' own gradients")]
     assert [entry.verdict for entry in path[: at + 3]] == ["measured", "culprit", "measured", "untrusted", "measured"]
     assert path[at + 1].norm == path[at + 2].norm == pytest.approx(path[at].norm, rel=1e-5)
     assert "all micro-batches add up to 1.0" in path[at + 2].note
     last, _ = searched({(3, 2): 1e3}, healthy.edited(advantages=8 * healthy.advantages), max_culprits=1)
-    assert [entry.verdict for entry in last.result.path[:3]] == ["measured", "culprit", "not_explained"], (
-        "no next round"
-    )
+    assert [entry.verdict for entry in last.path[:3]] == ["measured", "culprit", "not_explained"], "no next round"
 
 
 def test_where_no_more_may_be_named_and_the_limit_is_spent_no_more_is_counted():
     found, _ = searched({(3, 2): 1e4, (9, 1): 1e4, (13, 2): 1e4}, max_culprits=1, max_steps=2)
-    assert found.status == "max_culprits" and found.result.num_more == 0 and found.result.more_norm is None
-    assert found.result.stop_reason == "search.max_culprits=1 are named"
+    assert found.status == "max_culprits" and found.num_more == 0 and found.more_norm is None
+    assert found.stop_reason == "search.max_culprits=1 are named"
     assert found.certificate.verdict == "not_explained"
 
 
 def test_noisy_shares_are_the_mean_of_several_draws_and_these_are_what_is_kept():
     found, _ = searched(dict.fromkeys(PLANTS, 300.0), dtype=torch.bfloat16, noise=(1.0, 3))
-    first, *_ = [entry for entry in found.result.path if entry.phase == "share"]
+    first, *_ = [entry for entry in found.path if entry.phase == "share"]
     assert first.verdict == "untrusted"
-    assert found.result.shares.num_draws == 3 and found.result.shares.is_trusted
+    assert found.shares.num_draws == 3 and found.shares.is_trusted
 
 
 @pytest.mark.parametrize(
@@ -216,17 +214,17 @@ def test_what_clipping_left_of_the_gradient_changes_nothing_that_is_found(plants
     healthy, told = random_batch(build("tiny")), []
     for clip in (1.0, 0.25):  # a power of two rounds nothing
         found, cost = searched(plants, healthy.edited(advantages=factor * healthy.advantages), clip=clip)
-        culprits = [(culprit.tokens, culprit.norm, culprit.share) for culprit in found.result.culprits]
-        told.append((culprits, found.result.path, found.certificate, cost))
+        culprits = [(culprit.tokens, culprit.norm, culprit.share) for culprit in found.culprits]
+        told.append((culprits, found.path, found.certificate, cost))
     assert told[0] == told[1] and told[0][0]
 
 
 def span_of(bound, micro_batch=0, start=0, end=1):
-    return Candidate(bound, "token" if end - start == 1 else "sequence", micro_batch, 0, start, end)
+    return Span(bound, "token" if end - start == 1 else "sequence", micro_batch, 0, start, end)
 
 
-def culprit_of(norm, *tokens):
-    return CulpritSpan("token", tokens, norm, 1.0, is_exact=True)
+def culprit_of(norm, micro_batch, index):
+    return Span(norm, "token", micro_batch, 0, index, index + 1, is_exact=True, threshold=1.0)
 
 
 def shares_like(made, square, products=(), errors=(), **known):
@@ -269,7 +267,7 @@ def test_a_spread_spike_ends_the_search_only_where_nothing_is_left_to_verify(mon
 @pytest.mark.parametrize(("most", "num_more", "status"), [(2, 1, "max_culprits"), (3, 0, "found")])
 def test_of_tokens_that_are_not_finite_those_beyond_the_most_are_counted(most, num_more, status):
     found, _ = searched(dict.fromkeys([(3, 2), (9, 1), (13, 2)], math.nan), max_culprits=most)
-    assert (len(found.tokens), found.result.num_more, found.status) == (most, num_more, status)
+    assert (len(found.tokens), found.num_more, found.status) == (most, num_more, status)
 
 
 @pytest.mark.parametrize(("is_trusted", "num_more", "norm"), [(True, 2, 5.0), (False, 0, None)])
@@ -283,8 +281,8 @@ def test_what_is_left_of_a_full_list_is_counted_by_its_shares_where_they_are_tru
 
 def test_the_sketch_names_no_more_than_there_is_room_for(monkeypatch):
     search, made = two_planted()
-    search.result.culprits = [culprit_of(9.0, Token(0, 0, index)) for index in range(7)]
-    hidden = [culprit_of(9.0, Token(1, 0, index)) for index in range(2)]
+    search.result.culprits = [culprit_of(9.0, 0, index) for index in range(7)]
+    hidden = [culprit_of(9.0, 1, index) for index in range(2)]
     monkeypatch.setattr(auto, "sketch", lambda task, named: SearchResult(hidden))
     search.certify = lambda: True
     assert search._look_for_hidden().culprits[7:] == hidden[:1]
@@ -292,7 +290,7 @@ def test_the_sketch_names_no_more_than_there_is_room_for(monkeypatch):
 
 def test_of_bisection_s_tokens_those_with_a_culprit_s_norm_are_new_culprits(monkeypatch):
     search, made = two_planted()
-    named, loud, quiet = (culprit_of(norm, Token(0, 0, index)) for index, norm in enumerate((9.0, 5.0, 4.9)))
+    named, loud, quiet = (culprit_of(norm, 0, index) for index, norm in enumerate((9.0, 5.0, 4.9)))
     search.result.culprits = [named]
     path = [PathEntry("halves")]
     monkeypatch.setattr(auto, "bisect", lambda task: SearchResult([named, loud, quiet], path, stop_reason="its end"))
@@ -307,7 +305,7 @@ def test_a_token_that_may_be_noise_is_measured_where_the_rest_spikes_or_nothing_
     """One whose share is so many standard errors; beside another that is certain, or alone."""
     search, made = two_planted()
     shares = search._measure_of(range(M))
-    certain, other = (replace(hint, bound=made.spike.grad_norm / 2) for hint in by_coefficient(made, 2, set()))
+    certain, other = (replace(hint, norm=made.spike.grad_norm / 2) for hint in by_coefficient(made, 2, set()))
     solid = [certain] if with_others else []
     search._measure = lambda number: shares
     search._candidates = lambda shares, with_hints: list(solid)
@@ -326,7 +324,7 @@ def test_as_many_tokens_as_are_loud_may_be_singled_out_by_their_coefficients():
 
 
 def test_the_default_search_has_four_rounds_and_last_resorts_and_shares_alone_have_one_round(monkeypatch):
-    monkeypatch.setattr(auto._Search, "run", lambda self, *rounds, **allowed: (*rounds, *allowed.values()))
+    monkeypatch.setattr(auto._AutoSearch, "run", lambda self, *rounds, **allowed: (*rounds, *allowed.values()))
     _, made = two_planted()
     assert auto.auto(made) == (4, True) and auto.share(made) == (1, False)
 
@@ -378,7 +376,7 @@ def test_a_sum_with_a_part_that_was_not_measured_alone_is_given_up():
     first, second = by_coefficient(made, 2, set())
     assert search.name([first]) and search.name([second]) and search.alone is not None
     assert search.prober.space.norm(search.alone) == pytest.approx(made.spike.grad_norm, rel=0.1)
-    assert search.name([replace(first, bound=99.0, span="segment", start=0)]) and search.alone is None
+    assert search.name([replace(first, norm=99.0, span="segment", start=0)]) and search.alone is None
 
 
 def read_as(closure: float, noise: float = 0.01, is_trusted: bool = False) -> ShareMap:
@@ -418,7 +416,7 @@ def test_where_the_loudest_tokens_make_the_noise_they_are_named_and_the_rest_is_
     assert rounds == ([0] if is_over else [0, 1]) and found.exhausted == (not is_over)
 
 
-@pytest.mark.parametrize("likely", [[], [Candidate(9.0, "token", 0, 0, 0, 1)]])
+@pytest.mark.parametrize("likely", [[], [Span(9.0, "token", 0, 0, 0, 1)]])
 def test_where_nothing_likely_is_a_culprit_the_spike_is_spread_and_else_no_token_is_enough(likely, monkeypatch):
     search, _ = two_planted()
     monkeypatch.setattr(search, "_measure", lambda number: read_as(1.0, is_trusted=True))
@@ -434,6 +432,6 @@ def test_where_nothing_likely_is_a_culprit_the_spike_is_spread_and_else_no_token
 @pytest.mark.parametrize(("is_named", "is_over"), [(True, True), (True, False), (False, True)])
 def test_loud_tokens_explain_it_where_they_are_named_and_that_is_certified(is_named, is_over, monkeypatch):
     search, _ = two_planted()
-    monkeypatch.setattr(search, "name", lambda candidates: is_named and candidates[0].bound == 0)
+    monkeypatch.setattr(search, "name", lambda candidates: is_named and candidates[0].norm == 0)
     monkeypatch.setattr(search, "certify", lambda: is_over)
-    assert search._is_explained_by([Candidate(9.0, "token", 0, 0, 0, 1)]) == (is_named and is_over)
+    assert search._is_explained_by([Span(9.0, "token", 0, 0, 0, 1)]) == (is_named and is_over)

@@ -13,10 +13,11 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
-from gradloc.search.beside import triage
-from gradloc.search.beside.first import _Sizes, first_not_finite
-from gradloc.search.find import Finding, localize
-from gradloc.search.share import measure_shares
+from gradloc.search import beside
+from gradloc.search.beside import _Sizes, first_not_finite
+from gradloc.search.find import localize
+from gradloc.search.share import ShareMeasurement
+from gradloc.search.task import SearchResult
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
 from tests.search import task_of
@@ -35,7 +36,7 @@ class Spiking:
         self.space = GradientSpace(self.model)
         self.step = BareStep(self.model, self.batch, 4)
 
-    def search(self, typical: dict | None = None, corrupt=lambda space: None, clip=1.0, **settings) -> Finding:
+    def search(self, typical: dict | None = None, corrupt=lambda space: None, clip=1.0, **settings) -> SearchResult:
         self.step.train()
         corrupt(self.space)
         norm = self.space.norm()
@@ -57,8 +58,8 @@ def test_a_weight_that_is_not_finite_is_named_without_a_single_forward():
         spiking.model.blocks[1].mlp.up.weight[5, 7] = math.nan
         spiking.model.head.weight[0, 0] = math.inf
     found = spiking.search()
-    assert found.result.source.label == "non_finite_weights"
-    assert set(found.result.source.names) == {"blocks.1.mlp.up.weight", "head.weight"}
+    assert found.source.label == "non_finite_weights"
+    assert set(found.source.names) == {"blocks.1.mlp.up.weight", "head.weight"}
     assert (found.num_forwards, found.num_backwards, found.tokens, found.status) == (0, 0, [], "not_found")
     assert found.certificate.verdict == "not_explained"
 
@@ -67,8 +68,8 @@ def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
     mask = random_batch(build("tiny")).mask
     row, position = (~mask).nonzero()[3].tolist()
     found = Spiking({(row, position): math.nan}).search()
-    assert found.result.source.label == "non_finite_padding" and found.tokens == []
-    assert found.result.source.places == ((row, position),)
+    assert found.source.label == "non_finite_padding" and found.tokens == []
+    assert found.source.places == ((row, position),)
     assert found.certificate.verdict == "explained" and found.certificate.norm_after < THRESHOLD
     assert found.certificate.error_bound == pytest.approx(2**-24 * 4**2 * found.certificate.norm_after)
 
@@ -76,7 +77,7 @@ def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_token_s_own_loss_that_is_not_finite_is_the_token_s(value):
     found = Spiking({(3, 2): value, (9, 1): value}).search()
-    assert found.result.source is None and len(found.tokens) == 2
+    assert found.source is None and len(found.tokens) == 2
     assert found.certificate.verdict == "explained"
 
 
@@ -93,8 +94,8 @@ def test_a_forward_that_breaks_is_one_span_a_row_from_where_it_breaks():
     spiking.model.register_forward_pre_hook(lambda model, inputs: seen.insert(0, inputs[0]))
     spiking.model.blocks[-1].register_forward_hook(hook)
     found = spiking.search()
-    assert found.result.source is None
-    (culprit,) = found.result.culprits
+    assert found.source is None
+    (culprit,) = found.culprits
     assert {token.micro_batch for token in culprit.tokens} == {0}
     before, length = (int(spiking.batch.mask[rows].sum()) for rows in (slice(0, 2), slice(2, 3)))
     assert culprit.span == "segment"
@@ -104,8 +105,8 @@ def test_a_forward_that_breaks_is_one_span_a_row_from_where_it_breaks():
 def test_a_batch_that_is_scaled_as_a_whole_is_told_by_the_run_s_own_history():
     spiking = Spiking(factor=1e4)
     found = spiking.search(spiking.coefficient())
-    assert found.result.source.label == "batch_scale" and found.tokens == []
-    factor = found.result.source.numbers["coefficient_over_typical"]
+    assert found.source.label == "batch_scale" and found.tokens == []
+    factor = found.source.numbers["coefficient_over_typical"]
     assert 1e3 < factor < 1e5
     assert found.num_forwards == 0
 
@@ -113,7 +114,7 @@ def test_a_batch_that_is_scaled_as_a_whole_is_told_by_the_run_s_own_history():
 def test_a_culprit_in_a_batch_that_is_a_little_larger_is_still_the_culprit():
     spiking = Spiking({(3, 2): 1e6}, factor=5.0)
     found = spiking.search(spiking.coefficient())
-    assert found.result.source is None and [t.micro_batch for t in found.tokens] == [0]
+    assert found.source is None and [t.micro_batch for t in found.tokens] == [0]
 
 
 def test_a_spike_that_does_not_come_back_is_no_token_s():
@@ -122,21 +123,21 @@ def test_a_spike_that_does_not_come_back_is_no_token_s():
 
     found = Spiking().search(corrupt=corrupt, reruns=True)
     assert not found.rerun.is_reproduced and found.rerun.norm < THRESHOLD
-    assert found.result.source.label == "transient" and found.tokens == [] and found.num_backwards == 4
-    assert Spiking().search(corrupt=corrupt).result.source.label == "transient", "told without being asked, too"
+    assert found.source.label == "transient" and found.tokens == [] and found.num_backwards == 4
+    assert Spiking().search(corrupt=corrupt).source.label == "transient", "told without being asked, too"
 
 
 def test_a_spike_that_comes_back_is_searched():
     found = Spiking(PLANT).search(reruns=True)
     assert found.rerun.is_reproduced and found.rerun.difference < 1e-4
-    assert found.result.source is None and len(found.tokens) == 1
+    assert found.source is None and len(found.tokens) == 1
 
 
 def test_a_loss_that_passes_through_no_token_is_measured_by_itself():
     spiking = Spiking()
     add_router_loss(spiking.model, 3e4)
     found = spiking.search()
-    source = found.result.source
+    source = found.source
     assert source.label == "not_tokens" and found.tokens == []
     assert source.names[0].startswith("blocks.") and source.numbers["others_norm"] > THRESHOLD
     assert 0.1 < source.numbers["tokens_norm"] < THRESHOLD
@@ -147,9 +148,9 @@ def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
     spiking = Spiking(PLANT)
     add_router_loss(spiking.model, 3e4)
     found = spiking.search()
-    assert found.result.source.label == "not_tokens" and len(found.tokens) == 1
+    assert found.source.label == "not_tokens" and len(found.tokens) == 1
     assert found.certificate.verdict == "not_explained"
-    assert found.result.source.numbers["tokens_norm"] > THRESHOLD
+    assert found.source.numbers["tokens_norm"] > THRESHOLD
 
 
 def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
@@ -186,7 +187,7 @@ def test_both_are_told_as_they_are_whatever_clipping_left_of_them(plants, is_hoo
         else:
             add_router_loss(spiking.model, 3e4)
         found = spiking.search(clip=clip, reruns=True)
-        told.append((found.result.source, found.rerun, found.result.path, found.certificate, found.tokens))
+        told.append((found.source, found.rerun, found.path, found.certificate, found.tokens))
     assert told[0] == told[1] and told[0][0].label == "not_tokens"
 
 
@@ -195,9 +196,9 @@ def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
     spiking = Spiking(plants)
     spiking.model.head.weight.register_hook(lambda grad: grad * 1e4)
     found = spiking.search()
-    assert found.result.source.label == "not_tokens" and found.tokens == []
-    assert found.result.source.names[0] == "head.weight"
-    assert found.result.source.numbers["closure"] < 0.1
+    assert found.source.label == "not_tokens" and found.tokens == []
+    assert found.source.names[0] == "head.weight"
+    assert found.source.numbers["closure"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
     [(None, ("a", "b")), ({"a": 91.0, "b": 0.1, "c": 1e-9}, ("b", "a")), ({"a": 0.0, "b": 0.0}, ("a", "b"))],
 )
 def test_parameters_with_a_notable_part_are_suspect_and_first_those_far_above_what_is_usual(usual, names):
-    assert triage.suspects({"b": 5.0, "a": 91.0, "c": 4.0}, usual) == names, "from a twentieth of the square on"
+    assert beside.suspects({"b": 5.0, "a": 91.0, "c": 4.0}, usual) == names, "from a twentieth of the square on"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_spike_comes_back_where_it_is_one_again(grad_norm, threshold, norm, di
     prober.compute = lambda selections: list(selections)
     prober.add = lambda gradient, alpha: None
     task = SimpleNamespace(prober=prober, spike=Spike("", grad_norm, threshold, None, 9), gradient=[], scale=1.0)
-    assert triage.rerun(task).is_reproduced is comes_back
+    assert beside.rerun(task).is_reproduced is comes_back
 
 
 @pytest.mark.parametrize(
@@ -236,20 +237,20 @@ def test_a_spike_comes_back_where_it_is_one_again(grad_norm, threshold, norm, di
 )
 def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(closures, is_doubted, monkeypatch):
     made, _ = task_of(PLANT)
-    shares = measure_shares(made.prober, made.readouts([]), made.gradient, made.scale)
+    shares = ShareMeasurement(made.prober, made.readouts([]), made.gradient, made.scale, range(4)).run()
     half = []
 
     def measured(prober, readouts, direction, scale, micro_batches, known):
         half.append(known.step)
-        return SimpleNamespace(closure=closures[1])
+        return SimpleNamespace(run=lambda: SimpleNamespace(closure=closures[1]))
 
-    monkeypatch.setattr(triage, "measure_shares", measured)
+    monkeypatch.setattr(beside, "ShareMeasurement", measured)
     norms = iter([made.spike.grad_norm, 0.05 * made.spike.grad_norm])  # again, and by how much it differs
     monkeypatch.setattr(made.prober.space, "norm", lambda *_: next(norms, 0.0))
-    found = triage.doubt_backward(made, replace(shares, closure=closures[0]))
+    found = beside.doubt_backward(made, replace(shares, closure=closures[0]))
     assert found is None or found[0].label == "not_tokens", "it came back"
     assert (found is not None) is is_doubted and half == [shares.step / 2]
-    assert triage.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
+    assert beside.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
 
 
 class Pair(Ranks):
@@ -275,9 +276,9 @@ def test_a_parameter_that_two_replicas_hold_differently_is_named(off_by):
         with torch.no_grad():
             model.weight.fill_(0.5), model.bias.fill_(-0.25 + shift)
         space = GradientSpace(model)
-        assert triage.parted_replicas(space, ranks) == (), "one process has no replica"
+        assert beside.parted_replicas(space, ranks) == (), "one process has no replica"
         space.num_replicas = 2
-        found.append(triage.parted_replicas(space, ranks))
+        found.append(beside.parted_replicas(space, ranks))
     assert found == [(), ("bias",) if off_by else ()]
 
 

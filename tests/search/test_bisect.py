@@ -6,6 +6,7 @@ n of them is the published tau / sqrt(n) times n (docs/method.md, section 6).
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from gradloc.core.probe import Measurement
 from gradloc.core.selection import Token
 from gradloc.search import bisect
-from gradloc.search.task import CulpritSpan
 
 
 class Numbers:
@@ -37,8 +37,7 @@ def found_in(monkeypatch, given, most=8, budget=100, broken=None):
         prober=prober, tau=1.0, max_culprits=most, broken=broken, limit=SimpleNamespace(words="spent")
     )
     made.can_afford = lambda backwards: prober.num_probes + backwards <= budget
-    culprit = lambda task, span, tokens, threshold: CulpritSpan(span, tokens, 0.0, threshold, True)  # noqa: E731
-    monkeypatch.setattr(bisect, "measured_culprit", culprit)
+    monkeypatch.setattr(bisect, "measured", lambda task, span, threshold: replace(span, threshold=threshold))
     return bisect.bisect(made), prober.num_probes
 
 

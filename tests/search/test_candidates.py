@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""512 ranks and a million response tokens, simulated: what each rank sends, and how long it computes, is bounded."""
+"""Which spans may be culprits; of 512 ranks and a million tokens, simulated, what each sends is bounded."""
 
 import math
 import pickle
+import random
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,18 +15,21 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.search import candidates
 from gradloc.search.candidates import (
-    Candidate,
+    Row,
     are_few,
     by_coefficient,
     by_share,
     by_value,
     least_bound,
+    median,
     most_verified,
     non_finite,
     weighed,
     why_spread,
+    widened,
+    window,
 )
-from gradloc.search.task import Task
+from gradloc.search.task import Span, Task
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
 MOST_BYTES, MOST_SECONDS = 16_384, 5.0
@@ -89,7 +93,7 @@ def test_what_is_not_finite_is_a_token_a_segment_or_a_row():
     values = [[[1.0, nan, 1.0, math.inf, 1.0]], [[nan] * 5], [[1.0, nan, 1.0, nan, 1.0]], [[1.0] * 5]]
     broken = torch.tensor([[0.0, -math.inf, 0.0, nan, 0.0]])
     found = non_finite(one_rank(values, [finite, finite, broken, finite]))
-    told = sorted((span.micro_batch, span.start, span.end, span.span, span.bound) for span in found)
+    told = sorted((span.micro_batch, span.start, span.end, span.span, span.norm) for span in found)
     assert told == [
         (0, 1, 2, "token", 0.0),
         (0, 3, 4, "token", 0.0),
@@ -102,7 +106,7 @@ def test_candidates_come_largest_first_and_in_the_order_of_their_places():
     task = one_rank([[[0.0] * 4], [[0.0] * 4]])
     values = [torch.tensor([[2.0, 0.99, 1.0, 5.0]]), torch.tensor([[2.0, 0.0, 9.0, 2.0]])]
     found = by_value(task, values.__getitem__, 1.0, {Token(1, 0, 2)}, bound=0.5)
-    told = [(span.micro_batch, span.start, span.bound) for span in found]
+    told = [(span.micro_batch, span.start, span.norm) for span in found]
     assert told == [(0, 3, 2.5), (0, 0, 1.0), (1, 0, 1.0), (1, 3, 1.0), (0, 2, 0.5)]
 
 
@@ -120,7 +124,7 @@ def test_candidates_come_largest_first_and_in_the_order_of_their_places():
 )
 def test_a_coefficient_points_at_a_token_where_the_others_have_little(values, most, norm, found):
     kept = by_coefficient(one_rank([[values]]), most, set(), norm)
-    assert [span.start for span in kept] == list(range(found)) and all(span.bound == 0 for span in kept)
+    assert [span.start for span in kept] == list(range(found)) and all(span.norm == 0 for span in kept)
 
 
 def test_a_token_that_is_named_is_passed_over_and_does_not_count_among_the_others():
@@ -132,7 +136,7 @@ def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
     products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
     task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
     shares = SimpleNamespace(square=100.0, products=parts, doubt=lambda i: parts[i] * 0 + 1.0, singled_out=None)
-    told = [(span.span, span.micro_batch, span.start, span.end, span.bound) for span in by_share(task, shares, set())]
+    told = [(span.span, span.micro_batch, span.start, span.end, span.norm) for span in by_share(task, shares, set())]
     assert told == [
         ("sequence", 2, 0, 4, pytest.approx(5.4 - 0.2)),
         ("token", 0, 0, 1, pytest.approx(2.9)),
@@ -144,7 +148,7 @@ def test_a_token_whose_coefficient_points_at_it_is_weighed_from_a_culprit_s_prod
     pointed = torch.tensor([[True, True, True, True, False, True]])
     shares = SimpleNamespace(square=100.0, least=lambda index: least, singled_out=[pointed])
     found = weighed(task, shares, {Token(0, 0, 5)}, [span_of(2.0)])
-    told = [(span.start, span.bound, span.is_weighed) for span in found]
+    told = [(span.start, span.norm, span.is_weighed) for span in found]
     assert told == [(1, pytest.approx(1.0), True), (2, pytest.approx(0.9), True)]
     assert weighed(task, SimpleNamespace(square=100.0, singled_out=None), set(), []) == []
 
@@ -162,14 +166,14 @@ def test_a_hint_that_its_share_confirms_needs_no_backward(product, error, bound)
     task = one_rank([[[0.0, 1.0]]], culprit_norm=2.0)
     of_token = [torch.tensor([[99.0, value]], dtype=torch.float64) for value in (product, error)]
     shares = SimpleNamespace(square=100.0, products=of_token[:1], errors=of_token[1:])
-    hint = Candidate(0.0, "token", 0, 0, 1, 2)
+    hint = Span(0.0, "token", 0, 0, 1, 2)
     told = candidates.confirmed(task, shares, hint)
-    assert told == replace(hint, bound=pytest.approx(bound), is_weighed=bound > 0)
-    assert (told.bound >= least_bound(task, 10.0, told)) == (bound > 0)
+    assert told == replace(hint, norm=pytest.approx(bound), is_weighed=bound > 0)
+    assert (told.norm >= least_bound(task, 10.0, told)) == (bound > 0)
 
 
 def span_of(bound, span="token", size=1, **known):
-    return Candidate(bound, span, 0, 0, 0, size, **known)
+    return Span(bound, span, 0, 0, 0, size, **known)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_beside_a_louder_token_half_a_bound_and_twice_an_estimate_are_enough(squ
     task, least = one_rank([[[1.0, 1.0]]]), torch.tensor([[50.0, value]])
     shares = SimpleNamespace(square=square, least=lambda index: least)
     found = candidates.beside_louder(task, shares, set(), [span_of(9.0)])
-    assert [(span.start, span.bound) for span in found] == [(1, pytest.approx(value / square**0.5))] * is_named
+    assert [(span.start, span.norm) for span in found] == [(1, pytest.approx(value / square**0.5))] * is_named
     assert candidates.beside_louder(task, shares, set(), []) == []
 
 
@@ -286,3 +290,89 @@ def test_a_run_takes_in_tokens_right_beside_it_that_their_coefficients_single_ou
     pointed = torch.tensor([[False, True, False, False, False, False, False, True]])
     shares = SimpleNamespace(square=1.0, products=products, doubt=lambda i: products[i] * 0, singled_out=[pointed])
     assert [(span.span, span.start, span.end) for span in by_share(task, shares, set())] == [("segment", 1, 6)]
+
+
+# ---- which tokens of a row are named: a few, a segment, or the whole of it
+
+
+def spans(values, weights=None, stands_out=True, errors=None):
+    """Of a culprit's norm of 1 and a typical weight of 1; in other units they are the same."""
+    weights = torch.ones(len(values)) if weights is None else torch.tensor(weights)
+    values, errors = torch.tensor(values), torch.zeros(len(values)) if errors is None else torch.tensor(errors)
+    found = Row(values, errors, weights, 1.0, 1.0).spans(stands_out)
+    assert Row(4 * values, 4 * errors, 8 * weights, 8.0, 4.0).spans(stands_out) == found
+    assert Row(-values, errors, weights, 1.0, 1.0).spans(stands_out) == found
+    return found
+
+
+def test_a_row_is_named_by_its_few_tokens_its_segment_or_as_a_sequence():
+    quiet = [0.01] * 40
+    assert spans(quiet) == []
+    assert spans([*quiet, 5.0, *quiet]) == [(40, 41)]
+    assert spans([5.0, *quiet, 5.0, *quiet, -9.0]) == [(0, 1), (41, 42), (82, 83)]
+    assert spans([*quiet, *[3.0] * 16, *quiet]) == [(40, 56)], "a cluster is one segment"
+    assert spans([*[3.0] * 4, 0.01, *[3.0] * 4, *quiet]) == [(0, 4), (5, 9)], "without its quiet inner token"
+    assert spans([1.5] * 60) == [(0, 60)], "a spread row is no list of its loudest tokens"
+    assert spans([0.1] * 60) == [(0, 60)], "nor is it overlooked when none of them is loud"
+    assert spans([0.1] * 60, stands_out=False) == [], "unless all rows are like it"
+    assert spans([4.0, -4.0, *quiet]) == [(0, 1), (1, 2)], "a pair that cancels"
+    assert spans([4.0, *[0.01] * 8, 3.9, *quiet]) == [(0, 1), (9, 10)], "two tokens, not what is between"
+
+
+def test_a_row_that_the_loss_weighs_more_as_a_whole_is_a_sequence():
+    values = [2.0, 0.6, 1.5, 0.2, 0.3, 1.1, 0.4, 0.6, 0.3, 0.1]
+    assert spans(values, [50.0] * 10) == [(0, 10)]
+    assert spans(values, [50.0] * 7 + [0.0] * 3) == [(0, 10)], "clipped tokens aside"
+    assert spans(values, [50.0] * 8 + [1.0] * 2) == [(0, 10)], "eight of ten are nearly all,"
+    assert spans(values, [50.0] * 7 + [1.0] * 3) == [(0, 1), (2, 3), (5, 6)], "seven are not"
+    loud = [9.0, *[0.01] * 9]
+    assert spans(loud, [4.0] * 10) == [(0, 1)], "one token carries it, though the row weighs more"
+    several = [9.0, 9.0, 9.0, 9.0, *[0.01] * 6]
+    assert spans(several, [500.0] * 4 + [4.0] * 6) == [(0, 4)], "some of it weighs still more"
+
+
+def test_a_row_that_is_nothing_without_its_three_loudest_tokens_is_no_sequence():
+    assert spans([9.0, 9.0, 9.0] + [0.01] * 7, [50.0] * 10) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_token_with_just_a_culprit_s_norm_is_named():
+    quiet = [0.01] * 40
+    assert spans([*quiet, 1.0, *quiet]) == [(40, 41)]
+    assert spans([*quiet, 0.99, *quiet], stands_out=False) == []
+
+
+def test_noise_leaves_a_token_in_a_run_but_ends_none():
+    quiet, errors = [0.01] * 20, [0.0] * 20
+    values = [*quiet, *[3.0] * 4, 0.3, *[3.0] * 4, *quiet]
+    assert spans(values) == [(20, 24), (25, 29)]
+    assert spans(values, errors=[*errors, *[0.0] * 4, 0.2, *[0.0] * 4, *errors]) == [(20, 29)]
+    ends = [*quiet, 0.45, *[3.0] * 4, 0.45, *quiet]
+    assert spans(ends) == [(20, 26)] and spans(ends, errors=[*errors, 0.2, *[0.0] * 4, 0.2, *errors]) == [(21, 25)]
+    alone = [*quiet, 0.45, *quiet, *[3.0] * 4, *quiet]
+    assert spans(alone, errors=[*errors, 0.2, *errors, *[0.0] * 4, *errors]) == [(41, 45)]
+
+
+def test_a_run_s_bound_is_its_sum_less_independent_errors():
+    row = Row(torch.tensor([3.0, -1.0, 0.5]), torch.tensor([0.3, 0.4, 2.0]), torch.ones(3), 1.0, 1.0)
+    assert row.bound(0, 2) == pytest.approx(1.5) and row.bound(1, 2) == pytest.approx(0.6) and row.bound(2, 3) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_window_is_the_shortest_run_that_carries_nine_tenths_of_the_sum(seed):
+    source = random.Random(seed)
+    values = [source.choice([0.0, 0.1, 5.0]) if source.random() < 0.3 else 0.01 for _ in range(12)]
+    runs = [(start, start + length) for length in range(1, 7) for start in range(13 - length)]
+    wanted = next(((a, b) for a, b in runs if sum(values[a:b]) >= 0.9 * sum(values)), (0, 12))
+    for sign in (1.0, -1.0):
+        assert window(sign * torch.tensor(values, dtype=torch.float64)) == wanted
+
+
+def test_a_run_is_widened_by_hints_beside_it_and_a_token_is_not():
+    hinted = [True, True, False, False, False, True, True]
+    assert widened(2, 5, hinted) == (0, 7) and widened(2, 3, hinted) == (2, 3)
+    assert widened(3, 5, hinted) == (3, 7) and widened(2, 4, hinted) == (0, 4)
+    assert widened(2, 4, [False, True, False, False, True, False]) == (1, 5)
+
+
+def test_a_median_is_of_what_is_not_zero():
+    assert median(torch.tensor([0.0, 5.0, 1.0, 0.0, 3.0])) == 3.0 and median(torch.zeros(3)) == 0.0

@@ -29,7 +29,7 @@ def search(batch, threshold=THRESHOLD, dtype=torch.float32):
 @pytest.mark.parametrize("advantage", [1e3, 5e4])
 def test_one_culprit_costs_two_forwards_and_two_backwards_of_one_micro_batch(advantage):
     found, cost = search(random_batch(build("tiny")).planted({(9, 1): advantage}))
-    assert [len(culprit.tokens) for culprit in found.result.culprits] == [1]
+    assert [len(culprit.tokens) for culprit in found.culprits] == [1]
     assert found.certificate.verdict == "explained" and found.certificate.method == "subtract"
     assert cost <= 2 + 3 + 3, "two forwards; the token alone, twice"
 
@@ -48,8 +48,8 @@ def test_a_culprit_beside_louder_ones_is_named_with_no_backward_of_its_own():
     own = Oracle(model, batch.planted(dict.fromkeys(places, 1.0))).norms(places)
     sizes = dict.fromkeys(places, 100.0) | {places[-1]: 40.0}
     found, cost = search(batch.planted({at: sizes[at] / own[at] for at in places}), threshold=32.0)
-    assert len(found.result.culprits) == 8 and found.certificate.verdict == "explained"
-    weakest = min(found.result.culprits, key=lambda culprit: culprit.norm)
+    assert len(found.culprits) == 8 and found.certificate.verdict == "explained"
+    weakest = min(found.culprits, key=lambda culprit: culprit.norm)
     assert not weakest.is_exact and weakest.norm < 32.0 / 4, "its bound alone would not name it"
     assert cost <= 2 * M + 3 * M, "no step is settled anew: no log-prob moves by more than a quarter"
 
@@ -60,7 +60,7 @@ def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares_and_its_loudest_rows
     healthy = random_batch(build("tiny"), length=64, seed=1)
     normal = float(Oracle(build("tiny"), healthy).gradient().norm())
     found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)
-    assert found.status == "not_found" and "the spike is spread" in found.result.stop_reason
+    assert found.status == "not_found" and "the spike is spread" in found.stop_reason
     assert cost <= 2 * M + 2
 
 
@@ -68,9 +68,9 @@ def test_three_of_twelve_rows_that_carry_nearly_all_are_named_though_the_others_
     healthy = random_batch(build("tiny"), rows=12, length=24)
     sizes = torch.tensor([3000.0, -1600.0, -1400.0] + [300.0, -250.0, -50.0] * 3)[:, None]
     found, _ = search(healthy.edited(advantages=sizes.expand_as(healthy.advantages).clone()))
-    (loudest,) = {healthy.place(token, 1, M)[0] for token in found.result.culprits[0].tokens}
+    (loudest,) = {healthy.place(token, 1, M)[0] for token in found.culprits[0].tokens}
     assert found.status == "max_culprits" and found.certificate.verdict == "not_explained"
-    assert found.result.culprits[0].span == "sequence" and loudest in (0, 1, 2)
+    assert found.culprits[0].span == "sequence" and loudest in (0, 1, 2)
 
 
 @pytest.mark.parametrize("count", [12, 40])
@@ -82,9 +82,9 @@ def test_of_many_tokens_that_are_alike_the_most_are_named_and_the_others_counted
     places = [tuple(place) for place in batch.mask.nonzero().tolist()[:: batch.num_tokens // count]][:count]
     planted = {place: size / oracle.norm(place) * float(batch.advantages[place]) for place in places}
     found, _ = search(batch.planted(planted), size * 4 / 3)
-    named = [batch.place(token, 1, M) for token in found.result.tokens]
+    named = [batch.place(token, 1, M) for token in found.tokens]
     assert found.status == "max_culprits" and len(named) == 8 and set(named) <= set(places)
-    assert 0.5 * (count - 8) <= found.result.num_more <= count - 8
+    assert 0.5 * (count - 8) <= found.num_more <= count - 8
 
 
 def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
@@ -95,6 +95,6 @@ def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
     batch = batch.edited(**rows)
     one = 40 * float(batch.advantages[1, 2]) / Oracle(model, batch).norm((1, 2))
     found, cost = search(batch.planted({(1, 2): one, (13, 2): -one / 2}))
-    assert sorted(batch.place(token, 1, M) for token in found.result.tokens) == [(1, 2), (13, 2)]
-    assert found.result.shares.closure == pytest.approx(1, abs=0.05), "and not the 2 of the louder one alone"
+    assert sorted(batch.place(token, 1, M) for token in found.tokens) == [(1, 2), (13, 2)]
+    assert found.shares.closure == pytest.approx(1, abs=0.05), "and not the 2 of the louder one alone"
     assert cost <= 3 + 2 + 2 * 3 + 12

@@ -14,8 +14,9 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 from gradloc.search.candidates import by_coefficient
-from gradloc.search.find import _rehearsal_tau, _status, _with_unlikely, localize
-from gradloc.search.task import CulpritSpan, Limit, SearchResult, Task
+from gradloc.search.find import _rehearsal_tau, _with_unlikely, localize
+from gradloc.search.limit import Limit
+from gradloc.search.task import SearchResult, Span, Task
 from tests.bare import Loss
 from tests.bare.mixtures import mixture, problems
 from tests.bare.scenarios import search_planted
@@ -82,20 +83,24 @@ def prober_of(cost=5, num_micro_batches=4):
     [
         (4, {"max_steps": 4}, 48 - 5 - 12),
         (4, {"max_steps": 1.5}, 18 - 5 - 12),
+        (2, {"max_steps": 4}, 40 - 5 - 12),  # an update counts as ten at least
         (4, {"max_steps": 4, "update_seconds": 10.0}, 48 - 24 - 12),  # 20 of 10 seconds an update
         (4, {"max_steps": 4, "update_seconds": 1e3}, 48 - 5 - 12),
         (4, {"max_steps": 4, "update_seconds": 0.5}, 48 - 120 - 12),  # an update counts as two seconds at least
         (4, {"max_steps": 4, "budget": 7}, 21 - 5),
         (16, {"max_steps": 4, "budget": 7}, 21 - 5),
-        (32, {"max_steps": 4, "budget": 7, "update_seconds": 1e-3}, 42 - 5),
+        (32, {"max_steps": 4, "budget": 7, "update_seconds": 1e-3}, 42 - 14),  # 20 of the minute that it has at least
+        (16, {"max_steps": 4, "budget": 128, "update_seconds": 300.0}, 384 - 384 * 20 / 1200),
+        (16, {"max_steps": 4, "budget": 128, "update_seconds": 5.0}, 0),  # after a minute, see below
     ],
 )
 def test_what_is_left_of_a_limit(monkeypatch, num_micro_batches, limit, left):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = Limit(num_micro_batches, **limit)
-    now[0] += 20.0
+    now[0] += 60.0 if left == 0 else 20.0
     assert made.left(prober_of(), 12) == pytest.approx(left)
+    assert left or made.words == "what search.max_steps=4 allows is spent"
 
 
 def task_of(limit=None, increments=None, threshold=4.0, num_micro_batches=4, cost=5):
@@ -159,10 +164,9 @@ def test_an_unlikely_culprit_that_is_made_likelier_is_worth_a_forward(log_prob, 
         token_mask=lambda index: torch.tensor([[False, True]]),
         coefficients=lambda index: (torch.tensor([[0.0, coefficient]]), None),
     )
-    token = SimpleNamespace(micro_batch=3, rank=0, index=0)
-    culprit = CulpritSpan("token", (token,), 1.0, 1.0, True)
+    culprit = Span(1.0, "token", 3, 0, 0, 1)
     assert _with_unlikely(SearchResult([culprit]), step, Ranks()) == ([3] if is_asked else [])
-    other = CulpritSpan("token", (SimpleNamespace(micro_batch=3, rank=1, index=0),), 1.0, 1.0, True)
+    other = Span(1.0, "token", 3, 1, 0, 1)
     assert _with_unlikely(SearchResult([other]), step, Ranks()) == _with_unlikely(SearchResult(), step, Ranks()) == []
 
 
@@ -176,7 +180,7 @@ def test_an_unlikely_culprit_that_is_made_likelier_is_worth_a_forward(log_prob, 
     ],
 )
 def test_a_search_ends_in_one_of_four_ways(known, status):
-    assert _status(SearchResult(**known)) == status
+    assert SearchResult(**known).status == status
 
 
 @pytest.mark.parametrize(("weights", "tau"), [([3.0, 4.0], 0.5 * 9.0 / 5.0), ([0.0, 0.0], 1.0)])

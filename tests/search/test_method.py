@@ -2,6 +2,7 @@
 """docs/method.md's sections 3 and 5: how far log-odds bend, and that the sketch keeps its bound."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from gradloc.core.selection import Token
 from gradloc.search import sketch as sketches
 from gradloc.search.sketch import NormSketch, _chi2_quantile, measure_norms, sketch
-from gradloc.search.task import CulpritSpan
 from tests.bare import Oracle, build, random_batch
 from tests.search import task_of
 
@@ -96,9 +96,9 @@ def test_5_estimates_somewhat_under_a_culprit_s_norm_are_verified_and_what_is_no
     monkeypatch.setattr(sketches, "measure_norms", lambda *given: NormSketch(estimates, 2.0, 0.95))
     monkeypatch.setattr(type(made), "can_afford", lambda self, **cost: can_afford)
 
-    def verify(task, span, tokens, threshold):
-        verified.append(tokens[0].micro_batch)
-        return CulpritSpan(span, tokens, (14.9, 15.0, 99.0)[tokens[0].micro_batch], threshold, True)
+    def verify(task, span, threshold):
+        verified.append(span.micro_batch)
+        return replace(span, norm=(14.9, 15.0, 99.0)[span.micro_batch], threshold=threshold, is_exact=True)
 
     monkeypatch.setattr(sketches, "verify", verify)
     found = sketch(made)

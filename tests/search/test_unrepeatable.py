@@ -4,7 +4,7 @@
 import pytest
 
 from benchmarks.unrepeatable import SIZES, measure, problems
-from gradloc.core.certificate import certify
+from gradloc.core.certificate import Removal
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
@@ -63,11 +63,11 @@ def test_where_a_tenth_does_not_decide_a_micro_batch_that_has_tokens_left_tells_
     space = GradientSpace(step.model)
     step.train()
     spike, prober = space.take(), Prober(step, space, Ranks())
-    decided = certify(prober, spike, 1.0, 10.0, 5.0, culprits)
+    decided = Removal(prober, spike, 1.0, 10.0, 5.0, culprits).certify()
     assert decided.method == "recompute" and decided.verdict == "explained"
     assert decided.replay_difference is None and prober.cost == 3 * 4
     with unrepeatable(step.model, 0.001):
-        close = certify(prober, spike, 1.0, 10.0, 1.05 * decided.norm_after, culprits)
+        close = Removal(prober, spike, 1.0, 10.0, 1.05 * decided.norm_after, culprits).certify()
     assert close.method == "recompute" and close.replay_difference > 0 and close.verdict == "explained"
     assert close.error_bound < decided.error_bound
 

@@ -4,13 +4,13 @@
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.stabilize import slow
+from tests.world.configs import StandIn
 from tests.world.harness import local_of, log_probs, make_batch, make_config, make_trainer
 from tests.world.spikes import plant
 
@@ -212,7 +212,7 @@ def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
 
     answers: list[Any] = []
     for overrides in cases:
-        trainer = SimpleNamespace(config=make_config(overrides, dump_dir), tokenizer=None)
+        trainer = StandIn(config=make_config(overrides, dump_dir), tokenizer=None)
         try:
             answers.append(build_trainer_hook(trainer).stabilizers is not None)
         except ValueError as refusal:

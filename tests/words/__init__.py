@@ -5,12 +5,9 @@ from typing import Any
 
 from gradloc.record import Event
 from gradloc.record.reading import read
-from tests.report.builder import make_event
+from tests.report.builder import changed
 
 
 def event(at: int = 5, /, **changes: Any) -> Event:
-    """The report's made-up event of this step; of a part of it that is given, what is given is changed."""
-    made = make_event(at)
-    for name, part in changes.items():
-        made[name] = made[name] | part if isinstance(part, dict) and made.get(name) else part
-    return read(Event, made)
+    """The report's made-up event of this step, as :func:`~tests.report.builder.changed` changes it."""
+    return read(Event, changed(at, **changes))

@@ -23,6 +23,9 @@ GIVEN = {
     "localize": {"0.7": ["actor_rollout_ref.actor.spike_detection=false"]},
     "no_rehearsal": ["actor_rollout_ref.actor.gradloc.trigger.force_step=3"],
     "one_epoch": ["actor_rollout_ref.actor.ppo_epochs=4"],
+    "clip_ratios": [f"actor_rollout_ref.actor.clip_ratio_{side}=0.28" for side in ("low", "high")],
+    "divide": ["algorithm.norm_adv_by_std_in_grpo=false"],
+    "kl_low_var": ["actor_rollout_ref.actor.kl_loss_type=mse"],
     "clip_high": ["actor_rollout_ref.actor.clip_ratio_high=0.28"],
     "plain_loss": ["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
     "no_entropy": ["actor_rollout_ref.actor.entropy_coeff=0.01"],
@@ -94,6 +97,7 @@ def _effect(override: str, before, after) -> str:
     *_, name = names = key.split(".")
     reader = "gradloc" if OURS & {*names} else "verl"
     name = name.removeprefix("rollout_filter_")  # our settings have the key without it
+    name = {"bisect_budget_steps": "budget", "spike_detection": "enable"}.get(name, name)  # published names of ours
     return "" if name in _read(reader) else f"nobody reads {name}"
 
 

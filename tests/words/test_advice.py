@@ -12,16 +12,16 @@ import pytest
 from gradloc.health.rules import ADVICE
 from gradloc.words.advice import (
     ACTIONS,
-    VERLS,
-    Action,
+    LOOP,
+    Advice,
     actions_of,
     in_force,
     lines_of,
     trl_settings,
     verl_of,
 )
-from gradloc.words.meanings import MEANINGS
-from gradloc.words.next_step import RULES
+from gradloc.words.cures import MILDEST_FIRST
+from gradloc.words.meanings import MEANINGS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,11 +37,14 @@ def test_every_line_for_0_7_composes_builds_and_is_read(patched_tree):
 
 def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
     given = {name for names in ADVICE.values() for name in names}
-    given |= {name for meaning in MEANINGS.values() for name in meaning.actions}
-    given |= {name for rule in RULES for name in rule.actions}
+    given |= {name for meaning in MEANINGS.values() for name in meaning.do}
+    given |= {name for rule in RULES for name in rule.do}
+    given |= {*MILDEST_FIRST}
     assert given | {"more_probes"} == set(ACTIONS)
     for action in ACTIONS.values():
-        assert action.do.endswith(".") and any(action.line(verl) for verl in VERLS)
+        assert action.do.endswith(".")
+    assert all(any(lines_of(name, trainer) for trainer in ("verl 0.7", "verl 0.9", "trl", LOOP)) for name in ACTIONS)
+    assert lines_of("mask", LOOP) == {"": 'Watch(..., action="mask")'} and lines_of("gspo", LOOP) == {}
 
 
 def test_a_run_that_says_its_verl_is_told_that_one_s_line():
@@ -59,7 +62,7 @@ def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
 
 
 def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
-    monkeypatch.setitem(ACTIONS, "old", Action("Do it the old way.", "a=1", ""))
+    monkeypatch.setitem(ACTIONS, "old", Advice("Do it the old way.", {"": "a=1", "0.9": ""}))
     assert lines_of("old", "verl 0.9.1") == {} and list(lines_of("old", None)) == ["verl 0.7"]
     assert actions_of(["old", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
 
@@ -91,9 +94,7 @@ IN_TRLS_WORDS = {
     "actor_rollout_ref.actor.gradloc.evidence.rerun=true": 'gradloc={"evidence": {"rerun": True}}',
     "actor_rollout_ref.actor.gradloc.search.max_steps=8": 'gradloc={"search": {"max_steps": 8}}',
     "actor_rollout_ref.actor.optim.lr=5e-7": "learning_rate=5e-07",
-    "actor_rollout_ref.actor.fsdp_config.dtype=float32": "bf16=False",
     "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.ppo_epochs=1": "max_grad_norm=0.5, num_iterations=1",
-    "algorithm.norm_adv_by_std_in_grpo=false": 'scale_rewards="none"',
     "actor_rollout_ref.actor.gradloc.evidence.text=off": 'gradloc={"evidence": {"text": "off"}}',
     "actor_rollout_ref.actor.gradloc.stabilize.token_clip.mode=clamp": None,
     "algorithm.lopti.enable=true": None,
@@ -103,3 +104,10 @@ IN_TRLS_WORDS = {
 @pytest.mark.parametrize("line, said", IN_TRLS_WORDS.items())
 def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(line, said):
     assert trl_settings(line) == said
+
+
+def test_a_trainers_own_line_is_told_in_its_place():
+    assert lines_of("fp32_forward", "trl 1.16.0") == {"": "bf16=False"}
+    assert lines_of("mean_only", "trl 1.16.0") == {"": 'scale_rewards="none"'}
+    assert lines_of("mask_padding", LOOP) == {"": "mask = ids != tokenizer.pad_token_id"}
+    assert not lines_of("mask_padding", "trl 1.16.0") and not lines_of("mask_padding", None)

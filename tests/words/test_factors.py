@@ -35,31 +35,49 @@ def test_a_ratio_is_clamped_at_e_to_the_20_as_verl_clamps_it():
     assert low.numbers["ratio_over_typical"] == pytest.approx(math.exp(-20))
 
 
-@pytest.mark.parametrize(("kl", "found"), [(0.049, "unknown"), (0.051, "kl_term"), (-0.051, "unknown")])
-def test_the_kl_term_is_a_cause_where_it_is_the_larger_part_of_the_coefficient(kl, found):
-    assert label(coefficients=Coefficients(log_prob=0.1, kl=kl), grad_norm=0.1) == found
-    share = classify(replace(TOKEN, coefficients=Coefficients(log_prob=0.1, kl=0.025)), BATCH).numbers
-    assert share["kl_share_of_coefficient"] == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(("entropy", "found"), [(0.03, "unknown"), (0.0301, "entropy_term"), (-0.0301, "entropy_term")])
-def test_the_entropy_term_leads_from_three_times_the_coefficient_on(entropy, found):
-    made = classify(replace(TOKEN, coefficients=Coefficients(log_prob=-0.01, entropy=entropy)), BATCH)
-    assert made.label == found and made.numbers["entropy_over_log_prob"] == pytest.approx(abs(entropy) / 0.01)
+OFF = {"log_prob": -0.5, "old_log_prob_used": -0.5 - math.log(4.0)}
 
 
 @pytest.mark.parametrize(
-    ("times", "found"), [(2.99, "unknown"), (3.0, "extreme_advantage"), (-3.0, "extreme_advantage")]
+    ("changes", "found"),
+    [
+        # the KL term: the larger part of the coefficient
+        *(
+            ({"coefficients": Coefficients(log_prob=0.1, kl=kl), "grad_norm": 0.1}, found)
+            for kl, found in ((0.049, "unknown"), (0.051, "kl_term"), (-0.051, "unknown"))
+        ),
+        # the entropy term: from three times the coefficient on
+        *(
+            ({"coefficients": Coefficients(log_prob=-0.01, entropy=of)}, found)
+            for of, found in ((0.03, "unknown"), (0.0301, "entropy_term"), (-0.0301, "entropy_term"))
+        ),
+        # a factor: from three times its typical value on
+        *(
+            ({"advantage": times}, found)
+            for times, found in ((2.99, "unknown"), (3.0, "extreme_advantage"), (-3.0, "extreme_advantage"))
+        ),
+        # the whole sequence: from half of the token's log-ratio on
+        ({**OFF, "ratios": Ratios(sequence_geometric_mean=1.99)}, "token_mismatch"),
+        ({**OFF, "ratios": Ratios(sequence_geometric_mean=2.01)}, "sequence_mismatch"),
+        ({**OFF, "ratios": Ratios()}, "token_mismatch"),
+        # what is not finite first
+        ({"log_prob": math.nan}, "non_finite_forward"),
+        ({"log_prob": -math.inf}, "non_finite_forward"),
+        ({"advantage": math.inf}, "non_finite"),
+        ({"coefficients": Coefficients(log_prob=math.nan)}, "non_finite"),
+        ({"grad_norm": math.nan}, "non_finite_backward"),
+        ({"grad_norm": None}, "unknown"),
+        ({"coefficients": Coefficients()}, "unknown"),
+    ],
 )
-def test_a_factor_under_three_times_its_typical_value_explains_nothing(times, found):
-    assert label(advantage=times) == found
+def test_each_bound_of_a_factor(changes, found):
+    assert label(**changes) == found
 
 
-@pytest.mark.parametrize(("mean", "found"), [(1.99, "token_mismatch"), (2.01, "sequence_mismatch")])
-def test_the_whole_sequence_is_off_from_half_of_the_token_s_log_ratio_on(mean, found):
-    off = {"log_prob": -0.5, "old_log_prob_used": -0.5 - math.log(4.0)}
-    assert label(**off, ratios=Ratios(sequence_geometric_mean=mean)) == found
-    assert label(**off, ratios=Ratios()) == "token_mismatch"
+def test_terms_are_told_as_parts_of_the_coefficient():
+    share = classify(replace(TOKEN, coefficients=Coefficients(log_prob=0.1, kl=0.025, entropy=-0.3)), BATCH).numbers
+    assert share["kl_share_of_coefficient"] == pytest.approx(0.25)
+    assert share["entropy_over_log_prob"] == pytest.approx(3.0)
 
 
 def test_a_large_jacobian_is_a_low_probability_s_as_far_as_that_predicts_it():
@@ -91,22 +109,6 @@ def test_a_batch_whose_advantages_have_a_reward_s_unit_is_told_from_one_where_no
     assert made.numbers.get("batch_advantage") == (of_batch if is_batch_s else None)
     told = odd_number(Culprit(advantage=advantage, cause=made))
     assert (told == f"half of the batch's are over {of_batch:g}") == is_batch_s
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"log_prob": math.nan}, "non_finite_forward"),
-        ({"log_prob": -math.inf}, "non_finite_forward"),
-        ({"advantage": math.inf}, "non_finite"),
-        ({"coefficients": Coefficients(log_prob=math.nan)}, "non_finite"),
-        ({"grad_norm": math.nan}, "non_finite_backward"),
-        ({"grad_norm": None}, "unknown"),
-        ({"coefficients": Coefficients()}, "unknown"),
-    ],
-)
-def test_what_is_not_finite_first_is_the_cause(changes, found):
-    assert label(**changes) == found
 
 
 @QUICK

@@ -1,76 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers read well, and never better than they are known."""
+"""Numbers read well, and never better than they are known; tokens show what they are and do nothing else."""
 
+import math
 import random
 
 import pytest
 
 from gradloc.words.numbers import bounded, number, percent, with_error
+from gradloc.words.text import one_line, span, visible
+from tests.report.builder import HOSTILE, VISIBLE
+
+NAN, INF = math.nan, math.inf
+NUMBERS = [(None, "–"), (NAN, "NaN"), (INF, "∞"), (-INF, "-∞"), (0.0, "0"), (1234, "1,234"), (747.6633, "747.7")]
+NUMBERS += [
+    (14577.619, "14,578"),
+    (0.00071, "0.00071"),
+    (9.9999, "10"),
+    (1e-9, "1e-9"),
+    (3.2e12, "3.2e12"),
+    (-0.5, "-0.5"),
+]
+PERCENTS = [(None, "–"), (NAN, "NaN"), (0.5, "50%")]
+ERRORS = [(0.98, 0.05, "0.98 +- 0.05"), (-12.0, 0.001, "-12"), (0.98, INF, "0.98 +- ∞"), (None, 0.05, "–")]
+ERRORS += [(NAN, 0.05, "NaN"), *((0.98, unseen, "0.98") for unseen in (0.0, 9e-5, None, NAN))]
+BOUNDS = [(0.77, 0.0007, "0.77 (within 0.0007)"), (1147.0, 114.7, "1,147 (within 115)"), (4.0, 2.0, "4 (within 2)")]
+BOUNDS += [(4.0, 2.001, "at most 6.01"), (1.38, 2.562, "at most 3.95"), (0.0, 0.1, "at most 0.1")]
+BOUNDS += [(NAN, 1.0, "NaN"), (None, 1.0, "–"), *((4.0, unknown, "4") for unknown in (0.0, None, INF, NAN))]
+TEXTS = [*zip(HOSTILE, VISIBLE, strict=True), ("\ud800", "\ufffd"), ("\u200b", "⟨U+200B⟩"), ("\u200d", "⟨U+200D⟩")]
+TEXTS += [
+    ("👩\u200d🚀", "👩\u200d🚀"),
+    ("a\tb", "a⇥\tb"),
+    ("\u2028", "⟨U+2028⟩"),
+    *((same, same) for same in ("plain", "", "é")),
+]
+SPANS = [([], "–"), ([9], "9"), ([9, 10, 11], "9 to 11"), ([9, 20], "9 to 20 (2 of them)")]
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    ("function", "cases"),
     [
-        (None, "–"),
-        (float("nan"), "NaN"),
-        (float("inf"), "∞"),
-        (-float("inf"), "-∞"),
-        (0.0, "0"),
-        (1234, "1,234"),
-        (747.6633, "747.7"),
-        (14577.619, "14,578"),
-        (0.00071, "0.00071"),
-        (9.9999, "10"),
-        (1e-9, "1e-9"),
-        (3.2e12, "3.2e12"),
-        (-0.5, "-0.5"),
+        (number, NUMBERS),  # four digits, a whole part and no noise
+        (percent, PERCENTS),
+        (with_error, ERRORS),
+        (lambda norm, bound: "".join(bounded(norm, bound, 3)), BOUNDS),  # over half the norm: what it is at most
+        (visible, TEXTS),
+        (span, SPANS),
     ],
+    ids=["number", "percent", "with error", "bounded", "visible", "span"],
 )
-def test_numbers_have_four_digits_a_whole_part_and_no_noise(value, shown):
-    assert number(value) == shown
+def test_what_is_shown(function, cases):
+    for *given, shown in cases:
+        assert function(*given) == shown, given
 
 
-def test_what_is_no_finite_share_has_no_percent():
-    assert [percent(value) for value in (None, float("nan"), 0.5)] == ["–", "NaN", "50%"]
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "said"),
-    [
-        (0.98, 0.05, "0.98 +- 0.05"),
-        (0.98, 0.0, "0.98"),
-        (0.98, 9e-5, "0.98"),
-        (-12.0, 0.001, "-12"),
-        (0.98, None, "0.98"),
-        (0.98, float("nan"), "0.98"),
-        (0.98, float("inf"), "0.98 +- ∞"),
-        (None, 0.05, "–"),
-        (float("nan"), 0.05, "NaN"),
-    ],
-)
-def test_a_standard_error_is_said_where_it_can_be_seen(value, error, said):
-    assert with_error(value, error) == said
-
-
-@pytest.mark.parametrize(
-    ("norm", "bound", "said"),
-    [
-        (0.77, 0.0007, ("0.77", " (within 0.0007)")),
-        (1147.0, 114.7, ("1,147", " (within 115)")),
-        (4.0, 2.0, ("4", " (within 2)")),
-        (4.0, 2.001, ("at most 6.01", "")),
-        (1.38, 2.562, ("at most 3.95", "")),
-        (0.0, 0.1, ("at most 0.1", "")),
-        (4.0, 0.0, ("4", "")),
-        (4.0, None, ("4", "")),
-        (4.0, float("inf"), ("4", "")),
-        (4.0, float("nan"), ("4", "")),
-        (float("nan"), 1.0, ("NaN", "")),
-        (None, 1.0, ("–", "")),
-    ],
-)
-def test_a_bound_of_more_than_half_the_norm_leaves_what_the_norm_is_at_most(norm, bound, said):
-    assert bounded(norm, bound, 3) == said
+def test_one_line_is_one_line_and_cut_at_the_end_asked_for():
+    assert one_line("a\nb\tc") == "a↵b⇥c"
+    assert (one_line("abcdef", 4), one_line("abcdef", 4, keep="end")) == ("abc…", "…def")
 
 
 @pytest.mark.parametrize("digits", [3, 4, 6])

@@ -154,6 +154,9 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
+    # A search may take four updates' time, at least eight seconds. On a busy machine it ended there, without its last
+    # pass: what is held here is passes. The limit on time has tests of its own.
+    importlib.import_module("gradloc.search.limit")._LEAST_SECONDS = 60.0
     is_frozen = False
     while True:
         try:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios of a cluster: disks of their own, working folders of their own, trainers of their own."""
 
+import contextlib
 import errno
+import io
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import lines_of, local_of, make_batch, make_trainer
+from tests.world.harness import lines_of, local_of, make_batch, make_config, make_trainer
 
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
@@ -62,3 +65,14 @@ def resolve_relative(overrides: list[str], folder: str) -> str:
     finally:
         os.chdir(before)
     return trainer.config.actor_rollout_ref.actor.bisect_dump_dir
+
+
+def build_without_trainer(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """The actor's hook under a trainer that has not built its own, and what is said."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.gradloc_seam import build_hook
+
+    config, said = make_config(overrides, dump_dir).actor_rollout_ref.actor, io.StringIO()
+    with contextlib.redirect_stderr(said):
+        hook = build_hook(SimpleNamespace(config=omega_conf_to_dataclass(config), actor_optimizer="an optimizer"))
+    return {"kind": type(hook).__name__, "said": said.getvalue()}

@@ -8,6 +8,7 @@ import pickle
 import traceback
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -125,11 +126,11 @@ def actor(config: Any) -> dict[str, Any]:
 
 def settings(config: Any) -> dict[str, Any]:
     """GradLoc's settings, its two names each resolved, as the trainer sees them."""
-    from gradloc.adapters.verl07.refusals import settings_of
     from gradloc.adapters.verl07.trainer import clip_limit
     from gradloc.adapters.verl_common.trainer import limit_of_all
+    from gradloc.config import settings_in
 
-    found = settings_of(config)
+    found = settings_in(config)
     return {
         "enable": found.enable,
         "mode": found.action.mode,
@@ -138,12 +139,14 @@ def settings(config: Any) -> dict[str, Any]:
     }
 
 
-def _hook(config: Any) -> Any:
-    from types import SimpleNamespace
+class StandIn(SimpleNamespace):
+    """What building the hook touches of verl's trainer; a class that can be extended, as that."""
 
+
+def _hook(config: Any) -> Any:
     from gradloc.adapters.verl07.trainer import build_trainer_hook
 
-    return build_trainer_hook(SimpleNamespace(config=config, tokenizer=None, train_dataset=[]))
+    return build_trainer_hook(StandIn(config=config, tokenizer=None, train_dataset=[]))
 
 
 def trainer_hook(config: Any) -> None:
@@ -172,3 +175,12 @@ def health(config: Any) -> dict[str, Any]:
 
     is_on = build_monitor(config, 1.0) is not None
     return {"on": is_on, "yaml": OmegaConf.to_container(config.trainer.health, resolve=True)}
+
+
+def found_on(config: Any) -> tuple[str | None, bool]:
+    """What the patch's seam finds switched on, and whether the package's hook has a part that does something."""
+    from verl.utils.gradloc_seam import switched_on
+
+    found, hook = switched_on(config), _hook(config)
+    parts = (hook.spikes, hook.critic, hook.stabilizers, hook.lopti, hook.monitor, hook.analysis)
+    return found, hook.alpha != 0 or any(part is not None for part in parts)

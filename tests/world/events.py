@@ -36,4 +36,5 @@ def validate(name: str, document: dict[str, Any]) -> None:
 @cache
 def _validator(name: str) -> jsonschema.Draft202012Validator:
     """That it is one, tests/record/test_schemas.py holds: to look again takes most of a second."""
-    return jsonschema.Draft202012Validator(json.loads((SCHEMAS / f"{name}.v1.schema.json").read_text()))
+    (path,) = SCHEMAS.glob(f"{name}.v*.schema.json")
+    return jsonschema.Draft202012Validator(json.loads(path.read_text()))

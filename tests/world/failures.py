@@ -80,14 +80,14 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         first.update(make_batch(seed=seed))
     first.hook.save(dump_dir)
     second = make_trainer(overrides, dump_dir)
-    before = second.driver.policies.adaptive.threshold(0)
+    before = second.driver.adaptive.threshold(0)
     second.hook.load(dump_dir)
     return {
         "empty": before,
         "last_checkpoint": second.driver.writer.last_checkpoint,
-        "saved": first.driver.policies.adaptive.state(),
-        "loaded": second.driver.policies.adaptive.state(),
-        "thresholds": (first.driver.policies.adaptive.threshold(0), second.driver.policies.adaptive.threshold(0)),
+        "saved": first.driver.adaptive.state(),
+        "loaded": second.driver.adaptive.state(),
+        "thresholds": (first.driver.adaptive.threshold(0), second.driver.adaptive.threshold(0)),
     }
 
 

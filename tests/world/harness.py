@@ -61,11 +61,14 @@ class Trainer:
 
     actor: Any
     config: Any
-    hook: Any = None
+    gradloc: Any = None
     sequence_mesh: Any = None
     global_steps: int = 0
     train_dataset: Any = range(100)
+    schedule: Any = None
+    """Of the learning rate; None where a test does not ask for it."""
 
+    hook = property(lambda self: self.gradloc)
     module = property(lambda self: self.actor.actor_module)
     scaler = property(lambda self: self.actor.scaler)
     optimizer = property(lambda self: self.actor.actor_optimizer)
@@ -90,24 +93,21 @@ class Trainer:
         batch.meta_info["temperature"] = 1.0
         events: list[Any] = []
 
-        def update_actor(batch: Any) -> Any:
-            return self.update_actor(batch)
-
-        if self.hook is None:
-            output = update_actor(batch)
-        else:
-            self.hook.stamp(batch)
+        if self.hook is not None:
+            self.hook.begin_step(batch, SimpleNamespace(logger={}))
             self.hook.after_advantages(batch, {})
-            worker = SimpleNamespace(actor=self.actor)
+            self.worker = SimpleNamespace(actor=self.actor, actor_lr_scheduler=self.schedule)
 
             def ask_all(ask: Callable) -> Any:
-                answer = asked(worker, ask)
+                answer = asked(self.worker, ask)
                 events.extend(asdict(raw.event) for report in answer.meta_info.values() for raw in report.events)
                 return answer
 
-            self.actor_rollout_wg = SimpleNamespace(update_actor=update_actor, execute_with_func_generator=ask_all)
-            output = self.hook.update(self, batch)
-        return {"metrics": output.meta_info["metrics"], "events": events}
+            self.actor_rollout_wg = SimpleNamespace(execute_with_func_generator=ask_all)
+        return {"metrics": self._update_actor(batch).meta_info["metrics"], "events": events}
+
+    def _update_actor(self, batch: Any) -> Any:
+        return self.update_actor(batch)
 
     def local(self, batch: Any) -> Any:
         """This rank's rows, with the temperature that verl sends along."""
@@ -140,26 +140,30 @@ class Trainer:
         """The same with all but the chosen tokens, bool (R, T), detached."""
         batch.batch["chosen"] = chosen
         local = self.local(batch)
-        step = step_class()(
-            self.actor, local.split(self.actor.config.ppo_micro_batch_size_per_gpu), 1.0, True, dist.get_world_size()
-        )
+        parts = local.split(self.actor.config.ppo_micro_batch_size_per_gpu)
+        parts = [{**part.batch, **part.non_tensor_batch} for part in parts]
+        step = step_class()(self.actor, parts, 1.0, True, dist.get_world_size())
         space.clear()
         for index in range(step.num_micro_batches):
-            outputs, chosen = step.forward(index), step.micro_batches[index].batch["chosen"]
+            outputs, chosen = step.forward(index), step.micro_batches[index]["chosen"]
             log_prob, entropy = (let_through(chosen, value) for value in (outputs.log_prob, outputs.entropy))
             inputs = {**step._inputs(index), "old_log_probs": log_prob.detach()}
-            part("adapters.verl07.loss").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
+            part("adapters.verl07.step").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
         return space.take()
 
     @contextmanager
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The actor as an analysis sees it, and this rank's rows."""
-        adapted = part("adapters.verl07.analysis_actor").AnalysisActor(self.actor, temperature=1.0)
+        adapted = part("adapters.verl07.hook").AnalysisActor(self.actor, temperature=1.0)
         yield adapted, dict(self.local(batch).batch)
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
-        return part("adapters.verl07.analysis_actor").analyze(self.actor, self.local(batch))
+        asked, local = part("adapters.verl07.hook").ASKED_KEY, self.local(batch)
+        part("adapters.verl07.hook").watch_actor(SimpleNamespace(actor=self.actor, actor_lr_scheduler=None))
+        request = {name: value for name, value in batch.meta_info.items() if name.startswith("gradloc_num")}
+        local.meta_info = {"temperature": 1.0, asked: request}
+        return type(self.actor).update_policy(self.actor, local)[asked]  # a test may have broken this one's
 
     @contextmanager
     def broken_loss(self, broken: Callable) -> Iterator[None]:
@@ -182,7 +186,10 @@ class Trainer:
         """What verl's worker group does: deal the rows out, update, bring the metrics together."""
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
         with self.without_flash_attention():
-            return answer_of(batch, self.actor.update_policy(local))
+            metrics = self.actor.update_policy(local)
+        if self.schedule is not None:
+            self.worker.actor_lr_scheduler.step()
+        return answer_of(batch, metrics)
 
     @contextmanager
     def without_flash_attention(self) -> Iterator[None]:
@@ -370,7 +377,7 @@ def make_trainer(
         pass
     else:
         hook = build_trainer_hook(trainer)
-        trainer.hook = None if isinstance(hook, Off) else hook
+        trainer.gradloc = None if isinstance(hook, Off) else hook
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size

@@ -2,7 +2,9 @@
 """Scenarios about the probes themselves: do they add up, do shares, is a masked step right."""
 
 import contextlib
+import copy
 import importlib
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -60,14 +62,17 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
 
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
-    measure_shares, task_of = part("search.share").measure_shares, part("search.task")
+    measurement, task_of = part("search.share").ShareMeasurement, part("search.task")
 
     def measure(hook, saved, clip, prober, spike):
         before = [local_of(param).clone() for param in prober.space.params]
-        task = task_of.Task(prober, saved, clip, spike, 1.0, 8, task_of.Limit(prober.step.num_micro_batches, 4))
-        shares = measure_shares(prober, task.readouts([]), saved, clip)
+        task = task_of.Task(
+            prober, saved, clip, spike, 1.0, 8, part("search.limit").Limit(prober.step.num_micro_batches, 4)
+        )
+        given = prober, task.readouts([]), saved, clip, range(prober.step.num_micro_batches)
+        shares = measurement(*given).run()
         if not shares.is_trusted:
-            shares = measure_shares(prober, task.readouts([]), saved, clip, refined=shares)
+            shares = measurement(*given, refined=shares).run()
         after = [local_of(param) for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
@@ -126,7 +131,7 @@ def _letting_out(plants: list, batch: Any):
         return
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.loss")
+    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.step")
     targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
 
     def forward(self, inputs, **given):
@@ -160,3 +165,65 @@ def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
             trainer.update(make_batch(seed=2))
     found = sum(event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events())
     return found - 2 * len(asked)  # lengths, then objects
+
+
+NAMES = {"old_log_probs": "old_per_token_logps"}
+"""TRL's names of verl's tensors."""
+
+
+def own_loss(overrides: list[str], dump_dir: str, edits: dict[str, list[tuple[int, int, float]]]) -> dict[str, float]:
+    """How far what the step's own loss gives, asked without a forward, is from what the backward of training leaves.
+
+    Args:
+        overrides: the run's.
+        edits: of a tensor of the batch, (row, position, value): the loss is asked of these tensors in place of its own,
+            and held against another run whose batch has them.
+
+    Returns:
+        ``is_same``: whether ``recorded_under`` is that record, bit for bit; ``error``: the largest difference of
+        ``coefficients_under`` over the largest coefficient; ``changed``: likewise, how far the other run's coefficients
+        are from the run's own; ``size``: the largest coefficient.
+    """
+    off_policy = any(override.endswith("ppo_epochs=2") for override in overrides)
+    batch, other = (make_batch(noise=0.6) for _ in range(2))
+    for edited in (batch, other):
+        if off_policy:
+            edited.batch["rollout_log_probs"] = edited.batch["old_log_probs"] + 0.01
+    for name, places in edits.items():
+        for row, position, value in places:
+            other.batch[name][row, position] = value
+
+    def named(name: str) -> str:
+        return name if find_spec("verl") else NAMES.get(name, name)
+
+    def asked(hook, saved, clip, prober, spike):
+        step, exact, precise = hook._step, [], []
+        for index in range(step.num_micro_batches):
+            tensors = {named(name): other.batch[name][step.rows(index)] for name in edits}
+            exact += step.recorded_under(index, {}, tensors).coefficients(step.numerics.weight)
+            precise += [each / hook.ranks.size for each in step.coefficients_under(index, {}, tensors)[:2]]
+        return exact, precise
+
+    def left(hook, saved, clip, prober, spike):
+        step = hook._step
+        found = (step.recorded(i).coefficients(step.numerics.weight) for i in range(step.num_micro_batches))
+        return [each for pair in found for each in pair]
+
+    def measured(measure, batch):
+        with instead_of_localizing(measure) as results:
+            make_trainer(ON + FORCE + overrides, dump_dir).update(copy.deepcopy(batch))
+        return results[0]
+
+    def distance(one, two):
+        return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True) if a is not None) / size
+
+    own, (exact, precise) = measured(lambda *given: (left(*given), asked(*given)), batch)
+    wanted = measured(left, other)
+    size = max(float(each.abs().max()) for each in wanted if each is not None)
+    is_same = all(torch.equal(a, b) for a, b in zip(exact, wanted, strict=True) if a is not None)
+    return {
+        "is_same": is_same,
+        "error": distance(precise, wanted),
+        "changed": distance(own, wanted),
+        "size": size,
+    }

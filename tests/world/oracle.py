@@ -96,7 +96,7 @@ def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iter
     from tests.world.harness import part
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-    config, own = actor.config, part("adapters.verl07.loss")
+    config, own = actor.config, part("adapters.verl07.step")
     plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
     plain.__dict__.update(actor.__dict__)
     plain.actor_module = model

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.world.harness import make_batch, make_model, make_trainer, model_of
+from tests.world.models import own_loss
 from tests.world.oracle import Oracle
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
@@ -36,11 +37,14 @@ def localize_planted(
     dump_dir: str,
     rollout_noise: float | None = None,
     answered: tuple[int, int] | None = None,
+    has_own_loss: bool = False,
 ) -> dict[str, Any]:
     """Plant, run one update, and report event and oracle side by side (the oracle on rank 0).
 
-    ``answered``: response positions [first, end) that a tool has written, see :func:`answer`.
+    ``answered``: response positions [first, end) that a tool has written, see :func:`answer`. ``has_own_loss``: train
+    with a loss that a user registered.
     """
+    overrides = overrides + (own_loss.register() if has_own_loss else [])
     batch = make_batch(rollout_noise=rollout_noise)
     if answered is not None:
         answer(batch, *answered)

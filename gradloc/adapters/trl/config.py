@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc=`` and ``health=`` as a user of TRL gives them, and the runs that are refused."""
+"""``gradloc=`` and ``health=`` as a user of TRL gives them, and the runs that are refused.
+
+``touched.json`` lists what is private or may change of TRL and what is under it: each function's parameters, or null
+where it only has to be there.
+"""
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ...checks import require
-from ...config import ActionConfig, GradLocConfig
-from ...core.actions import ACTIONS
+from ...config import GradLocConfig, settings_without_verl
 from ...health.config import HealthConfig
-from ...stabilize.config import StabilizeConfig
+from ...record import ACTIONS
+from ...touched import differences
 
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 """accelerate's names of what was tried."""
@@ -32,17 +38,8 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
         return None
     if isinstance(given, str):
         require(given in ACTIONS, "gradloc", f"off, {', '.join(ACTIONS)}, or settings by name", given)
-        settings = GradLocConfig(action=ActionConfig(mode=given))
-    else:
-        settings = given if isinstance(given, GradLocConfig) else _named_ours(_filled, GradLocConfig, given)
-    if settings.enable is False:
-        return None
-    require(settings.critic == "off", "gradloc.critic", "off with TRL, whose trainers have none", settings.critic)
-    why = "left as it is: the stabilizers need verl"
-    require(settings.stabilize == StabilizeConfig(), "gradloc.stabilize", why, settings.stabilize)
-    is_named = settings.dump_dir != GradLocConfig.dump_dir
-    root = settings.root if is_named else os.path.abspath(os.path.join(output_dir, "gradloc"))
-    return replace(settings, enable=True, dump_dir=root)
+        given = {"action": {"mode": given}}
+    return settings_without_verl(given, os.path.join(output_dir, "gradloc"), "TRL, whose trainers have none")
 
 
 def health_of(given: Any) -> HealthConfig | None:
@@ -63,43 +60,64 @@ def health_of(given: Any) -> HealthConfig | None:
     return given if given.enable else None
 
 
-def refuse(trainer: Any, settings: GradLocConfig | None) -> None:
+@dataclass(frozen=True)
+class Setup:
+    """What of a run decides whether a search can look into it; the defaults are what can."""
+
+    kind: str = "NO"
+    """accelerate's distributed type."""
+    is_fsdp1: bool = False
+    optim: str = "adamw_torch"
+    tensor: int = 1
+    replicas: int = 1
+    is_sharded_as_loaded: bool = False
+    torch_compile: bool = False
+    has_pictures: bool = False
+    has_views: bool = False
+    """DDP's ``gradient_as_bucket_view``."""
+
+
+def setup_of(trainer: Any) -> Setup:
+    """Of a trainer that is built."""
+    args, accelerator = trainer.args, trainer.accelerator
+    config, kind = getattr(trainer.model.config, "distributed_config", None), accelerator.distributed_type.name
+    return Setup(
+        kind,
+        kind == "FSDP" and not accelerator.is_fsdp2,
+        str(getattr(args.optim, "value", args.optim)),
+        trainer.get_tp_size(),
+        1 if config is None else config.dp_replicate_size,
+        config is not None,
+        args.torch_compile,
+        trainer._is_vlm,
+        getattr(accelerator.ddp_handler, "gradient_as_bucket_view", False),
+    )
+
+
+def refuse(run: Setup, settings: GradLocConfig | None) -> None:
     """Refuse a run that no search could look into, or whose weights could not be kept as asked for.
 
     Raises:
         ValueError: one sentence that names the setting, what was found and what to do.
     """
-    args, accelerator = trainer.args, trainer.accelerator
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    config = getattr(trainer.model.config, "distributed_config", None)
-    views = getattr(accelerator.ddp_handler, "gradient_as_bucket_view", False)
-    kind = accelerator.distributed_type.name
     keeps = "off" if settings is None else settings.evidence.checkpoint
     needs = (
-        (kind in _KINDS, "accelerate's distributed type", "one process, DDP or FSDP2 (other engines step by themselves "
-         "or keep gradients elsewhere than in .grad)", kind),
-        (kind != "FSDP" or accelerator.is_fsdp2, "fsdp_version", "2 (FSDP1 was not tried with TRL)", 1),
-        (not optimizer.startswith(("lomo", "adalomo")) and "layerwise" not in optimizer, "optim",
-         "an optimizer that steps once, after the backward", optimizer),
-        (trainer.get_tp_size() == 1, "tensor parallelism", "1 (it was not tried)", trainer.get_tp_size()),
-        (config is None or config.dp_replicate_size == 1, "distributed_config.dp_replicate_size",
-         "1 (hybrid sharding was not tried)", getattr(config, "dp_replicate_size", 1)),
-        (config is None or keeps == "off", "gradloc.evidence.checkpoint",
+        (run.kind in _KINDS, "accelerate's distributed type", "one process, DDP or FSDP2 (other engines step by "
+         "themselves or keep gradients elsewhere than in .grad)", run.kind),
+        (not run.is_fsdp1, "fsdp_version", "2 (FSDP1 was not tried with TRL)", 1),
+        (not run.optim.startswith(("lomo", "adalomo")) and "layerwise" not in run.optim, "optim",
+         "an optimizer that steps once, after the backward", run.optim),
+        (run.tensor == 1, "tensor parallelism", "1 (it was not tried)", run.tensor),
+        (run.replicas == 1, "distributed_config.dp_replicate_size", "1 (hybrid sharding was not tried)", run.replicas),
+        (not run.is_sharded_as_loaded or keeps == "off", "gradloc.evidence.checkpoint",
          "off where the model is sharded as it is loaded", keeps),
-        (not args.torch_compile, "torch_compile", "false (compiled models were not tried)", args.torch_compile),
-        (not trainer._is_vlm, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
-        (not views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)", views),
+        (not run.torch_compile, "torch_compile", "false (compiled models were not tried)", run.torch_compile),
+        (not run.has_pictures, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
+        (not run.has_views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)",
+         run.has_views),
     )  # fmt: skip
     for is_met, key, expected, value in needs:
         require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', value)
-
-
-def _named_ours(make: Any, *given: Any) -> Any:
-    """Settings say their names as verl has them: here a refusal leaves out what only verl has before them."""
-    try:
-        return make(*given)
-    except ValueError as error:
-        raise ValueError(str(error).replace("actor_rollout_ref.actor.", "")) from None
 
 
 def _parsed(given: Any) -> Any:
@@ -108,9 +126,19 @@ def _parsed(given: Any) -> Any:
     return json.loads(given) if is_json else given
 
 
-def _filled(settings: Any, given: Any) -> Any:
-    """A dataclass of settings from nested mappings."""
-    require(isinstance(given, Mapping), "gradloc", "a mode or settings by name", given)
-    blocks = {field.name: field.default_factory for field in fields(settings) if is_dataclass(field.default_factory)}
-    filled = {name: _filled(blocks[name], value) if name in blocks else value for name, value in given.items()}
-    return settings(**filled)
+KNOWN = ("1.16.0",)
+"""The releases that were tested."""
+TOUCHED = json.loads(Path(__file__).with_name("touched.json").read_text(encoding="utf-8"))["trainer"]
+
+
+def check_trl() -> None:
+    """Refuse a TRL that this adapter does not fit.
+
+    Raises:
+        RuntimeError: one sentence that names the version, what changed, and what to do.
+    """
+    if changed := differences(TOUCHED):
+        raise RuntimeError(
+            f"TRL {version('trl')} or what it stands on changed what gradloc hangs on (it knows {', '.join(KNOWN)}): "
+            f'{changed[0]}; pip install trl=={KNOWN[-1]}, or train with gradloc="off".'
+        )

@@ -7,17 +7,25 @@ forward; where TRL's own loss is asked for, it gives the recorded values instead
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
-from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.sharding import is_reduction_deferred
+from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...loop.batch import Rows
 from ...touched import replaced
+from ...watch.step import LoopMicroBatch, LoopStep, outputs_of
+
+logger = logging.getLogger(__name__)
 
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """What TRL's method returns: log-probs (B, T), entropies (B, T), and a mixture of experts' balancing loss."""
@@ -28,21 +36,49 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 """A loss of the advantages alone."""
 
 
-class TrlStep(OwnLoss):
+_WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
+"""Of trainer over engine, which TRL multiplies token losses with, and where the advice truncates it."""
+_IN_LOSS = {"epsilon": "epsilon_low"}
+"""What TRL's loss calls a setting of its config."""
+
+
+class FusedStep(LoopStep):
+    """A step whose log-probs are by TRL's kernel, which never holds all logits."""
+
+    trainer: Any
+
+    @property
+    def num_positions(self) -> int:
+        """Of the largest micro-batch's forward."""
+        return max(each.mask.numel() for each in self.micro_batches)
+
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """TRL always asks for entropies."""
+        made = self.micro_batches[micro_batch]
+        with made.autocast(), nullcontext() if torch.is_grad_enabled() else _float32_head(made.dtype):
+            return outputs_of(made.forward())
+
+    def forward_bytes(self) -> int:
+        """A few tiles of logits, and in half precision the head's weight in float32."""
+        tiles = 3 * min(self.num_positions, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+        config = self.trainer.accelerator.unwrap_model(self.module).config.get_text_config()
+        head = 0 if self.numerics.dtype == torch.float32 else config.vocab_size * config.hidden_size
+        return 4 * (tiles + head)
+
+
+class TrlStep(FusedStep, OwnLoss):
     """All micro-batches of one optimizer step: see :class:`~...core.step.TrainingStep`.
 
-    The model is as TRL's trainer calls it, under DDP or FSDP2; ``dp_size`` counts processes.
+    The module is as TRL's trainer calls it, under DDP or FSDP2; ``num_ranks`` counts processes.
     """
 
-    window: int | None = None
-    """Micro-batches of the whole step, where a replay's process does not have them all."""
+    trainer_name = "trl"
+    dp_size = property(lambda self: self.num_ranks)
 
-    def __init__(self, trainer: Any, model: torch.nn.Module, dp_size: int):
-        self.trainer, self.model, self.dp_size = trainer, model, dp_size
+    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
+        super().__init__(module, num_ranks, partial(loss_scale, trainer))
+        self.trainer = trainer
         self.inputs: list[dict[str, Any]] = []
-        self._recorded: list[Recorded] = []
-        self._calls: list[Callable[[], Forwarded]] = []
-        """Each micro-batch's forward, as TRL's loss called it."""
         self._entropy_masks: list[torch.Tensor | None] = []
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
         self._present = -1
@@ -55,8 +91,10 @@ class TrlStep(OwnLoss):
     @contextmanager
     def recording(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Around training's loss of the next micro-batch."""
+        mask = mask_of(inputs).bool()
+        advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
         self.inputs.append(inputs)
-        self._recorded.append(Recorded(rng=RngState(self.trainer.accelerator.device)))
+        self.micro_batches.append(micro_batch_of(self, mask, inputs["completion_ids"], {"advantages": advantages}))
         self._entropy_masks.append(None)
         with self._asking(len(self.inputs) - 1, None):
             yield
@@ -65,9 +103,9 @@ class TrlStep(OwnLoss):
         """In place of TRL's forward, which ``call`` runs."""
         if self._given is not None:
             return self._given
-        forwarded = call()
-        self._calls[self._present :] = [call]
-        record(self._recorded[self._present], Outputs(*forwarded))
+        forwarded, made = call(), self.micro_batches[self._present]
+        made.forward = call
+        record(made.recorded, Outputs(*forwarded))
         return forwarded
 
     def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
@@ -79,41 +117,20 @@ class TrlStep(OwnLoss):
     # ---- what the search may ask
 
     @property
-    def num_micro_batches(self) -> int:
-        return len(self.inputs)
-
-    @property
     def numerics(self) -> Numerics:
-        accelerator, half = self.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = half.get(accelerator.mixed_precision, next(self.model.parameters()).dtype)
-        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
-        weight = 1.0 / (self.dp_size * scale)
-        return Numerics(dtype, scale, weight, float(self.trainer.temperature), self.reduces_once)
+        return replace(super().numerics, temperature=float(self.trainer.temperature))
 
     @property
     def reduces_once(self) -> bool:
         syncs_each = self.trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        return self.dp_size > 1 and not syncs_each
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self._recorded[micro_batch]
-
-    def rows(self, micro_batch: int) -> list[int]:
-        """Rank by rank, micro-batch by micro-batch: the order in which the driver gets the rows."""
-        sizes = [len(inputs["prompt_ids"]) for inputs in self.inputs]
-        first = self.trainer.accelerator.process_index * sum(sizes) + sum(sizes[:micro_batch])
-        return list(range(first, first + sizes[micro_batch]))
-
-    def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return mask_of(self.inputs[micro_batch]).bool()
+        return self.num_ranks > 1 and not syncs_each
 
     def details(self, micro_batch: int) -> Details:
-        on_policy = not {"old_per_token_logps", "old_logps"} & self.inputs[0].keys()
-        return Details(self.old_log_prob(micro_batch), self._weights(micro_batch), on_policy)
+        return Details(self.old_log_prob(micro_batch), self._weights(micro_batch))
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """(B, T): the current ones where TRL takes them; of RLOO, which keeps sums, the difference spread evenly."""
-        inputs, now = self.inputs[micro_batch], self._recorded[micro_batch].log_prob
+        inputs, now = self.inputs[micro_batch], self.recorded(micro_batch).log_prob
         if "old_logps" in inputs:
             mask = inputs["completion_mask"]
             moved = (now * mask).sum(1) - inputs["old_logps"]
@@ -126,71 +143,72 @@ class TrlStep(OwnLoss):
             return nullcontext()
         if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model):
             return trainer._defer_fsdp_gradient_reduction()
-        return trainer.accelerator.no_sync(self.model)
+        return trainer.accelerator.no_sync(self.module)
 
-    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """TRL always asks for entropies."""
-        is_training = torch.is_grad_enabled()
-        with self.trainer.compute_loss_context_manager():
-            with nullcontext() if is_training else _float32_head(self.numerics.dtype):
-                return Outputs(*self._calls[micro_batch]())
-
-    def forward_bytes(self) -> int:
-        """TRL never holds all logits: a few tiles of them, and in half precision the head's weight in float32."""
-        positions = max(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel() for inputs in self.inputs)
-        tiles = 3 * min(positions, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
-        config = self.trainer.accelerator.unwrap_model(self.model).config.get_text_config()
-        head = 0 if self.numerics.dtype == torch.float32 else config.vocab_size * config.hidden_size
-        return 4 * (tiles + head)
+    @property
+    def num_positions(self) -> int:
+        return max(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel() for inputs in self.inputs)
 
     @property
     def without_kl(self) -> dict[str, Any] | None:
         has_term = "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
         return {"beta": 0.0} if has_term else None
 
-    def coefficients_under(
-        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Outputs:
-        recorded = self._recorded[micro_batch]
-        log_prob, entropy = (
-            value.detach().float().clone().requires_grad_() for value in (recorded.log_prob, recorded.entropy)
-        )
-        with torch.enable_grad():
-            loss = self._own_loss(micro_batch, (log_prob, entropy, None), settings, tensors or {})
-        return Outputs(*torch.autograd.grad(loss, [log_prob, entropy], allow_unused=True))
+    def setting(self, name: str) -> Any:
+        trainer, name = self.trainer, _IN_LOSS.get(name, name)
+        return getattr(trainer if hasattr(trainer, name) else trainer.args, name)
+
+    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
+        inputs, mode = self.inputs[micro_batch], getattr(self.trainer, "vllm_importance_sampling_mode", "")
+        if name != "truncate" or _WEIGHTS not in inputs or "truncate" not in mode:  # RLOO has no such weights
+            return None
+        return {_WEIGHTS: inputs[_WEIGHTS].clamp(max=_TRUNCATED)}
+
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """It leaves nothing behind in the trainer."""
+        trainer, window = self.trainer, len(self.inputs)
+        states = {**self._before, "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False}
+        states |= {"current_gradient_accumulation_steps": window}
+        settings = {_IN_LOSS.get(name, name): value for name, value in settings.items()}
+        arguments = {name: value for name, value in settings.items() if not hasattr(trainer, name)}
+        states |= {name: value for name, value in settings.items() if name not in arguments}
+        inputs = {**self.inputs[micro_batch], **tensors}
+        with self._asking(micro_batch, given), replaced(trainer, **states), replaced(trainer.args, **arguments):
+            with replaced(trainer.accelerator, **_ALONE), trainer.compute_loss_context_manager():
+                loss = trainer._compute_loss(self.module, inputs)
+        return loss if trainer.loss_is_scaled_for_ga else loss / window
+
+    def all_rows(self) -> Rows:
+        from .watch import rows_of  # which knows this module
+
+        return rows_of(self)
 
     # ---- inside
 
-    def _weights(self, micro_batch: int) -> torch.Tensor:
-        """Read off TRL's own loss: where all ratios and advantages are 1, its derivative by each log-prob."""
-        mask, recorded = self.token_mask(micro_batch), self._recorded[micro_batch]
+    def _weights(self, micro_batch: int) -> torch.Tensor | None:
+        """Read off the loss: where all ratios and advantages are 1, its derivative by each log-prob.
+
+        None where a user's own loss does not take such a batch.
+        """
+        mask, recorded = self.token_mask(micro_batch), self.recorded(micro_batch)
         zero = torch.zeros_like(recorded.log_prob, dtype=torch.float32)
         log_prob, ones = zero.clone().requires_grad_(), zero + 1
         plain = {
-            "advantages": ones[:, 0],
+            "advantages": torch.ones_like(self.inputs[micro_batch]["advantages"]),
             "old_per_token_logps": zero,
             "old_logps": zero[:, 0],
-            "importance_sampling_ratio": ones,
+            _WEIGHTS: ones,
         }
-        with torch.enable_grad():
-            loss = self._own_loss(micro_batch, (log_prob, zero, None), _PLAIN, plain)
-        (derivative,) = torch.autograd.grad(loss, log_prob)
-        return -derivative * mask / self.dp_size
-
-    def _own_loss(
-        self, micro_batch: int, given: Forwarded, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """TRL's loss of these log-probs and entropies, but for what is changed, unscaled; it leaves nothing behind."""
-        trainer, window = self.trainer, self.window or len(self.inputs)
-        states = {**self._before, "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False}
-        states |= {"current_gradient_accumulation_steps": window}
-        of_args = {name: value for name, value in settings.items() if not hasattr(trainer, name)}
-        states |= {name: value for name, value in settings.items() if name not in of_args}
-        inputs = {**self.inputs[micro_batch], **tensors}
-        with self._asking(micro_batch, given), replaced(trainer, **states), replaced(trainer.args, **of_args):
-            with replaced(trainer.accelerator, **_ALONE), trainer.compute_loss_context_manager():
-                loss = trainer._compute_loss(self.model, inputs)
-        return loss if trainer.loss_is_scaled_for_ga else loss / window
+        try:
+            with torch.enable_grad():
+                loss = self.loss_under(micro_batch, Outputs(log_prob, zero), _PLAIN, plain)
+            (derivative,) = torch.autograd.grad(loss, log_prob)
+        except Exception as error:
+            logger.info("gradloc: this loss does not say what a token weighs in it: %s", error)
+            return None
+        return -derivative * mask / self.num_ranks
 
     @contextmanager
     def _asking(self, micro_batch: int, given: Forwarded | None) -> Iterator[None]:
@@ -199,6 +217,36 @@ class TrlStep(OwnLoss):
             yield
         finally:
             self._given, self.is_asking = None, False
+
+
+class LabelsStep(FusedStep):
+    """All micro-batches of one optimizer step."""
+
+    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
+        super().__init__(module, num_ranks, partial(loss_scale, trainer))
+        self.trainer = trainer
+
+
+def loss_scale(trainer: Any) -> float:
+    """What the trainer's loss is multiplied with (fp16)."""
+    scaler = trainer.accelerator.scaler
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
+def micro_batch_of(
+    step: FusedStep, mask: torch.Tensor, ids: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> LoopMicroBatch:
+    """The next micro-batch of a step, (B, T) each; its forward follows."""
+    accelerator, half = step.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return LoopMicroBatch(
+        mask=mask,
+        ids=ids,
+        tensors=tensors,
+        recorded=Recorded(RngState(accelerator.device)),
+        autocast=step.trainer.compute_loss_context_manager,
+        dtype=half.get(accelerator.mixed_precision, next(step.module.parameters()).dtype),
+        is_deferred=is_reduction_deferred(step.module),
+    )
 
 
 def _same(values: Any, *_: Any, **__: Any) -> Any:

@@ -10,14 +10,12 @@ import torch
 import trl
 
 from ...core.ranks import PeerFailure, Ranks
-from ...touched import replaced
-from .batch import REWARD_KEY
-from .config import health_of, refuse, settings_of
-from .touches import check_trl
-from .watch import Watch
+from ...touched import extended, replaced
+from .config import check_trl, health_of, refuse, settings_of, setup_of
+from .watch import REWARD_KEY, LabelsWatch, TrainerWatch
 
 
-class Watched:
+class WatchedTrainer:
     """Goes in front of a trainer of TRL's; while ``gradloc`` and ``health`` are off it is TRL's alone.
 
     Args:
@@ -27,8 +25,8 @@ class Watched:
         others: TRL's.
     """
 
-    _watch: Watch | None = None
-    _rewards: torch.Tensor | None = None
+    _watch: Any = None
+    _watching: type[TrainerWatch] = TrainerWatch
 
     def __init__(self, *args: Any, gradloc: Any = None, health: Any = None, **others: Any):
         super().__init__(*args, **others)
@@ -41,8 +39,8 @@ class Watched:
         if settings is None and judge is None:
             return
         check_trl()
-        refuse(self, settings)
-        self._watch = Watch(self, settings, judge)
+        refuse(setup_of(self), settings)
+        self._watch = self._watching(self, settings, judge)
 
     # ---- an optimizer step, from its first micro-batch to the optimizer
 
@@ -54,23 +52,6 @@ class Watched:
         self._watch.after_micro_batch(loss)
         return loss
 
-    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        step = self._step_watched
-        if step is None or step.is_asking:
-            return super()._compute_loss(model, inputs)
-        with step.recording(inputs):
-            return super()._compute_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:
-        call = partial(super()._get_per_token_logps_and_entropies, *args, **given)
-        step = self._step_watched
-        return call() if step is None or not step.is_asking else step.log_probs(call)
-
-    def get_high_entropy_mask(self, *args: Any, **given: Any) -> Any:
-        call = partial(super().get_high_entropy_mask, *args, **given)
-        step = self._step_watched
-        return call() if step is None or not step.is_asking else step.high_entropy_mask(call)
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return norm if self._watch is None else self._watch.before_step(norm)
@@ -79,21 +60,6 @@ class Watched:
     def _step_watched(self) -> Any:
         """The step whose spike may be looked into; None between steps, and where none are looked for."""
         return None if self._watch is None or self._watch.localizer is None else self._watch.step
-
-    # ---- rewards, which the inputs do not hold
-
-    def _calculate_rewards(self, *args: Any, **given: Any) -> torch.Tensor:
-        rewards = super()._calculate_rewards(*args, **given)
-        if self._watch is not None:
-            self._rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        return rewards
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        output = super()._generate_and_score_completions(inputs)
-        if self._rewards is not None:
-            first = self.accelerator.process_index * len(inputs)
-            output[REWARD_KEY], self._rewards = self._rewards[first : first + len(inputs)], None
-        return output
 
     # ---- logs and checkpoints
 
@@ -132,12 +98,71 @@ class Watched:
         return True
 
 
-class GRPOTrainer(Watched, trl.GRPOTrainer):
-    """TRL's, see :class:`Watched`."""
+class WatchedRewards(WatchedTrainer):
+    """In front of a trainer whose loss is of advantages."""
+
+    _rewards: torch.Tensor | None = None
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        step = self._step_watched
+        if step is None or step.is_asking:
+            return super()._compute_loss(model, inputs)
+        if not step.inputs:  # the step's first forward: TRL has generated within this step, and that is no pass of ours
+            self._watch.localizer.begin_passes()
+        with step.recording(inputs):
+            return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:
+        call = partial(super()._get_per_token_logps_and_entropies, *args, **given)
+        step = self._step_watched
+        return call() if step is None or not step.is_asking else step.log_probs(call)
+
+    def get_high_entropy_mask(self, *args: Any, **given: Any) -> Any:
+        call = partial(super().get_high_entropy_mask, *args, **given)
+        step = self._step_watched
+        return call() if step is None or not step.is_asking else step.high_entropy_mask(call)
+
+    # ---- rewards, which the inputs do not hold
+
+    def _calculate_rewards(self, *args: Any, **given: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **given)
+        if self._watch is not None:
+            self._rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if self._rewards is not None:
+            first = self.accelerator.process_index * len(inputs)
+            output[REWARD_KEY], self._rewards = self._rewards[first : first + len(inputs)], None
+        return output
 
 
-class RLOOTrainer(Watched, trl.RLOOTrainer):
-    """TRL's, see :class:`Watched`."""
+class GRPOTrainer(WatchedRewards, trl.GRPOTrainer):
+    """TRL's, see :class:`WatchedTrainer`."""
+
+
+class RLOOTrainer(WatchedRewards, trl.RLOOTrainer):
+    """TRL's, see :class:`WatchedTrainer`."""
+
+
+class WatchedLabels(WatchedTrainer):
+    """In front of a trainer whose loss is of the log-probs that a model's forward gives."""
+
+    _watching = LabelsWatch
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        if self._watch is not None and self._watch.localizer is not None and torch.is_grad_enabled():
+            model = partial(self._watch.forward, model)
+        return super().compute_loss(model, inputs, *args, **given)
+
+
+class SFTTrainer(WatchedLabels, trl.SFTTrainer):
+    """TRL's, see :class:`WatchedTrainer`."""
+
+
+class DPOTrainer(WatchedLabels, trl.DPOTrainer):
+    """TRL's, see :class:`WatchedTrainer`."""
 
 
 @dataclass
@@ -156,15 +181,27 @@ class RLOOConfig(_Switches, trl.RLOOConfig):
     """TRL's, likewise."""
 
 
+@dataclass
+class SFTConfig(_Switches, trl.SFTConfig):
+    """TRL's, likewise."""
+
+
+@dataclass
+class DPOConfig(_Switches, trl.DPOConfig):
+    """TRL's, likewise."""
+
+
 def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
-    """The other way to switch it on: on a trainer that is there, of GRPOTrainer, RLOOTrainer or a subclass of these.
+    """The other way to switch it on: on a trainer that is there, of a class that has a subclass here or is one of it.
 
     Raises:
         ValueError: one sentence that says why it cannot look into this run.
     """
-    if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
+    kinds = {trl.GRPOTrainer: WatchedRewards, trl.RLOOTrainer: WatchedRewards}
+    kinds |= {trl.SFTTrainer: WatchedLabels, trl.DPOTrainer: WatchedLabels}
+    kind = next((ours for theirs, ours in kinds.items() if isinstance(trainer, theirs)), None)
+    if kind is None:
         name = f"{type(trainer).__module__}.{type(trainer).__name__}"
-        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO or RLOO, found a {name}.")
-    kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (Watched, kind), {"__module__": kind.__module__})
+        raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO, RLOO, SFT or DPO, found a {name}.")
+    trainer.__class__ = extended(type(trainer), kind)
     trainer._start(gradloc, health)

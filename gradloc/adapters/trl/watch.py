@@ -5,32 +5,37 @@ Every process is a trainer there: the rank's side of a search is on each of them
 exchange two small messages an optimizer step.
 """
 
+import hashlib
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ...core.gradients import GradientSpace
-from ...core.ranks import Ranks
+from ...checks import require
+from ...core.ranks import Ranks, host_group
+from ...core.step import Outputs, record
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
-from ...loop.driver import AbortedBySpike, Driver
-from ...loop.localizer import Localizer
-from ...loop.metrics import joined
+from ...loop import metrics as step_metrics
+from ...loop.batch import BatchView, Rows, joined
+from ...loop.driver import Driver, sequence_ids
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
 from ...record.state import load_states, save_states
-from .batch import brief_of, brief_view, rows_of, view_of
-from .step import TrlStep, mask_of
+from ...watch import rows as labels_rows
+from ...watch.colocated import Colocated, whole
+from .step import LabelsStep, TrlStep, mask_of, micro_batch_of
 
 
-class Watch:
-    """Looks into the steps of one trainer; also what the localizer asks of it: :class:`~...loop.localizer.ActorPowers`.
+class TrainerWatch(Colocated):
+    """Looks into the steps of one trainer.
 
     Args:
         trainer: TRL's, ready to train.
@@ -39,21 +44,17 @@ class Watch:
     """
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
-        self.trainer, self.settings = trainer, settings
-        self.ranks = Ranks(device=trainer.accelerator.device)
+        self.trainer = trainer
         self.clip_limit = trainer.args.max_grad_norm or float("inf")
         self.scales_loss = trainer.accelerator.scaler is not None
         self.takes_what_is_not_finite = not self.scales_loss  # transformers steps on NaN; fp16's scaler does not
-        self.localizer = None if settings is None else Localizer(self, self.ranks, settings)
-        self.step: TrlStep | None = None
+        ranks = Ranks(host_group(), device=trainer.accelerator.device)
+        super().__init__(ranks, settings, partial(_driver_of, trainer, settings))
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
         """How many values of each of TRL's metrics are of earlier steps."""
         self._loss = 0.0
-        self.driver = self.monitor = None
-        if self.ranks.is_first and settings is not None:
-            self.driver = _driver_of(trainer, settings)
-            print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
+        self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
             self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL tells how many are equal
@@ -64,12 +65,9 @@ class Watch:
         """Before generation, forward and backward of the next micro-batch."""
         if self.step is not None:
             return
-        self.step = TrlStep(self.trainer, model, self.ranks.size)
+        self.begin_step(self.make_step(model), model)
         self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
         self._loss = 0.0
-        if self.localizer is not None:
-            self.localizer.begin_update(None, GradientSpace(model, self.ranks))
-            self.localizer.begin_mini_batch(self.step)
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
@@ -83,7 +81,7 @@ class Watch:
         taken, metrics = norm, {}
         try:
             if self.localizer is not None:
-                taken, metrics = self._look(norm)
+                taken, metrics = self.end_step(norm, self.trainer.state.global_step + 1)
         finally:
             self.step = None
         if self.monitor is not None:
@@ -92,10 +90,18 @@ class Watch:
             self._metrics.append(metrics)
         return taken
 
+    def make_step(self, model: torch.nn.Module) -> Any:
+        """A new step of the model, as TRL calls it."""
+        return TrlStep(self.trainer, model, self.ranks.size)
+
+    def view(self, by_rank: Any) -> BatchView:
+        self.driver.teller.trackers = trackers_of(self.trainer)
+        return view_of(by_rank)
+
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
         steps, self._metrics = self._metrics, []
-        return joined(steps) if steps else {}
+        return step_metrics.joined(steps) if steps else {}
 
     def save(self, folder: str) -> None:
         """Put what was learned beside a checkpoint."""
@@ -118,29 +124,6 @@ class Watch:
         if self.driver is not None:
             self.driver.writer.last_checkpoint = os.path.abspath(folder)
 
-    def _look(self, norm: Any) -> tuple[Any, dict[str, float]]:
-        """Ask the driver, look, tell the driver."""
-        step, localizer, ranks = self.step, self.localizer, self.ranks
-        (num_tokens,) = ranks.sum([float(sum(int(mask_of(inputs).sum()) for inputs in step.inputs))])
-        policy = None
-        if self.driver is not None:
-            policy = self.driver.before_update([int(num_tokens)], self.trainer.state.global_step + 1)
-        taken = localizer.before_step(_whole(norm), ranks.sent_by(0, policy))
-        localizer.end_update()
-        is_written = any(spike.is_written for spike in localizer.outcomes)
-        by_rank = ranks.gather_first((localizer.report(), rows_of(step) if is_written else brief_of(step)))
-        metrics: dict[str, float] = {}
-        if by_rank is not None:
-            reports, rows = zip(*by_rank, strict=True)
-            if is_written:
-                self.driver.teller.trackers = _trackers_of(self.trainer)
-            of_step = self.driver.after_update(reports, view_of(rows) if is_written else brief_view(rows))
-            metrics = {name: float(value) for name, (value,) in of_step.items()}
-        if any(spike.taken == "abort" for spike in localizer.outcomes):
-            raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
-        is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
-        return taken if is_other else norm, metrics
-
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
         """Judge the step by the rules of health, which know verl's names; adds to its metrics."""
         step = {FROM_TRL["grad_norm"]: float(norm), FROM_TRL["loss"]: float(self._loss), **metrics}
@@ -159,24 +142,21 @@ class Watch:
         return self.trainer.optimizer.optimizer  # in accelerate's
 
     def clip(self) -> torch.Tensor:
-        return _whole(self.trainer.clip_again())
+        return whole(self.trainer.clip_again())
 
     def save_weights(self, global_step: int) -> str | None:
         folder = events_weights_folder(self.settings, global_step, self.ranks)
         return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
 
 
-def _whole(norm: Any) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-
-
 def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
-    name, of_run = args.run_name or os.path.basename(args.output_dir), args.to_dict()
+    name, trained = args.run_name or os.path.basename(args.output_dir), args.to_dict()
     model = getattr(trainer.model.config, "_name_or_path", None)
     run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **_group(args))
-    run = origin(run, of_run, "trl")
-    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=of_run)
+    run = origin(run, trained, "trl")
+    print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
+    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
 
 def _group(args: Any) -> dict[str, Any]:
@@ -186,10 +166,10 @@ def _group(args: Any) -> dict[str, Any]:
         name = None
     if hasattr(args, "normalize_advantages"):
         name = None if args.normalize_advantages or args.beta else "rloo"  # its KL is in the reward
-    return {"estimator": name, "rollouts": args.num_generations}
+    return {"estimator": name, "rollouts": args.num_generations} if hasattr(args, "num_generations") else {}
 
 
-def _trackers_of(trainer: Any) -> dict[str, Any]:
+def trackers_of(trainer: Any) -> dict[str, Any]:
     """The clients that the trainer's callbacks have opened, by the names that the teller knows."""
     clients: dict[str, Any] = {}
     for callback in trainer.callback_handler.callbacks:
@@ -215,3 +195,99 @@ class _OfWandb:
 
     def log(self, payload: dict[str, Any], step: int) -> None:
         self._client.log({**payload, "train/global_step": step})
+
+
+REWARD_KEY = "gradloc_reward"
+"""(B,) among TRL's inputs, which travel with it: each row's reward."""
+_NAMES = {
+    "prompt_ids": "prompt_ids",
+    "prompt_mask": "prompt_mask",
+    "completion_ids": "responses",
+    "completion_mask": "completion_mask",
+    "advantages": "advantages",
+    "ref_per_token_logps": "ref_log_prob",
+    "sampling_per_token_logps": "rollout_log_probs",
+    "importance_sampling_ratio": "rollout_is_weights",
+}
+"""TRL's inputs, and what events call them."""
+_OF_PROMPT = ("prompt_ids", "prompt_mask")
+
+
+def rows_of(step: TrlStep) -> Rows:
+    """This rank's rows, on the CPU: (R, P) or (R, T)."""
+    parts = []
+    for index, inputs in enumerate(step.inputs):
+        mask = mask_of(inputs)
+        values = {ours: inputs[theirs] for theirs, ours in _NAMES.items() if inputs.get(theirs) is not None}
+        values |= {"response_mask": mask, "old_log_probs": step.old_log_prob(index)}
+        if REWARD_KEY in inputs:
+            first = torch.zeros_like(mask[:1]).index_fill(1, torch.tensor([0], device=mask.device), 1)
+            values["token_level_scores"] = inputs[REWARD_KEY].unsqueeze(1) * first
+        wide = {
+            name: value if name in _OF_PROMPT else value.view(len(mask), -1).expand_as(mask)
+            for name, value in values.items()
+        }
+        parts.append({name: value.detach().cpu() for name, value in wide.items()})
+    return joined(parts, _OF_PROMPT)
+
+
+def view_of(by_rank: Sequence[Rows]) -> BatchView:
+    """All ranks' rows, one rank after the other."""
+    rows = joined(by_rank, _OF_PROMPT)
+    prompts, prompt_mask = rows.pop("prompt_ids"), rows.pop("prompt_mask")
+    rows["input_ids"] = torch.cat([prompts, rows["responses"]], 1)
+    rows["attention_mask"] = torch.cat([prompt_mask, rows.pop("completion_mask")], 1)
+    rows["position_ids"] = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    uids = [_uid(ids[mask.bool()]) for ids, mask in zip(prompts, prompt_mask, strict=True)]
+    return BatchView(rows, {"uid": uids, "sequence_id": sequence_ids(uids)})
+
+
+def _uid(prompt: torch.Tensor) -> str:
+    """TRL names no prompts; equal ones are siblings."""
+    return hashlib.sha1(prompt.numpy().tobytes()).hexdigest()[:8]
+
+
+class LabelsWatch(TrainerWatch):
+    """Looks into the steps of one trainer.
+
+    Raises:
+        ValueError: one sentence, for a loss that is not made of log-probs.
+    """
+
+    signal = "loss_weights"
+
+    def __init__(self, trainer: Any, settings: Any, health: Any):
+        args, why = trainer.args, "with gradloc (the loss would not be of log-probs)"
+        require(not getattr(args, "use_liger_kernel", False), "use_liger_kernel", f"false {why}", True)
+        require(trainer.compute_loss_func is None, "compute_loss_func", f"left out {why}", "a function")
+        smoothing = args.label_smoothing_factor
+        require(not smoothing, "label_smoothing_factor", f"0 {why}", smoothing)
+        if settings is not None:  # no replay knows these trainers
+            settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
+        super().__init__(trainer, settings, health)
+
+    def make_step(self, model: torch.nn.Module) -> LabelsStep:
+        return LabelsStep(self.trainer, model, self.ranks.size)
+
+    def forward(self, model: torch.nn.Module, **given: Any) -> Any:
+        """The model's, in the place of training's call: its log-probs are recorded."""
+        if self.step is None or not given.get("fused_lm_head") or not torch.is_grad_enabled():
+            return model(**given)
+        outputs = model(**given)
+        labels = given["labels"][:, 1:]
+        virtual = outputs.log_probs.shape[1] - labels.shape[1]  # tokens of prompt learning, which come first
+        labels = torch.nn.functional.pad(labels, (virtual, 0), value=-100)
+        made = micro_batch_of(self.step, labels != -100, labels.clamp(min=0), {})
+        made.forward = partial(_log_probs, model, given)
+        record(made.recorded, Outputs(outputs.log_probs, None, outputs.aux_loss))
+        self.step.micro_batches.append(made)
+        return outputs
+
+    def view(self, by_rank: Any) -> BatchView:
+        self.driver.teller.trackers = trackers_of(self.trainer)
+        return labels_rows.view_of(by_rank)
+
+
+def _log_probs(model: torch.nn.Module, given: dict[str, Any]) -> tuple[Any, None, Any]:
+    outputs = model(**given)
+    return outputs.log_probs, None, outputs.aux_loss

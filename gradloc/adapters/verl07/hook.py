@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's actor calls: one object, one method per moment of an update.
+"""What runs in verl's FSDP workers: what its actor calls, its critic watched, and a batch analysed.
 
-It calls the localizer and the stabilizers, where the config switches them on; with both off it changes nothing.
+The actor's hook is one object with one method per moment of an update. It calls the localizer and the stabilizers,
+where the config switches them on; with both off it changes nothing.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from verl import DataProto
+from verl.utils.seqlen_balancing import prepare_dynamic_batch
+from verl.workers.actor import BasePPOActor
+from verl.workers.critic import DataParallelPPOCritic, dp_critic
+
+from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
+from ...analysis.measure import measure
 from ...config import GradLocConfig
 from ...core.ranks import Ranks
+from ...core.step import Outputs
 from ...keys import POLICY_KEY, ROW_KEY
+from ...loop.wire import Policy, RankReport
 from ...reweighting.stages import STAGE_MASK_KEY
-from ..verl_common.watch import Watch, device_of
-from .step import ActorStep
+from ...touched import extended, replaced
+from ..verl_common.analyses import VerlAnalysed
+from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
+from .step import ActorStep, CriticStep
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +43,7 @@ def ranks_of(actor: Any) -> Ranks:
     return Ranks(device=device_of(), replicas=actor.ulysses_sequence_parallel_size)
 
 
-class ActorHook(Watch):
+class ActorHook(ActorWatch):
     """What verl's ``DataParallelPPOActor`` calls, in the order of the methods."""
 
     module = property(lambda self: self.actor.actor_module)
@@ -42,8 +56,9 @@ class ActorHook(Watch):
         super().__init__(settings, ranks_of(actor))
         self.is_stage = False
         """Whether this update is one of Lopti's two stages."""
+        self.keeps_lr_schedule = False
+        """Whether another update of the same step follows it."""
         self._step: ActorStep | None = None
-        self._micro_batch = 0
         self._num_without_policy = 0
 
     def begin_update(self, data: Any) -> list[str]:
@@ -51,6 +66,7 @@ class ActorHook(Watch):
         self.is_stage, policy = STAGE_MASK_KEY in data.batch.keys(), data.meta_info.get(POLICY_KEY)
         if self.localizer is not None and policy is None:
             self._note_missing_policy()
+        self.keeps_lr_schedule = policy is not None and policy.keeps_lr_schedule
         self.begin(policy)
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
@@ -61,27 +77,26 @@ class ActorHook(Watch):
             logger.error(
                 "gradloc: spike_detection is on, but this trainer updates the actor without sending a policy, so no "
                 "spike will be looked into. Where its fit() calls actor_rollout_wg.update_actor(batch), call "
-                "self.gradloc.update(self, batch) instead, and self.gradloc.stamp(batch) once the uids are set, as "
-                "RayPPOTrainer.fit does."
+                "self._update_actor(batch) instead, and self.gradloc.begin_step(batch, logger) once the uids are set, "
+                "as RayPPOTrainer.fit does."
             )
 
     def begin_mini_batch(self, micro_batches: list, temperature: float, on_policy: bool) -> None:
         """Before the first micro-batch of an optimizer step."""
-        self._micro_batch = -1
         if self.localizer is not None:
-            self._step = ActorStep(self.actor, micro_batches, temperature, on_policy, self.ranks.size)
+            inputs = [{**each.batch, **each.non_tensor_batch} for each in micro_batches]
+            self._step = ActorStep(self.actor, inputs, temperature, on_policy, self.ranks.size)
             self.localizer.begin_mini_batch(self._step)
 
     def before_forward(self) -> None:
         """Before a micro-batch's forward."""
-        self._micro_batch += 1
         if self._step is not None:
-            self._step.before_forward(self._micro_batch)
+            self._step.before_forward()
 
     def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
         """After the forward: log-probs and entropies, (B, T) both."""
         if self._step is not None:
-            self._step.after_forward(self._micro_batch, log_prob, entropy)
+            self._step.after_forward(Outputs(log_prob, entropy))
 
     def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
         """The factors on the token losses: :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
@@ -106,3 +121,179 @@ class ActorHook(Watch):
         self.end(metrics)
         if self._num_without_policy:
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
+
+
+_CLIPPING = Clipping(dp_critic)
+
+
+class WatchedCritic(DataParallelPPOCritic):
+    """verl's critic; an update that comes with a policy is watched, any other goes through verl's code alone."""
+
+    _watch: "CriticWatch | None" = None
+
+    def update_critic(self, data: Any) -> dict[str, Any]:
+        policy = data.meta_info.get(POLICY_KEY)
+        if policy is None:
+            return super().update_critic(data)
+        if self._watch is None:
+            self._watch = CriticWatch(self, policy.settings)
+        select = data.select  # verl takes the keys that it knows
+        data.select = lambda batch_keys, **given: select(batch_keys=[*batch_keys, ROW_KEY], **given)
+        with self._watch.update(policy):
+            return super().update_critic(data)
+
+    def report(self) -> RankReport:
+        """What this process has to say of the last update that was watched."""
+        return self._watch.report()
+
+
+class CriticWatch(ActorWatch):
+    """What verl's critic calls, in the order of the methods."""
+
+    scaler = None
+    module = property(lambda self: self.critic.critic_module)
+    optimizer = property(lambda self: self.critic.critic_optimizer)
+    grad_clip = property(lambda self: self.critic.config.grad_clip)
+
+    def __init__(self, critic: DataParallelPPOCritic, settings: Any):
+        self.critic = critic
+        super().__init__(settings, Ranks(device=device_of()))
+        self._step: CriticStep | None = None
+
+    @contextmanager
+    def update(self, policy: Policy) -> Iterator[None]:
+        """Around an update that comes with a policy."""
+        self.begin(policy)
+        try:
+            with replaced(self.critic, _forward_micro_batch=self._forward, _optimizer_step=self._optimizer_step):
+                yield
+        finally:
+            self._step = None
+            self.end({})
+
+    def _forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+        if self._step is None:
+            self._step = CriticStep(self.critic, self.ranks.size)
+            self.localizer.begin_mini_batch(self._step)
+        else:
+            self.after_backward()  # of the one before
+        return self._step.train_forward(micro_batch)
+
+    def _optimizer_step(self) -> torch.Tensor:
+        self.after_backward()
+        with _CLIPPING.replaced(self.module, self.before_step):
+            return DataParallelPPOCritic._optimizer_step(self.critic)
+
+    def before_step(self) -> torch.Tensor:
+        try:
+            return super().before_step()
+        finally:
+            self._step = None
+
+    def clip_by_verl(self) -> torch.Tensor:
+        return _CLIPPING.clip(self.module, self.grad_clip)
+
+
+ASKED_KEY = RECORD_KEY = "gradloc_analysis"
+"""In a batch's meta info: what is asked for. Among a worker's metrics: what it measured."""
+_INDEX_KEY = "gradloc_analysis_row"
+
+
+def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
+    """Split the gradient of this rank's rows: :func:`~...analysis.measure.measure`. Their meta info has ``temperature``
+    and, at ``ASKED_KEY``, what is asked for."""
+    adapted = AnalysisActor(actor, data.meta_info["temperature"])
+    return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info[ASKED_KEY])
+
+
+class AnalysisActor(VerlAnalysed):
+    """What the analyses may ask of verl's ``DataParallelPPOActor``; ``temperature`` is the rollout's."""
+
+    def __init__(self, actor: Any, temperature: float):
+        super().__init__(actor.config, actor.scaler)
+        self._actor, self._temperature = actor, temperature
+        self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
+        self.device = ranks_of(actor).device
+        self.grad_clip = actor.config.grad_clip
+
+    def micro_batches(self, rows: Rows) -> Iterator[ActorMicroBatch]:
+        data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})
+        mini_batches = data.split(self._config.ppo_mini_batch_size)
+        on_policy = len(mini_batches) == 1 and self._config.ppo_epochs == 1
+        for micro_batch in (part for mini_batch in mini_batches for part in self._cut(mini_batch)):
+            is_real = micro_batch.batch[BUCKET_KEY] >= 0
+            if is_real.any():
+                micro_batch = micro_batch.select_idxs(is_real)
+            inputs = {**micro_batch.to(self.device).batch}
+            index = inputs[_INDEX_KEY].cpu() if is_real.any() else torch.empty(0, dtype=torch.long)
+            yield ActorMicroBatch(inputs, index, on_policy)
+
+    def _cut(self, mini_batch: DataProto) -> list[DataProto]:
+        """Cut as verl's ``update_policy`` does."""
+        if self._config.use_dynamic_bsz:
+            return prepare_dynamic_batch(mini_batch, max_token_len=self._config.ppo_max_token_len_per_gpu)[0]
+        return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
+
+    def step_of(self, inputs: Rows, on_policy: bool = False) -> ActorStep:
+        step = ActorStep(self._actor, [inputs], self._temperature, on_policy, 1)
+        step.before_forward()
+        return step
+
+    def accumulation(self, step: ActorStep) -> float:
+        return step.loss_scale_factor(0)
+
+    def share(self, part: ActorMicroBatch, term: str, num_rows: int) -> float:
+        return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these
+
+    def clip(self) -> torch.Tensor:
+        return self._actor._clip_grad_norm()
+
+
+class _Analysing(BasePPOActor):
+    """Goes in front of the class of verl's actor: asked for an analysis, it does that in place of an update.
+
+    The driver asks through verl's own call of an update, which deals the rows out and has the model loaded.
+    """
+
+    def update_policy(self, data: DataProto) -> dict[str, Any]:
+        if ASKED_KEY not in data.meta_info:
+            return super().update_policy(data=data)
+        self.gradloc.keeps_lr_schedule = True
+        return {RECORD_KEY: analyze(self, data)}
+
+
+class _Schedule:
+    """verl's schedule of the learning rate; it takes no step after an analysis, nor after Lopti's first stage."""
+
+    def __init__(self, scheduler: Any, actor: Any):
+        self._scheduler, self._actor = scheduler, actor
+
+    def step(self) -> None:
+        if not self._actor.gradloc.keeps_lr_schedule:
+            self._scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def watch_actor(worker: Any) -> DataProto:
+    """Before the first update of verl's ``ActorRolloutRefWorker``."""
+    worker.actor.__class__ = extended(type(worker.actor), _Analysing)
+    worker.actor_lr_scheduler = _Schedule(worker.actor_lr_scheduler, worker.actor)
+    return DataProto()
+
+
+def watch_critic(worker: Any) -> DataProto:
+    """Likewise of verl's ``CriticWorker``, whose critic is ours from here on."""
+    worker.critic.__class__ = WatchedCritic
+    return DataProto()
+
+
+def report_of_actor(worker: Any) -> DataProto:
+    """What verl's ``ActorRolloutRefWorker`` has to say of the last update."""
+    return answer(worker.actor.gradloc.report())
+
+
+def report_of_critic(worker: Any) -> DataProto:
+    """Likewise verl's ``CriticWorker``."""
+    return answer(worker.critic.report())

@@ -1,52 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mini-batch of verl's actor as a step that can be replayed: all forwards and backwards are verl's own."""
+"""One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
+from verl.workers.critic import DataParallelPPOCritic
 
-from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.forecast import logit_bytes
+from ...core.precise import precise_readout
+from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
-from ..verl_common.losses import weights_of
-from ..verl_common.precise import logit_bytes, readout_of
-from .loss import forwarded, own_loss
+from ...touched import replaced
+from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
+from ..verl_common.precise import readout_of
 
 
-class ActorStep(OwnLoss):
-    """One mini-batch of verl's actor, replayable: the :class:`~...core.step.TrainingStep` of the search."""
+class VerlStep(OwnLoss):
+    """One mini-batch of verl's actor or critic, replayable: the :class:`~...core.step.TrainingStep` of the search.
 
-    def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
-        self.actor = actor
-        self.micro_batches = micro_batches
-        self.temperature = temperature
-        self.on_policy = on_policy
-        self.dp_size = dp_size
-        self.num_micro_batches = len(micro_batches)
-        self._recorded: list[Recorded | None] = [None] * len(micro_batches)
+    Args:
+        config: the model's.
+        device_name: where it is.
+        dp_size: data-parallel ranks.
+    """
 
-    def before_forward(self, micro_batch: int) -> None:
-        self._recorded[micro_batch] = Recorded(rng=RngState(torch.device(self.actor.device_name)))
+    trainer_name = "verl 0.7"
 
-    def after_forward(self, micro_batch: int, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        record(self._recorded[micro_batch], Outputs(log_prob, entropy))
+    def __init__(self, config: Any, device_name: str, dp_size: int):
+        self.config, self.dp_size = config, dp_size
+        self.micro_batches: list[Mapping[str, Any]] = []
+        self._device = torch.device(device_name)
+        self._recorded: list[Recorded] = []
+
+    def before_forward(self, is_value: bool = False) -> None:
+        """Before training's forward of the next micro-batch."""
+        self._recorded.append(Recorded(RngState(self._device), is_value=is_value))
+
+    def after_forward(self, outputs: Outputs) -> None:
+        """After it; changes nothing."""
+        record(self._recorded[-1], outputs)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # verl's actor reduces the gradient after every micro-batch
+        return nullcontext()  # the gradient is reduced after every micro-batch
 
     def rows(self, micro_batch: int) -> list[int]:
         """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
-        batch = self.micro_batches[micro_batch].batch
-        return batch[ROW_KEY].tolist() if ROW_KEY in batch.keys() else []
+        batch = self.micro_batches[micro_batch]
+        return batch[ROW_KEY].tolist() if ROW_KEY in batch else []
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return self.micro_batches[micro_batch].batch["response_mask"].bool().to(get_device_id())
+        return self._mask(micro_batch).bool()
+
+    def setting(self, name: str) -> Any:
+        return setting_of(self.config, name)
+
+    def _mask(self, micro_batch: int) -> torch.Tensor:
+        return self.micro_batches[micro_batch]["response_mask"].to(get_device_id())
+
+    def _inputs(self, micro_batch: int) -> dict[str, Any]:
+        """What the model and the loss read, on the device."""
+        tensors = {name: value for name, value in self.micro_batches[micro_batch].items() if hasattr(value, "to")}
+        return {**self.micro_batches[micro_batch], **{name: each.to(get_device_id()) for name, each in tensors.items()}}
+
+    def loss_scale_factor(self, micro_batch: int) -> float:
+        """The factor that verl's gradient accumulation puts on the loss of this micro-batch."""
+        config = self.config
+        if config.use_dynamic_bsz:
+            return len(self.micro_batches[micro_batch]["responses"]) / config.ppo_mini_batch_size
+        return 1 / (config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu)
+
+
+class ActorStep(VerlStep):
+    """Of verl's ``DataParallelPPOActor``.
+
+    Args:
+        actor: verl's.
+        micro_batches: of the mini-batch, what its model and loss read.
+        temperature: the rollout's.
+        on_policy: whether the loss takes the present log-probs as the old ones.
+        dp_size: data-parallel ranks.
+    """
+
+    def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
+        super().__init__(actor.config, actor.device_name, dp_size)
+        self.actor, self.micro_batches = actor, micro_batches
+        self.temperature, self.on_policy = temperature, on_policy
 
     @property
     def numerics(self) -> Numerics:
@@ -54,31 +105,30 @@ class ActorStep(OwnLoss):
         return Numerics(self.actor.param_dtype, scale, 1.0 / (self.dp_size * scale), self.temperature)
 
     def details(self, micro_batch: int) -> Details:
-        from verl.trainer.ppo.core_algos import agg_loss
-
-        config, mask = self.actor.config, self.micro_batches[micro_batch].batch["response_mask"].to(get_device_id())
+        config, mask = self.config, self._mask(micro_batch)
         mode, sizes = config.loss_agg_mode, config.global_batch_info
-        weights = weights_of(mask, lambda token_losses: agg_loss(token_losses, mask, mode, **sizes))
-        weights = weights * loss_scale_factor(config, len(mask)) / self.dp_size
-        return Details(self._old_log_prob(micro_batch), weights, self.on_policy)
+        weights = weights_of(mask, lambda token_losses: core_algos.agg_loss(token_losses, mask, mode, **sizes))
+        weights = weights * self.loss_scale_factor(micro_batch) / self.dp_size
+        return Details(self._old_log_prob(micro_batch), weights)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        actor, config = self.actor, self.actor.config
-        has_entropy = needs_entropy or config.calculate_entropy or config.entropy_coeff != 0
-        is_training = torch.is_grad_enabled()
+        actor = self.actor
         readout = readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels)
-        with nullcontext() if is_training else readout:
-            found = actor._forward_micro_batch(
-                self._inputs(micro_batch), temperature=self.temperature, calculate_entropy=has_entropy
-            )
-        log_prob, entropy = forwarded(found)
+        with nullcontext() if torch.is_grad_enabled() else readout:
+            return self.train_forward(micro_batch, needs_entropy)
+
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """Training's forward, with a graph or without."""
+        has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
+        inputs, given = self._inputs(micro_batch), {"temperature": self.temperature, "calculate_entropy": has_entropy}
+        log_prob, entropy = forwarded(self.actor._forward_micro_batch(inputs, **given))
         return Outputs(log_prob, entropy if has_entropy else None)
 
     def forward_bytes(self) -> int:
         actor = self.actor
         if actor.use_fused_kernels:
             return 0
-        masks = [micro_batch.batch["attention_mask"] for micro_batch in self.micro_batches]
+        masks = [micro_batch["attention_mask"] for micro_batch in self.micro_batches]
         num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
         vocabulary = getattr(actor.actor_module.config.get_text_config(), "vocab_size", 0)
         config = actor.config
@@ -91,18 +141,16 @@ class ActorStep(OwnLoss):
     def without_kl(self) -> dict[str, Any] | None:
         return {"use_kl_loss": False} if self.actor.config.use_kl_loss else None
 
-    def coefficients_under(
-        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Outputs:
-        recorded = self._recorded[micro_batch]
-        values = [
-            None if value is None else value.detach().float().clone() for value in (recorded.log_prob, recorded.entropy)
-        ]
-        leaves = [value.requires_grad_() for value in values if value is not None]
-        inputs = {**self._inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **(tensors or {})}
-        with torch.enable_grad():
-            loss = own_loss(self.actor, inputs, values[0], values[1], settings)
-        return Outputs(*torch.autograd.grad(loss, leaves, allow_unused=True))
+    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
+        inputs, rows = self._inputs(micro_batch), self.rows(micro_batch)
+        has_ratio_clips, log_prob = self.actor.gradloc.weigher is not None, self._recorded[micro_batch].log_prob
+        return tensors_under(name, inputs, log_prob, rows, groups, has_ratio_clips)
+
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        inputs = {**self._inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **tensors}
+        return own_loss(self.actor, inputs, given.log_prob, given.entropy, settings)
 
     # ---- inside
 
@@ -111,15 +159,143 @@ class ActorStep(OwnLoss):
         recorded = self._recorded[micro_batch].log_prob
         if self.on_policy and not self.actor.config.get("use_rollout_log_probs", False):
             return recorded
-        return self.micro_batches[micro_batch].batch["old_log_probs"].to(recorded.device)
-
-    def _inputs(self, micro_batch: int) -> dict[str, Any]:
-        data = self.micro_batches[micro_batch].to(get_device_id())
-        return {**data.batch, **data.non_tensor_batch}
+        return self.micro_batches[micro_batch]["old_log_probs"].to(recorded.device)
 
 
-def loss_scale_factor(config: Any, num_rows: int) -> float:
-    """The factor that verl's gradient accumulation puts on the loss of a micro-batch of this many rows."""
-    if config.use_dynamic_bsz:
-        return num_rows / config.ppo_mini_batch_size
-    return 1 / (config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu)
+class CriticStep(VerlStep):
+    """Of verl's ``DataParallelPPOCritic``: its values stand where the actor's log-probs stand."""
+
+    def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
+        super().__init__(critic.config, critic.device_name, dp_size)
+        self.critic = critic
+        # verl's critic sees to the dtype itself, whatever its weights are kept in
+        self.numerics = Numerics(torch.bfloat16, weight=1.0 / dp_size)
+
+    def train_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+        """Run and record training's forward of the next micro-batch; changes nothing."""
+        self.micro_batches.append(micro_batch)
+        self.before_forward(is_value=True)
+        values = DataParallelPPOCritic._forward_micro_batch(self.critic, micro_batch)
+        self.after_forward(Outputs(values))
+        return values
+
+    def details(self, micro_batch: int) -> Details:
+        mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
+        weights = weights_of(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
+        old = self.micro_batches[micro_batch]["values"]
+        return Details(old, weights * self.loss_scale_factor(micro_batch) / self.dp_size)
+
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        is_training = torch.is_grad_enabled()
+        with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
+            return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch]))
+
+    def forward_bytes(self) -> int:
+        return 0
+
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        inputs, config = {**self.micro_batches[micro_batch], **tensors}, changed(self.config, **settings)
+        loss, _ = core_algos.compute_value_loss(
+            vpreds=given.log_prob,
+            values=inputs["values"],
+            returns=inputs["returns"],
+            response_mask=inputs["response_mask"],
+            cliprange_value=config.cliprange_value,
+            loss_agg_mode=config.loss_agg_mode,
+        )
+        return loss * self.loss_scale_factor(micro_batch)
+
+
+class Forwarded(dict):
+    """What verl's ``_forward_micro_batch`` returns: a dict in 0.7.1, a pair of entropy and log-prob in 0.7.0."""
+
+    def __iter__(self) -> Any:
+        return iter((self["entropys"], self["log_probs"]))
+
+
+def forwarded(found: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-prob and entropy of what either release returns."""
+    if isinstance(found, dict):
+        return found["log_probs"], found.get("entropys")
+    return found[1], found[0]
+
+
+def own_loss(
+    actor: Any,
+    inputs: Mapping[str, Any],
+    log_prob: torch.Tensor,
+    entropy: torch.Tensor | None,
+    settings: Mapping[str, Any],
+) -> torch.Tensor:
+    """The loss that verl would run backward from, unscaled (fp16), a scalar; nothing of the actor's is changed.
+
+    Args:
+        actor: verl's ``DataParallelPPOActor``, in training mode.
+        inputs: of the micro-batch, as the loss takes them; ``old_log_probs`` are used as they are.
+        log_prob: (B, T), with a graph or not.
+        entropy: (B, T); None where the loss does not ask for it.
+        settings: of the actor's config, in place of its own.
+    """
+    from verl.workers.actor import dp_actor  # which imports the adapter
+
+    kept, given = _Kept(), Forwarded(log_probs=log_prob, entropys=entropy)
+    config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
+    instead = {
+        "config": config,
+        "scaler": kept,
+        "gradloc": _Aside(actor.gradloc),
+        "actor_optimizer": SimpleNamespace(zero_grad=lambda: None),
+        "gradient_accumulation": 1,  # which verl sets again
+        "_forward_micro_batch": lambda *_, **__: given,
+        "_optimizer_step": lambda: torch.zeros(()),
+    }
+    one = {"prepare_dynamic_batch": lambda micro_batch, **_: ([micro_batch], None)}
+    with replaced(actor, **instead), replaced(dp_actor, **one):
+        actor.update_policy(_MicroBatch(inputs))
+    return kept.loss
+
+
+class _Kept:
+    """In the scaler's place: keeps the loss, and runs no backward."""
+
+    loss: torch.Tensor
+
+    def scale(self, loss: torch.Tensor) -> "_Kept":
+        self.loss = loss
+        return self
+
+    def backward(self) -> None:
+        pass
+
+
+class _MicroBatch:
+    """verl's DataProto with one micro-batch, which is its only mini-batch, too."""
+
+    def __init__(self, inputs: Mapping[str, Any]):
+        self.batch, self.non_tensor_batch, self.meta_info = inputs, {}, {"temperature": 1.0}
+
+    def select(self, **_: Any) -> "_MicroBatch":
+        return self
+
+    def split(self, _: int) -> "list[_MicroBatch]":
+        return [self]
+
+    def to(self, _: Any) -> "_MicroBatch":
+        return self
+
+
+class _Aside:
+    """In the hook's place: the loss is what it makes of it, and nothing is recorded."""
+
+    is_stage = False
+
+    def __init__(self, hook: Any):
+        self.in_stage, self._hook = hook.in_stage, hook
+
+    def token_weights(self, model_inputs: Any, log_prob: torch.Tensor, given: Any, _: Any) -> torch.Tensor | None:
+        return self._hook.token_weights(model_inputs, log_prob.detach(), given, {})
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: []

@@ -1,56 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on."""
 
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
+from verl.protocol import pad_dataproto_to_divisor
+
+from ...config import PUBLISHED, GradLocConfig
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
 from ...loop.wire import Policy
-from ...names import refuse_unknown_names
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
-from ..verl_common.needs import LOPTI, features_on
-from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
-from .analysis_trainer import build_analysis
-from .refusals import SPIKES, check_critic, check_run, settings_of, settle
-from .worker import report_of_actor, report_of_critic, watch_critic
+from ...touched import extended
+from ..verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    twin_of,
+)
+from ..verl_common.needs import asked_of
+from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
+from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic
 
-_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor)
-_CRITIC = Workers("critic_wg", "critic", report_of_critic)
+_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
+_CRITIC = Workers("critic_wg", "critic", report_of_critic, watch_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
-    """The hook of verl's ``RayPPOTrainer``, its data loaded; it does nothing while all is off.
+    """The hook of verl's ``RayPPOTrainer``, its data loaded; the trainer's class is extended by :class:`Watched`.
 
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
     config = trainer.config
-    refuse_unknown_names(config)
-    settings = settings_of(config)
-    alpha, lopti = reweighting_of(config)
-    features = features_on(settings, config.actor_rollout_ref.actor.get("strategy"), SPIKES)
-    for feature in features if lopti is None else [*features, LOPTI]:
-        check_run(feature, config)
-    if settings.critic != "off":
-        check_critic(config)
+    asked = asked_of(config, ["0.7"])
+    settings, analyses = asked.settings, asked.analyses
     settle(config, settings)
     clip = clip_limit(config)
     hook = TrainerHook(
         settings,
-        alpha=alpha,
-        lopti=lopti,
+        alpha=asked.alpha,
+        lopti=asked.lopti,
         stabilizers=build_memory(settings.stabilize, "actor_rollout_ref.actor.grad_clip", clip),
         monitor=build_monitor(config, clip),
-        analysis=build_analysis(trainer, settings.root),
+        analysis=None if analyses is None else RayTrainerAnalyses(config, settings.root, analyses),
     )
-    hook.build_drivers(config, trainer.tokenizer)
-    hook.trainer = trainer
+    if hook.analysis is not None:
+        hook.analysis.check_data(len(trainer.train_dataset))
+    hook.build_drivers(config, trainer.tokenizer, ["0.7"])
+    trainer.__class__ = extended(type(trainer), WatchedRayTrainer)
     return hook
+
+
+def settle(config: Any, settings: GradLocConfig) -> None:
+    """Write these settings into the trainer's config, before any worker gets it: under both names of each, with the
+    events' folder absolute (on another node it has another working folder), and with what makes them of the block."""
+    actor = config.actor_rollout_ref.actor
+    settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings), "dump_dir": settings.root}
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.root, settled)
+    for name, value in zip((*PUBLISHED, "gradloc"), values, strict=True):
+        OmegaConf.update(actor, name, value, merge=False, force_add=True)
 
 
 def clip_limit(config: Any) -> Any:
@@ -62,7 +82,7 @@ def clip_limit(config: Any) -> Any:
     return (actor.get("optim") or {}).get("clip_grad")
 
 
-class BatchUpdate(Update):
+class BatchUpdate(WorkersUpdate):
     """An update on verl's DataProto."""
 
     output: Any = None
@@ -80,10 +100,11 @@ class BatchUpdate(Update):
         return BatchView(self.batch.batch, self.batch.non_tensor_batch, is_critics=self.workers is _CRITIC)
 
     def run(self, policy: Policy) -> dict[str, Any]:
+        self.watch()
         self.batch.meta_info[POLICY_KEY] = policy
         self.batch.batch[ROW_KEY] = torch.arange(len(self.batch))
         try:
-            self.output = self.of_verl(self.batch)
+            self.output = self.original(self.batch)
         finally:
             self.batch.meta_info.pop(POLICY_KEY)
             self.batch.batch.pop(ROW_KEY)
@@ -91,58 +112,143 @@ class BatchUpdate(Update):
 
 
 class TrainerHook(TrainerParts):
-    """The parts that are on, behind the calls that verl's trainer makes."""
+    """The parts that are on, behind the calls that verl's trainer makes: the moments of a step, in order."""
 
-    trainer: Any = None
-
-    def begin_fit(self, tracking: Any) -> None:
-        super().begin_fit(tracking)
-        if self.critic is not None:
-            self.trainer.critic_wg.execute_with_func_generator(watch_critic)
-            of_verl = self.trainer.critic_wg.update_critic
-
-            def update_critic(batch: Any) -> Any:
-                update = BatchUpdate(self.trainer, _CRITIC, batch, of_verl)
-                self.update_critic(update)
-                return update.output
-
-            self.trainer.critic_wg.update_critic = update_critic
-
-    # ---- the moments of a step, in order
-
-    def stamp(self, batch: Any) -> None:
+    def begin_step(self, batch: Any, tracking: Any) -> None:
         """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto."""
+        self.begin_fit(tracking)
         if self.spikes is None and self.critic is None:
             return
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Once rewards are known: the rows to train on, see :meth:`~.analysis_trainer.Analysis.filter`."""
+        """Once rewards are known: the rows to train on, see :meth:`Analysis.filter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Right after the estimator."""
-        self.reweight(BatchUpdate(self.trainer, _ACTOR, batch), metrics)
+        self.reweight(BatchUpdate(None, _ACTOR, batch), metrics)
 
     def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
         """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""
-        return self.analysis is not None and self.analysis.run(trainer, batch, metrics, timing_raw)
+        if self.analysis is None:
+            return False
+        update = BatchUpdate(trainer, _ACTOR, batch)
+        update.watch()
+        return self.analysis.run(update, metrics, timing_raw)
 
-    def update(self, trainer: Any, batch: Any) -> Any:
-        """The actor's update on verl's DataProto; returns verl's, with ``metrics``."""
-        of_verl = trainer.actor_rollout_wg.update_actor
+    def update(self, update: BatchUpdate) -> Any:
+        """The actor's update; returns verl's DataProto, with ``metrics``."""
         if not self.is_in_update:
-            return of_verl(batch)
-        update = BatchUpdate(trainer, _ACTOR, batch, of_verl)
+            return update.original(update.batch)
         try:
             metrics = self.update_actor(update)
         finally:
-            batch.batch.pop(STAGE_MASK_KEY, None)
+            update.batch.batch.pop(STAGE_MASK_KEY, None)
         update.output.meta_info["metrics"] = metrics
         return update.output
 
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
         self.judge(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
+
+
+class WatchedRayTrainer(Checkpointed):
+    """Goes in front of the class of verl's trainer."""
+
+    def _update_actor(self, batch: Any) -> Any:
+        return self.gradloc.update(BatchUpdate(self, _ACTOR, batch, super()._update_actor))
+
+    def _update_critic(self, batch: Any) -> Any:
+        update = BatchUpdate(self, _CRITIC, batch, super()._update_critic)
+        if self.gradloc.critic is None:
+            return update.original(batch)
+        self.gradloc.update_critic(update)
+        return update.output
+
+
+_ACTOR_KEYS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids", "old_log_probs")
+_ACTOR_KEYS += ("advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
+"""What the actor's loss may read."""
+
+
+class RayTrainerAnalyses(VerlAnalyses):
+    """The analyses and rollout filter of verl's ``RayPPOTrainer``."""
+
+    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
+        """Keep the groups of rollouts that the filter chooses.
+
+        Args:
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
+
+        Returns:
+            batch, rewards and extras of the rows kept.
+        """
+        uids, mask = batch.non_tensor_batch["uid"], batch.batch["response_mask"]
+        is_kept = self.kept_rows(uids, rewards, mask, _num_ranks(trainer), metrics)
+        if is_kept is None:
+            return batch, rewards, extras
+        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
+        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
+        batch = batch.select_idxs(np.flatnonzero(is_kept))
+        if trainer.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics=metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        rewards = batch.batch.pop("token_level_scores")
+        return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
+
+    def ask(
+        self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Deal the rows that the actor needs out to the ranks evenly."""
+        batch, trainer = update.batch, update.trainer
+        data = batch.select([key for key in _ACTOR_KEYS if key in batch.batch.keys()], [], [])
+        for key, values in tensors.items():
+            data.batch[key] = values
+        data, num_filling = pad_dataproto_to_divisor(data, update.dp_size)
+        if num_filling:
+            for key in tensors:
+                data.batch[key][-num_filling:] = FILLER
+        data.meta_info = {
+            "temperature": trainer.config.actor_rollout_ref.rollout.temperature,
+            "global_token_num": data.batch["attention_mask"].sum(-1).tolist(),  # verl's worker counts flops
+            ASKED_KEY: request,
+        }
+        return update.group.update_actor(data).meta_info["metrics"][RECORD_KEY]
+
+    @staticmethod
+    def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+        prompts = drawn_prompts(trainer, num_groups, seed)
+        changes = {
+            "actor_rollout_ref.rollout.n": group_size,
+            "actor_rollout_ref.rollout.skip_rollout": False,
+            "trainer.logger": [],
+            "trainer.critic_warmup": 0,
+            "trainer.val_before_train": False,
+            "trainer.total_epochs": trainer.global_steps + 1,
+            "global_profiler.steps": None,
+        }
+        twin = twin_of(trainer, changes)
+        twin.train_dataloader = [prompts]
+        twin.val_reward_fn = None
+        # fit() counts from what the checkpoint says to the step that comes after it
+        twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
+        twin.gradloc = copy.copy(trainer.gradloc)
+        twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
+        twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
+        twin._update_critic = hand_over
+        return prepared_by(twin.fit)
+
+
+def _num_ranks(trainer: Any) -> int:
+    """What the number of rows must be a multiple of."""
+    sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
+    if trainer.use_critic:
+        sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))
+    return math.lcm(*sizes)

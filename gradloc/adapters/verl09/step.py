@@ -1,31 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's engine as a step that can be replayed: all forwards and backwards are verl's own.
 
-Shapes: B rows of the micro-batch, T response positions, N positions: see :mod:`.packed`.
+The engine lays out a micro-batch without padding: prompts and responses end to end, N positions. A position's log-prob
+is that of the next token: a response's first stands at its prompt's last position. Around verl's loss are our parts:
+weights on its tokens, and one stage of Lopti's.
+
+Shapes: B rows of the micro-batch, T response positions, N positions.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
+from verl.utils.activation_offload import ActivationHandler
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import FSDPEngineWithLMHead
-from verl.workers.utils.padding import response_to_nested
+from verl.workers.utils import losses
+from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from ...core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState
+from ...core.forecast import logit_bytes
+from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
 from ...keys import ROW_KEY
-from ..verl_common.losses import changed, weights_of
-from ..verl_common.precise import logit_bytes, readout_of
-from .offload import set_aside, settled
-from .packed import Layout, padded
+from ...reweighting.stages import STAGE_MASK_KEY
+from ...stabilize.ratio_clip import TokenWeigher
+from ...touched import replaced
+from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
+from ..verl_common.precise import readout_of
+
+
+def padded(values: torch.Tensor) -> torch.Tensor:
+    """(B, T), 0 where there is no token."""
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+class Packing:
+    """Where the log-probs of a micro-batch's response tokens stand among its N positions.
+
+    Args:
+        data: verl's TensorDict, as it came to the engine.
+        device: of the values.
+    """
+
+    def __init__(self, data: Any, device: torch.device):
+        ends = data["input_ids"].offsets().cpu()[1:]
+        lengths = data["responses"].offsets().cpu().diff()
+        steps = torch.arange(int(lengths.max()))
+        is_token = steps < lengths.unsqueeze(1)
+        places = (ends - lengths - 1).unsqueeze(1) + steps
+        tokens = is_token.flatten().nonzero().squeeze(-1)
+        self._num_positions = int(ends[-1])
+        self._is_token = is_token.to(device)
+        self._places = places.clamp(max=self._num_positions - 1).to(device)
+        self._tokens, self._positions = tokens.to(device), places.flatten()[tokens].to(device)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
+        kept = values.flatten().index_select(0, self._tokens)
+        return values.new_zeros(self._num_positions).index_put((self._positions,), kept)
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """The other way, (N,) to (B, T): 0 where there is no token."""
+        return torch.where(self._is_token, values[self._places], 0)
+
+
+def pack(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """:meth:`Packing.pack`, once."""
+    return Packing(data, values.device).pack(values)
+
+
+def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
+    """verl's TensorDict of these tensors, one for each row, laid end to end."""
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    return TensorDict(nested, batch_size=len(rows["input_ids"]))
+
+
+def scaled(values: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """verl's model output, nested or (N,), times one factor for each position."""
+    if not values.is_nested:
+        return values * packed
+    return torch.nested.nested_tensor_from_jagged(values.values() * packed, values.offsets())
+
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Of verl's model output, and what they are called in a record; values are a critic's."""
+
+
+_PER_TOKEN = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights", "response_mask")
+_DISTILLED = "distillation_loss."
+"""Settings of this block are another config's."""
 
 
 class EngineStep(OwnLoss):
@@ -37,6 +105,7 @@ class EngineStep(OwnLoss):
         dp_size: data-parallel ranks.
     """
 
+    trainer_name = "verl 0.9"
     output, old, factor = "log_probs", "old_log_probs", 1.0
     """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
     tokens' losses is multiplied with."""
@@ -47,7 +116,7 @@ class EngineStep(OwnLoss):
         self._recorded: list[Recorded] = []
         self._packed: list[dict[str, torch.Tensor]] = []
         """Of each micro-batch, by a record's names, what verl's model gave and the backward delivered: (N,)."""
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Packing] = {}
 
     # ---- recording, while verl trains
 
@@ -118,14 +187,29 @@ class EngineStep(OwnLoss):
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        data = self._data(micro_batch)
+        with ExitStack() as around:
+            if torch.is_grad_enabled():
+                around.enter_context(settled(self.engine))
+            else:
+                fused = is_fused(self.micro_batches[micro_batch])
+                around.enter_context(readout_of(self.engine.module, self.numerics.dtype, fused))
+                around.enter_context(set_aside())
+            return self.train_forward(micro_batch, needs_entropy)
+
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """verl's forward, with a graph or without."""
+        data, kept = self._data(micro_batch), {}
         if needs_entropy:
             data = data.copy()
             tu.assign_non_tensor(data, calculate_entropy=True)
-        output = self._run_forward(micro_batch, data)
+
+        def keep(model_output: dict[str, torch.Tensor], **_: Any) -> tuple[torch.Tensor, dict]:
+            kept.update(model_output)
+            return torch.zeros((), device=get_device_name()), {}
+
+        FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
         unpack = self._layout(micro_batch).unpack
-        found = {FIELDS[key]: unpack(output[key].values()) for key in FIELDS if output.get(key) is not None}
-        return Outputs(**found)
+        return Outputs(**{FIELDS[key]: unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None})
 
     def forward_bytes(self) -> int:
         if is_fused(self.micro_batches[0]):
@@ -146,26 +230,35 @@ class EngineStep(OwnLoss):
         has_term = bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
         return {"use_kl_loss": False} if has_term else None
 
-    def coefficients_under(
-        self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Outputs:
-        pack, recorded, of_verl = self._layout(micro_batch).pack, self.recorded(micro_batch), self.loss_function
-        of_changed = {**of_verl.keywords, "config": changed(self._config, **settings)}
-        values = [
-            None if value is None else value.detach().float().clone() for value in (recorded.log_prob, recorded.entropy)
-        ]
-        leaves = [value.requires_grad_() for value in values if value is not None]
-        data = self._data(micro_batch)
+    def setting(self, name: str) -> Any:
+        config = self.loss_function.keywords["distillation_config"] if name.startswith(_DISTILLED) else self._config
+        return setting_of(config, name)
+
+    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
+        data, rows = self._data(micro_batch), self.rows(micro_batch)
+        if self.output != "log_probs" or "advantages" not in data:
+            return None
+        held = {each: padded(data[each]) for each in _PER_TOKEN if each in data}
+        has_ratio_clips, log_prob = self.loss_function.func is weighed_loss, self.recorded(micro_batch).log_prob
+        return tensors_under(name, held, log_prob, rows, groups, has_ratio_clips)
+
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        pack, original, data = self._layout(micro_batch).pack, self.loss_function, self._data(micro_batch)
+        distilled = {name: value for name, value in settings.items() if name.startswith(_DISTILLED)}
+        own = {name: value for name, value in settings.items() if name not in distilled}
+        keywords = {**original.keywords, "config": changed(self._config, **own)}
+        if distilled:
+            keywords["distillation_config"] = changed(original.keywords["distillation_config"], **distilled)
         if tensors:
             data = data.copy()
             for name, value in tensors.items():
                 data[name] = response_to_nested(value, data["response_mask"])
-        with torch.enable_grad():
-            pairs = zip((self.output, "entropy"), values, strict=True)
-            output = {key: pack(value) for key, value in pairs if value is not None}
-            group = self.engine.get_data_parallel_group()
-            loss, _ = partial(of_verl.func, *of_verl.args, **of_changed)(model_output=output, data=data, dp_group=group)
-        return Outputs(*torch.autograd.grad(loss, leaves, allow_unused=True))
+        pairs = zip((self.output, "entropy"), given[:2], strict=True)
+        output = {key: pack(value) for key, value in pairs if value is not None}
+        group = self.engine.get_data_parallel_group()
+        return partial(original.func, *original.args, **keywords)(model_output=output, data=data, dp_group=group)[0]
 
     # ---- inside
 
@@ -173,33 +266,16 @@ class EngineStep(OwnLoss):
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
 
-    def _layout(self, micro_batch: int) -> Layout:
+    def _layout(self, micro_batch: int) -> Packing:
         if micro_batch not in self._layouts:
-            self._layouts[micro_batch] = Layout(self.micro_batches[micro_batch], torch.device(get_device_name()))
+            self._layouts[micro_batch] = Packing(self.micro_batches[micro_batch], torch.device(get_device_name()))
         return self._layouts[micro_batch]
 
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
 
-    def _run_forward(self, micro_batch: int, data: Any) -> Mapping[str, torch.Tensor]:
-        """verl's forward; its model output, with a graph where gradients are enabled."""
-        kept: dict[str, torch.Tensor] = {}
 
-        def keep(model_output: dict[str, torch.Tensor], **_: Any) -> tuple[torch.Tensor, dict]:
-            kept.update(model_output)
-            return torch.zeros((), device=get_device_name()), {}
-
-        with ExitStack() as around:
-            if torch.is_grad_enabled():
-                around.enter_context(settled(self.engine))
-            else:
-                around.enter_context(readout_of(self.engine.module, self.numerics.dtype, is_fused(data)))
-                around.enter_context(set_aside())
-            FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
-        return kept
-
-
-class CriticStep(EngineStep):
+class EngineCriticStep(EngineStep):
     """One mini-batch of verl's critic: its values stand where the actor's log-probs stand."""
 
     output, old, factor = "values", "values", 0.5
@@ -219,3 +295,106 @@ def is_fused(data: Any) -> bool:
 
 def _keep(packed: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
     packed[name] = grad.detach().values()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """While a forward runs without a graph: nothing is saved for a backward, so nothing is offloaded or counted."""
+
+    def nothing(self: ActivationHandler, module: torch.nn.Module) -> None:
+        pass
+
+    def forward(self: ActivationHandler, module: torch.nn.Module, method: Callable, *args: Any, **given: Any) -> Any:
+        return method(*args, **given)
+
+    with replaced(ActivationHandler, pre_forward=nothing, post_forward=nothing, forward=forward):
+        yield
+
+
+@contextmanager
+def settled(engine: Any) -> Iterator[None]:
+    """Around a forward of the search with a graph: its layers' hooks are not left behind if it fails."""
+    settle(engine)
+    try:
+        yield
+    except Exception:
+        settle(engine)
+        raise
+
+
+def settle(engine: Any) -> None:
+    """Have the handler forget a forward whose backward never came, where a pass of the search has failed between.
+
+    Args:
+        engine: verl's ``FSDPEngine``; where it offloads nothing, this does nothing.
+    """
+    hook = _hook_of(engine.module) if engine.model_config.enable_activation_offload else None
+    if hook is None:
+        return
+    if hook.inside_context:
+        hook.__exit__()
+    handler = hook.offload_handler
+    if handler.current_group or handler.tensor_count_current_group:
+        handler.groupid_reset()
+        handler.offloaded_group_count = 0
+        handler.tensor_tag_to_buf.clear()
+        handler.group_offload_mapping.clear()
+
+
+def _hook_of(module: torch.nn.Module) -> Any:
+    """The one that all its layers' forwards share, from the first of these; None where there are too few of them."""
+    for layer in module.modules():
+        for cell in getattr(vars(layer).get("forward"), "__closure__", None) or ():
+            if isinstance(cell.cell_contents, ActivationHandler):
+                return cell.cell_contents._offload_ctx
+    return None
+
+
+_RATIO_FIELDS = ("rollout_log_probs", "response_mask")
+_WEIGHTS = "rollout_is_weights"
+"""What verl multiplies the token losses with."""
+
+
+def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
+    """verl's ``ppo_loss``, the actor's config bound to it, with tokens that count as the clips on ratios say; ``note``
+    is told what these did with a micro-batch."""
+    return partial(weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
+
+
+def weighed_loss(
+    original: Callable,
+    weigher: TokenWeigher,
+    note: Callable[[Mapping[str, float]], Any],
+    *,
+    model_output: Mapping[str, torch.Tensor],
+    data: Any,
+    **given: Any,
+) -> tuple[torch.Tensor, dict]:
+    """What :func:`weighed` binds."""
+    metrics: dict[str, float] = {}
+    inputs = {name: padded(data[name]) for name in _RATIO_FIELDS if name in data.keys()}
+    log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)
+    before = padded(data[_WEIGHTS]) if _WEIGHTS in data.keys() else None
+    weights = weigher.token_weights(inputs, log_prob, before, metrics)
+    note(metrics)
+    data = data.copy()
+    data[_WEIGHTS] = response_to_nested(weights, data["response_mask"])
+    return original(model_output=model_output, data=data, **given)
+
+
+def within_stage(loss_function: partial) -> partial:
+    """A loss whose KL and entropy terms are of the stage's tokens alone; denominators stay those of all tokens."""
+    return partial(_loss_of_stage, loss_function.func, *loss_function.args, **loss_function.keywords)
+
+
+def _loss_of_stage(
+    original: Callable, *args: Any, model_output: Mapping[str, torch.Tensor], data: Any, **given: Any
+) -> tuple[torch.Tensor, dict]:
+    mask = padded(data[STAGE_MASK_KEY])
+    output = dict(model_output)
+    if output.get("entropy") is not None:
+        output["entropy"] = scaled(output["entropy"], pack(mask, data))
+    # verl's loss has the KL of its tokens from a function of this name, and nothing between it and the mean
+    penalty = losses.kl_penalty
+    with replaced(losses, kl_penalty=lambda *args, **given: penalty(*args, **given) * mask):
+        return original(*args, model_output=output, data=data, **given)

@@ -1,37 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, the ranks' reports asked for."""
+"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, the ranks' reports asked for.
 
-import os
-from functools import partial
+A batch is in verl's TransferQueue. As the driver sees it, it is padded, and fetched when it is asked for.
+
+Shapes: R rows, P prompt and T response positions.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
+import transfer_queue as tq
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 
 from verl.trainer.ppo.v1 import trainer_base
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
-from verl.workers.utils.padding import response_to_nested
+from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from ...config import fix_dump_dir, settings_in
-from ...keys import POLICY_KEY, ROW_KEY
+from ...analysis.config import check_separate
+from ...analysis.reporter import AnalysisBatch
+from ...config import fix_dump_dir
+from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.metrics import joined
 from ...loop.wire import Policy
-from ...names import refuse_unknown_names
 from ...stabilize.memory import build_memory
-from ..verl_common.trainer import TrainerParts, Update, Workers, build_monitor, reweighting_of
-from .analysis.trainer import build_analysis
-from .batch import fetch, put, view_of
-from .config import check_critic, check_features
-from .engine import report_of_actor, report_of_model, watch_actor, watch_critic
-from .touches import check_verl
+from ...touched import extended
+from ..verl_common.analyses import (
+    FILLER,
+    VerlAnalyses,
+    drawn_prompts,
+    hand_over,
+    prepared_by,
+    twin_of,
+)
+from ..verl_common.needs import REWEIGHTING, asked_of, tables_for
+from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
+from ..verl_common.watch import reports_of
+from .config import check_verl
+from .engine import (
+    ASKED_KEY,
+    AnalysisRequest,
+    record_of_actor,
+    report_of_actor,
+    report_of_model,
+    watch_actor,
+    watch_critic,
+)
+from .step import padded
 
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
 _CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 
 
-class KVUpdate(Update):
+class KVUpdate(WorkersUpdate):
     """An update on verl's ``KVBatchMeta``; verl's own method adds to the metrics that it is given."""
 
     dp_size = property(lambda self: max(self.group._dispatch_info[self.workers.mesh]) + 1)
@@ -49,12 +74,6 @@ class KVUpdate(Update):
         is_distilled = bool(OmegaConf.select(self.trainer.config, "distillation.enabled"))
         return view_of(self.batch, is_critics, is_distilled and not is_critics)
 
-    def watch(self) -> None:
-        """Have the engines of the model's workers be ours, from the first time on."""
-        if not hasattr(self.group, "gradloc_is_there"):
-            self.group.execute_with_func_generator(self.workers.watch)
-            self.group.gradloc_is_there = True
-
     def run(self, policy: Policy) -> dict[str, Any]:
         self.watch()
         if policy.kind != "off":
@@ -62,10 +81,117 @@ class KVUpdate(Update):
         metrics: dict[str, Any] = {}
         self.batch.extra_info[POLICY_KEY] = policy
         try:
-            self.of_verl(metrics)
+            self.original(metrics)
         finally:
             self.batch.extra_info.pop(POLICY_KEY, None)
         return metrics
+
+
+_PARTITION = "train"
+"""Of verl's queue: where its agent loop puts whatever is no validation's."""
+
+
+class V1TrainerAnalyses(VerlAnalyses):
+    """The analyses and rollout filter of verl's V1 trainer.
+
+    Args:
+        config: the trainer's whole config.
+        settings: those that hold under ``gradloc``.
+        analyses: from :func:`~..verl_common.needs.analyses_in`.
+
+    Raises:
+        ValueError: one sentence, for an analysis batch that this trainer cannot have.
+    """
+
+    def __init__(self, config: Any, settings: Any, analyses: tuple):
+        mode, buckets = config.trainer.v1.trainer_mode, analyses[0]
+        if buckets is not None and mode != "sync":
+            check_separate(buckets, f"trainer.v1.trainer_mode={mode} rolls out further training batches meanwhile")
+        super().__init__(config, settings.root, analyses)
+        self.settings = settings
+        self._temperature = config.actor_rollout_ref.rollout.temperature
+
+    def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Once rewards are known: verl's ``KVBatchMeta`` with the rows to train on; the others are dropped from the
+        queue. Adds ``rollout/*`` to the step's metrics."""
+        data = fetch(batch, ["rm_scores", "response_mask", "uid"])
+        scores, mask = (data[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask"))
+        # verl itself fills up to whole mini-batches
+        is_kept = self.kept_rows(list(data["uid"]), scores, mask, num_ranks=1, metrics=metrics)
+        if is_kept is None:
+            return batch
+        keys, dropped = _parted(batch.keys, is_kept)
+        tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
+        return batch.select_keys(keys)
+
+    def _separate(self, seed: int) -> AnalysisBatch:
+        self.afterwards.callback(_clear_all_but, _keys_in_queue())
+        return super()._separate(seed)
+
+    def view(self, update: WorkersUpdate) -> BatchView:
+        _, real = _fillers(update.batch)
+        return view_of(update.batch.select_keys(real))
+
+    def ask(
+        self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """By verl's own call for log-probs. The rows by which verl has filled up the batch to whole mini-batches go
+        last, which the workers run for the sake of their peers."""
+        fillers, real = _fillers(update.batch)
+        whole = update.batch.select_keys([*real, *fillers])
+        put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
+        whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
+        whole.extra_info[ASKED_KEY] = AnalysisRequest(dict(request), self.settings)
+        update.group.compute_log_prob(whole)
+        return reports_of(update.group, record_of_actor)
+
+    @staticmethod
+    def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
+        """The rollouts are asleep before; the batch's rows stay in verl's queue until they are cleared from it."""
+        prompts = drawn_prompts(trainer, num_groups, seed)
+        prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
+        changes = {
+            "actor_rollout_ref.rollout.n": group_size,
+            "data.train_batch_size": num_groups,
+            "data.gen_batch_size": None,
+            "algorithm.filter_groups": None,  # which would have further training prompts rolled out
+            "trainer.v1.sampler.sync_refill_failed_groups": False,
+        }
+        twin = twin_of(trainer, changes)
+        twin.train_dataloader_it = iter([prompts])
+        twin.replay_buffer = twin._build_replay_buffer()
+        twin.curr_step_profile = False
+        twin._update_critic = twin._update_actor = hand_over
+        # verl has dropped the engine's weights after the training batch; the policy is still that of the last step
+        trainer.checkpoint_manager.update_weights(trainer.global_steps - 1)
+        return prepared_by(lambda: twin.step({}, {}))
+
+
+def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
+    """Those of which it is true, and the others."""
+    pairs = list(zip(keys, is_it, strict=True))
+    return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
+
+
+def _fillers(batch: Any) -> tuple[list[str], list[str]]:
+    """The rows that only fill up the batch, and the others."""
+    return _parted(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
+
+
+def _keys_in_queue() -> set[str]:
+    return set(tq.kv_list(_PARTITION).get(_PARTITION, ()))
+
+
+def _clear_all_but(keys: set[str]) -> None:
+    """What an analysis has left, also one that failed: the trainer would take it for training rollouts."""
+    if others := _keys_in_queue() - keys:
+        tq.kv_clear(keys=list(others), partition_id=_PARTITION)
+
+
+def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """With further rows of fillers; a queue wants two dimensions."""
+    values = values.view(len(values), -1)
+    return torch.cat([values, values.new_full((num_rows, values.shape[1]), FILLER)])
 
 
 class TrainerSide(TrainerParts):
@@ -79,63 +205,39 @@ class TrainerSide(TrainerParts):
     """
 
     def __init__(self, config: Any):
-        refuse_unknown_names(config)
-        self.config = config
-        settings = settings_in(config, omega_conf_to_dataclass)
-        alpha, lopti = reweighting_of(config)
-        analysis = build_analysis(config, settings)
-        if check_features(config, settings, alpha, lopti, analysis):
+        asked = asked_of(config, tables_for(config))
+        if any(feature != REWEIGHTING for feature in asked.features):
             check_verl("trainer")
+        settings, analyses = asked.settings, asked.analyses
         fix_dump_dir(config, settings.root)
-        if settings.critic != "off":
-            check_critic(config)
         clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
         memory = build_memory(settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        super().__init__(settings, alpha, lopti, memory, build_monitor(config, clip), analysis)
-
-    def begin(self, tokenizer: Any) -> None:
-        """Once the tokenizer is there, before the workers are."""
-        self.build_drivers(self.config, tokenizer)
-        for driver in self.drivers:
-            mode, root = driver.settings.action.mode, driver.writer.store.root
-            print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
-
-    def check_data(self, num_prompts: int) -> None:
-        """Once the data is there: whether an analysis has enough of it."""
-        if self.analysis is not None:
-            self.analysis.check_data(self.config, num_prompts)
-
-    def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Once rewards are known, before verl deals the rows out: those to train on."""
-        return batch if self.analysis is None else self.analysis.filter(batch, metrics)
-
-    def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator."""
-        self.reweight(KVUpdate(None, _ACTOR, batch), metrics)
+        super().__init__(settings, asked.alpha, asked.lopti, memory, build_monitor(config, clip))
+        self.analysis = None if analyses is None else V1TrainerAnalyses(config, settings, analyses)
 
     def update(self, update: KVUpdate, metrics: dict[str, Any]) -> Any:
         """The actor's update; before it, what is analysed."""
         if self.analysis is not None:
             update.watch()
-            if self.analysis.run(update.trainer, update.batch, metrics):
+            if self.analysis.run(update, metrics, getattr(update.trainer, "timing_raw", {})):
                 raise _Ended(metrics)
         if not self.is_in_update:
-            return update.of_verl(metrics)
+            return update.original(metrics)
         _add(self.update_actor(update), metrics)
         return update.batch
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
         for driver in self.drivers:
-            if len(driver.of_step) > 1:  # of which verl has taken means
-                metrics.update(joined(driver.of_step))
+            if len(driver.step_metrics) > 1:  # of which verl has taken means
+                metrics.update(joined(driver.step_metrics))
         self.judge(view_of(batch), metrics, global_step)
 
 
-def _add(of_update: dict[str, Any], metrics: dict[str, Any]) -> None:
+def _add(update_metrics: dict[str, Any], metrics: dict[str, Any]) -> None:
     """Add an update's metrics to the step's, lists as verl reduces them."""
-    lists = {name: value for name, value in of_update.items() if isinstance(value, list)}
-    metrics.update(of_update)
+    lists = {name: value for name, value in update_metrics.items() if isinstance(value, list)}
+    metrics.update(update_metrics)
     metrics.update(reduce_metrics(lists))
 
 
@@ -143,7 +245,7 @@ class _Ended(Exception):
     """The run is to end here (``exit_after_gradient_analysis``), with these metrics of the step."""
 
 
-class _Watched:
+class _Watched(Checkpointed):
     """Goes in front of one of verl's trainer classes."""
 
     def __init__(self, config: Any):
@@ -152,19 +254,12 @@ class _Watched:
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        self.gradloc.begin(self.tokenizer)
+        self.gradloc.build_drivers(self.config, self.tokenizer, tables_for(self.config))
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        self.gradloc.check_data(len(self.train_dataset))
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self.global_steps > 0:
-            folder = self.config.trainer.default_local_dir
-            if self.config.trainer.resume_mode == "resume_path":
-                folder = os.path.dirname(os.path.normpath(self.config.trainer.resume_from_path))
-            self.gradloc.load(os.path.join(folder, f"global_step_{self.global_steps}"))
+        if self.gradloc.analysis is not None:
+            self.gradloc.analysis.check_data(len(self.train_dataset))
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
@@ -178,17 +273,19 @@ class _Watched:
             self._shutdown_dump_executor()
 
     def _balance_batch(self, batch: Any, metrics: dict, *args: Any, **given: Any) -> Any:
-        return super()._balance_batch(self.gradloc.filter(batch, metrics), metrics, *args, **given)
+        if self.gradloc.analysis is not None:
+            batch = self.gradloc.analysis.filter(batch, metrics)
+        return super()._balance_batch(batch, metrics, *args, **given)
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        self.gradloc.after_advantages(batch, metrics)
+        self.gradloc.reweight(KVUpdate(self, _ACTOR, batch), metrics)
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
         update = KVUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
         if self.gradloc.critic is None:
-            return update.of_verl(metrics)
+            return update.original(metrics)
         _add(self.gradloc.update_critic(update), metrics)
         return batch
 
@@ -199,14 +296,128 @@ class _Watched:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         self.gradloc.after_metrics(batch, metrics, global_steps)
 
-    def _save_checkpoint(self) -> None:
-        super()._save_checkpoint()
-        self.gradloc.save(os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
-
 
 def watch_trainers() -> None:
     """Put a subclass with the hook in the place of each trainer that verl has registered."""
     registry = trainer_base.TRAINER_REGISTRY
     for name, trainer in list(registry.items()):
-        if not issubclass(trainer, _Watched):
-            registry[name] = type(trainer.__name__, (_Watched, trainer), {"__module__": trainer.__module__})
+        registry[name] = extended(trainer, _Watched)
+
+
+_BRIEF = ("response_mask", "advantages")
+"""What every update needs; the rest is for an event."""
+_PER_TOKEN = (*_BRIEF, "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
+_OF_CRITIC = ("values", "returns")
+_TEACHER = "teacher_logprobs"
+_LABELS = ("uid", "data_source", "index")
+
+
+def fetch(batch: Any, fields: Sequence[str]) -> Any:
+    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that nobody put is left out."""
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
+
+def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
+    """Write fields of a batch, of its rows in their order."""
+    rows = TensorDict(fields, batch_size=len(batch.keys))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
+    if batch.fields is not None:
+        batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
+
+
+def view_of(batch: Any, is_critics: bool = False, is_distilled: bool = False) -> BatchView:
+    """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns, where distillation is the
+    actor's loss with the teacher's log-probs."""
+    per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
+
+    @cache
+    def whole() -> tuple[dict[str, torch.Tensor], dict[str, Sequence[Any]]]:
+        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *[_TEACHER] * is_distilled])
+        return _tensors(rows, per_token), _labels(batch, rows)
+
+    @cache
+    def brief() -> dict[str, torch.Tensor]:
+        rows = fetch(batch, _BRIEF)
+        return {name: padded(rows[name]) for name in _BRIEF}
+
+    return BatchView(_Lazy(lambda: whole()[0], brief), _Lazy(lambda: whole()[1]), is_critics, is_distilled)
+
+
+class _Lazy(Mapping[str, Any]):
+    """A mapping that is fetched when it is first asked for, and for less where that has the key."""
+
+    def __init__(self, whole: Callable[[], Mapping[str, Any]], brief: Callable[[], Mapping[str, Any]] | None = None):
+        self._whole, self._brief = whole, brief
+
+    def __getitem__(self, key: str) -> Any:
+        return self._brief()[key] if self._brief is not None and key in _BRIEF else self._whole()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole())
+
+    def __len__(self) -> int:
+        return len(self._whole())
+
+
+def _tensors(rows: Any, per_token: Sequence[str]) -> dict[str, torch.Tensor]:
+    prompts, responses = rows["prompts"], rows["responses"]
+    lengths = prompts.offsets().diff(), responses.offsets().diff()
+    prompt_width = int(lengths[0].max())
+    left = torch.arange(prompt_width) >= prompt_width - lengths[0].unsqueeze(1)
+    right = torch.arange(int(lengths[1].max())) < lengths[1].unsqueeze(1)
+    attention_mask = torch.cat([left, right], 1).long()
+    input_ids = torch.zeros_like(attention_mask)
+    input_ids[:, :prompt_width][left] = prompts.values()
+    input_ids[:, prompt_width:][right] = responses.values()
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": _positions(rows["position_ids"], attention_mask, prompt_width - lengths[0]),
+        "responses": input_ids[:, prompt_width:],
+        **{name: padded(rows[name]) for name in per_token if name in rows.keys()},
+    }
+    if _TEACHER in rows.keys():
+        tensors["teacher_log_probs"] = no_padding_2_padding(rows[_TEACHER], rows).squeeze(-1)
+    if "rm_scores" in tensors:
+        tensors["token_level_scores"] = tensors.pop("rm_scores")
+    return tensors
+
+
+def _positions(nested: torch.Tensor, attention_mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """(R, P + T), and (R, C, P + T) where pictures have positions of their own."""
+    rows = nested.unbind()
+    if rows[0].dim() == 1:
+        return (attention_mask.cumsum(1) - 1).clamp(min=0)
+    positions = rows[0].new_zeros(len(rows), rows[0].shape[0], attention_mask.shape[1])
+    for row, start, given in zip(positions, starts.tolist(), rows, strict=True):
+        row[:, start : start + given.shape[1]] = given
+    return positions
+
+
+def _labels(batch: Any, rows: Any) -> dict[str, Sequence[Any]]:
+    labels = {name: list(rows[name]) for name in _LABELS if name in rows.keys()}
+    ids = list(map(_sequence_id, batch.keys, labels["uid"]))
+    return {SEQUENCE_KEY: ids, "multi_modal_inputs": _Inputs(batch), **labels}
+
+
+def _sequence_id(key: str, uid: str) -> str:
+    """``<uid>:<rollout>`` from verl's ``<uid>_<rollout>_<part>``; further parts of one rollout keep their number."""
+    return f"{uid}:{key.removeprefix(f'{uid}_').removesuffix('_0')}"
+
+
+class _Inputs(Sequence[Any]):
+    """The rows' multi-modal inputs, which are large: each is fetched when it is asked for."""
+
+    def __init__(self, batch: Any):
+        self._batch = batch
+        self._known: dict[int, Any] = {}
+
+    def __getitem__(self, row: Any) -> Any:
+        if row not in self._known:
+            key, batch = self._batch.keys[row], self._batch
+            rows = tq.kv_batch_get(keys=[key], partition_id=batch.partition_id, select_fields=["multi_modal_inputs"])
+            (self._known[row],) = tu.get(rows, "multi_modal_inputs") or [None]
+        return self._known[row]
+
+    def __len__(self) -> int:
+        return len(self._batch.keys)

@@ -2,51 +2,56 @@
 """The gradient analyses and the rollout filter of a trainer of verl's, whatever its version keeps batches in."""
 
 import copy
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf, open_dict
 from ray.exceptions import RayError
+from torch.nn.functional import pad
 
-from ...analysis.actor import cut_runs
+from ...analysis.actor import Rows, cut_runs
 from ...analysis.analyses import Analyses
-from ...analysis.config import BucketSettings, QuartileSettings, geometry, read_if_on
-from ...analysis.reporter import Batch, Run
-from ...rollout_filter.choose import advantage_scale
-from ...rollout_filter.config import FilterSettings, read_filter
+from ...analysis.config import check_geometry, geometry
+from ...analysis.reporter import AnalysisBatch, AnalysisRun
+from ...core.step import Outputs, RngState
+from ...loop.batch import BatchView
+from ...rollout_filter.choose import advantage_scale, kept_groups
+from ...rollout_filter.groups import groups_of
 from .losses import aggregation_of
-from .needs import BUCKETS
+from .needs import BUCKETS, refuse_pictures
+from .trainer import WorkersUpdate
 
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
 
 
-def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
-    """The settings of both analyses, None for one that is off, and of the rollout filter; None while all are off.
-
-    Raises:
-        ValueError: one sentence that names a key with a bad value, also while the features are off.
-    """
-    buckets, quartiles = read_if_on(BucketSettings, config), read_if_on(QuartileSettings, config)
-    chosen = read_filter(config)
-    return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
-
-
 class VerlAnalyses(Analyses):
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
-    ``settings`` are from :func:`analyses_in`; what is found is written under ``root``.
+    ``settings`` are from :func:`~.needs.analyses_in`; what is found is written under ``root``.
     """
 
-    trainer: Any = None
-    """verl's, of the step that is analysed."""
+    update: WorkersUpdate
+    """Of the step that is analysed."""
+    afterwards: ExitStack
+    """What is done once the step's analyses are."""
+    _last_step = 0
     counts: dict[str, float] | None = None
     """What the filter did with the step's batch."""
 
     def __init__(self, config: Any, root: str, settings: tuple):
         buckets, quartiles, self.chosen = settings
+        self._config = config
         super().__init__(_run_of(config, root), buckets, quartiles, self._separate)
+
+    def check_data(self, num_prompts: int) -> None:
+        """Refuse an analysis batch that so many could not make: see :func:`~...analysis.config.check_geometry`."""
+        if self.buckets is not None:
+            check_geometry(self.buckets.settings, self._config, num_prompts)
 
     @staticmethod
     def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
@@ -63,42 +68,106 @@ class VerlAnalyses(Analyses):
         """
         raise NotImplementedError
 
-    def scale_advantages(self, batch: Any) -> None:
-        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+    def view(self, update: WorkersUpdate) -> BatchView:
+        """The rows that an analysis is about."""
+        return update.view()
+
+    def ask(
+        self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Have the workers analyse the batch: see :class:`~...analysis.reporter.AnalysisBatch`."""
         raise NotImplementedError
 
-    def seen(self, batch: Any, feature: str) -> Batch:
-        """verl's batch as an analysis sees it; ``feature`` is the setting that switches that on."""
-        raise NotImplementedError
+    def kept_rows(self, uids: Any, scores: torch.Tensor, mask: torch.Tensor, num_ranks: int, metrics: dict) -> Any:
+        """bool (R,): the rows of the groups that the filter chooses; None while it keeps all. Adds to the metrics.
+
+        Args:
+            uids: each row's prompt.
+            scores: (R, T) token-level rewards.
+            mask: (R, T) of the responses.
+            num_ranks: what the number of rows must be a multiple of.
+            metrics: of the step; ``rollout/*`` is added.
+        """
+        groups = groups_of(uids, scores, mask)
+        choice = kept_groups(groups, self.chosen, num_ranks, metrics)
+        if choice is None:
+            return None
+        kept, self.counts = choice
+        return None if len(kept) == len(groups) else np.isin(groups.group_of_row, kept)
+
+    def run(self, update: WorkersUpdate, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
+        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due, of
+        several updates before the first. Adds to the step's metrics and timings; returns whether the run is to end
+        here."""
+        self.scale_advantages(update)
+        if update.trainer.global_steps == self._last_step:
+            return False
+        self.update, self._last_step = update, update.trainer.global_steps
+        with ExitStack() as self.afterwards:
+            return self.analyse(lambda feature: self.seen(update, feature), self._last_step, metrics, timing_raw)
+
+    def scale_advantages(self, update: WorkersUpdate) -> None:
+        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+        if self.scale != 1.0:
+            (advantages,) = update.get("advantages")
+            update.put(advantages=advantages * self.scale)
+
+    def seen(self, update: WorkersUpdate, feature: str) -> AnalysisBatch:
+        """The batch as an analysis sees it; ``feature`` is the setting that switches that on."""
+        view = self.view(update)
+
+        def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+            refuse_pictures(feature, view.labels.get("multi_modal_inputs", ()))
+            return checked(self.ask(update, tensors, request))
+
+        return AnalysisBatch(view.tensors, view.labels["uid"], self.counts, ask)
 
     @property
     def scale(self) -> float:
         """The factor on a filtered batch's advantages."""
         return advantage_scale(self.chosen.loss_scaling, 1.0 if self.counts is None else self.counts["kept_ratio"])
 
-    def _separate(self, seed: int) -> Batch:
+    def _separate(self, seed: int) -> AnalysisBatch:
         """A batch of its own for the analysis by bucket."""
         counts, self.counts = self.counts, None
         try:
-            batch = self.prepare(self.trainer, *geometry(self.buckets.settings, self.trainer.config), seed)
-            self.scale_advantages(batch)
-            return self.seen(batch, BUCKETS)
+            trainer, of = self.update.trainer, self.update
+            batch = self.prepare(trainer, *geometry(self.buckets.settings, trainer.config), seed)
+            update = type(of)(trainer, of.workers, batch)
+            self.scale_advantages(update)
+            return self.seen(update, BUCKETS)
         finally:
             self.counts = counts
 
 
-class VerlAnalysed:
-    """What the analyses may ask of a model, see :class:`~...analysis.actor.Actor`, as far as every verl has it alike.
+class VerlAnalysed(ABC):
+    """What the analyses may ask of a model, see :class:`~...analysis.actor.Actor`, by steps that are never taken.
 
     Args:
         config: verl's actor config.
         scaler: of fp16; None without.
     """
 
+    device: torch.device
+    width: int | None = None
+    """Response positions of a batch, where a micro-batch's are fewer."""
+
     def __init__(self, config: Any, scaler: Any):
         self._config, self._scaler = config, scaler
         optional = {"entropy": config.entropy_coeff != 0, "kl": bool(config.use_kl_loss)}
         self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
+
+    @abstractmethod
+    def step_of(self, inputs: Rows, on_policy: bool = False) -> Any:
+        """A step whose only micro-batch these rows are."""
+
+    def settings_of(self, inputs: Rows) -> dict[str, Any]:
+        """With what a loss is that of a whole batch."""
+        return {}
+
+    def accumulation(self, step: Any) -> float:
+        """What verl multiplies the loss of the step's micro-batch with."""
+        return 1.0
 
     @property
     def loss_scale(self) -> float:
@@ -112,10 +181,42 @@ class VerlAnalysed:
     def aggregation(self, term: str) -> str:
         return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
 
+    def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if with_entropy is None:
+            with_entropy = bool(self._config.calculate_entropy or "entropy" in self.terms)
+        log_prob, entropy, _ = self.step_of(inputs).train_forward(0, with_entropy)
+        return self._widened(log_prob), self._widened(entropy) if with_entropy else None
 
-def _run_of(config: Any, root: str) -> Run:
+    @torch.no_grad()
+    def log_prob(self, inputs: Rows) -> torch.Tensor:
+        return self._widened(self.step_of(inputs).forward(0).log_prob)
+
+    def loss_terms(
+        self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
+    ) -> dict[str, torch.Tensor]:
+        step, rng, settings = self.step_of(inputs, on_policy), RngState(self.device), self.settings_of(inputs)
+        width = step.token_mask(0).shape[1]
+        given = Outputs(log_prob[:, :width], None if entropy is None else entropy[:, :width])
+        step.recorded(0).log_prob = log_prob.detach()
+
+        def loss(**without: Any) -> torch.Tensor:
+            rng.restore()  # some losses draw: every term is of the same draw
+            return step.loss_under(0, given, {**settings, **without}, {}) / self.accumulation(step)
+
+        terms = {"task": loss(use_kl_loss=False, entropy_coeff=0)}
+        if "entropy" in self.terms and entropy is not None:
+            terms["entropy"] = loss(use_kl_loss=False) - terms["task"]
+        if "kl" in self.terms:
+            terms["kl"] = loss(entropy_coeff=0) - terms["task"]
+        return terms
+
+    def _widened(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.width is None else pad(values, (0, self.width - values.shape[1]))
+
+
+def _run_of(config: Any, root: str) -> AnalysisRun:
     actor = config.actor_rollout_ref.actor
-    return Run(
+    return AnalysisRun(
         root=root,
         seed=config.data.get("seed") or 0,
         trackers={},
@@ -127,20 +228,6 @@ def _run_of(config: Any, root: str) -> Run:
         },
         vital=(RayError,),
     )
-
-
-def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
-    """Refuse inputs that an analysis does not know.
-
-    Args:
-        feature: the setting that switches it on.
-        inputs: of each row, what there is beside text; of a text-only run verl's agent loop gives an empty dict.
-
-    Raises:
-        ValueError: one sentence.
-    """
-    if any(inputs):
-        raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")
 
 
 def checked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,87 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a feature needs of a run on every verl."""
+"""The features that a run has on, and what each needs of it: ``needs.yaml`` is the one table of what is refused."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml
+from omegaconf import OmegaConf
+
+from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
 from ...checks import Requirement, check_requirements, require
-from ...config import GradLocConfig
+from ...config import GradLocConfig, settings_from, settings_in
+from ...health.config import HealthConfig
+from ...names import refuse_unknown_names
+from ...reweighting.config import AdvantageReweightingConfig, LoptiConfig
+from ...rollout_filter.config import FilterSettings, read_filter
 
 ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+SPIKES, CRITIC = f"{ACTOR}.gradloc.enable", f"{ACTOR}.gradloc.critic"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"
 RATIO_CLIPS = f"{STABILIZE}.token_clip or seq_clip"
 FINE_LAYER_CLIP = f"{STABILIZE}.layer_clip.group finer than layer"
-LOPTI = "algorithm.lopti.enable"
+REWEIGHTING, LOPTI = "algorithm.advantage_reweighting.alpha", "algorithm.lopti.enable"
 BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
+FILTER = f"{_ROLLOUT}.rollout_filter_value"
 """The features, by the setting that switches each on."""
 
 
-def only(key: str, value: Any, because: str) -> Requirement:
-    """What a setting has to be, and is where nobody has set it."""
-    return Requirement(key, (value,), value, str(value).lower(), because)
+def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
+    """The settings of both analyses, None for one that is off, and of the rollout filter; None while all are off.
 
-
-FSDP = Requirement(f"{ACTOR}.strategy", ("fsdp", "fsdp2"), None, "fsdp or fsdp2", "others do not have it")
-WHOLE_SEQUENCES = only(f"{ACTOR}.ulysses_sequence_parallel_size", 1, "sequence parallelism is not supported yet")
-_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
-_PARAMS = f"{ACTOR}.fsdp_config.use_orig_params"
-_MERGES = "FSDP1 merges a layer's parameters into one without it"
-_OFFLOAD = "actor_rollout_ref.model.enable_activation_offload"
-NO_OFFLOAD = only(_OFFLOAD, False, "its handler counts a backward for every forward, and here are forwards alone")
-CHECKPOINTED_OFFLOAD = Requirement(
-    "actor_rollout_ref.model.enable_gradient_checkpointing",
-    (True,),
-    True,
-    "true",
-    "else verl's activation offload takes views of one tensor for the same, and the gradient is another one",
-    only_with=_OFFLOAD,
-)
-NEEDS = {
-    RATIO_CLIPS: (Requirement(_LOG_PROBS, (True,), False, "true", "its weights come from the rollout's log-probs"),),
-    FINE_LAYER_CLIP: (Requirement(_PARAMS, (True,), False, "true with strategy=fsdp", _MERGES),),
-}
-"""Of the features that need the same on every verl."""
-
-
-def features_on(settings: GradLocConfig, strategy: str, spikes: str) -> list[str]:
-    """The features under ``gradloc`` that a run has on.
-
-    Args:
-        settings: those that hold.
-        strategy: the actor's.
-        spikes: the setting that switches localization on.
+    Raises:
+        ValueError: one sentence that names a key with a bad value, also while the features are off.
     """
-    stabilize = settings.stabilize
-    clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
-    is_on = {
-        spikes: settings.enable,
-        STABILIZE: stabilize.is_on,
-        RATIO_CLIPS: stabilize.weighs_tokens,
-        FINE_LAYER_CLIP: clips_finely and strategy == "fsdp",
-    }
-    return [feature for feature, on in is_on.items() if on]
+    buckets, quartiles = read_if_on(BucketSettings, config), read_if_on(QuartileSettings, config)
+    chosen = read_filter(config)
+    return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
 
 
-def check_critic(config: Any, ulysses: str, offload: str, *needs: Requirement) -> None:
-    """Refuse a run in which spikes of the critic could not be localized.
+def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
+    """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
+    blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
+    alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
+    return alpha.alpha, (lopti if lopti.enable else None)
+
+
+def health_in(config: Any) -> HealthConfig | None:
+    """The health monitor's settings; None while it is off, and in a config without the block.
+
+    Raises:
+        ValueError: one sentence for a setting that is wrong, also while it is off.
+    """
+    block = config.trainer.get("health")
+    if block is None:
+        return None
+    settings = HealthConfig(**{str(name): value for name, value in OmegaConf.to_container(block, resolve=True).items()})
+    return settings if settings.enable else None
+
+
+class Asked(NamedTuple):
+    """What a run asks of GradLoc."""
+
+    settings: GradLocConfig
+    """Those that hold under ``gradloc``."""
+    alpha: float
+    """Advantage Reweighting's."""
+    lopti: LoptiConfig | None
+    """None while it is off."""
+    analyses: tuple[Any, Any, Any] | None
+    """See :func:`analyses_in`."""
+    health: HealthConfig | None
+    features: list[str]
+    """Those that are on."""
+
+
+def asked_of(config: Any, on: Collection[str]) -> Asked:
+    """What the trainer's whole config asks for, refused where it could not work: each trainer's start.
 
     Args:
         config: the trainer's whole config.
-        ulysses: the key of the critic's sequence parallel size on this verl.
-        offload: likewise, of FSDP's own offload.
-        needs: what this verl needs beside what every one does.
+        on: see :func:`check_needs`.
 
     Raises:
         ValueError: one sentence.
     """
-    from verl.trainer.ppo.utils import need_critic
+    refuse_unknown_names(config)
+    asked = Asked(settings_in(config), *reweighting_of(config), analyses_in(config), health_in(config), [])
+    asked.features.extend(_features_on(config, asked))
+    check_needs(on, asked.features, config)
+    return asked
 
-    feature = f"{ACTOR}.gradloc.critic"
-    require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
-    of_all = (
-        replace(FSDP, key="critic.strategy"),
-        only("critic.model.enable_activation_offload", False, "a search runs forwards alone"),
-        only(ulysses, 1, "sequence parallelism was not tried there"),
-        Requirement(offload, (False, None), False, "false", "use param_offload and optimizer_offload instead"),
-    )
-    check_requirements(feature, (*of_all, *needs), config)
+
+def _features_on(config: Any, asked: Asked) -> list[str]:
+    settings, lopti, analyses, alpha = asked.settings, asked.lopti, asked.analyses, asked.alpha
+    stabilize = settings.stabilize
+    clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
+    buckets, quartiles, _ = analyses or (None, None, None)
+    is_on = {
+        SPIKES: settings.enable,
+        STABILIZE: stabilize.is_on,
+        RATIO_CLIPS: stabilize.weighs_tokens,
+        FINE_LAYER_CLIP: clips_finely and config.actor_rollout_ref.actor.get("strategy") == "fsdp",
+        LOPTI: lopti is not None,
+        BUCKETS: buckets is not None,
+        QUARTILES: quartiles is not None,
+        FILTER: analyses is not None,
+        REWEIGHTING: alpha != 0,
+        CRITIC: settings.critic != "off",
+    }
+    return [feature for feature, on in is_on.items() if on]
+
+
+_NAMES = {
+    "spikes": [SPIKES],
+    "critic": [CRITIC],
+    "stabilize": [STABILIZE],
+    "ratio_clips": [RATIO_CLIPS],
+    "fine_layer_clip": [FINE_LAYER_CLIP],
+    "reweighting": [REWEIGHTING],
+    "lopti": [LOPTI],
+    "filter": [FILTER],
+    "analyses": [BUCKETS, QUARTILES],
+    "updates": [SPIKES, STABILIZE, LOPTI, BUCKETS, QUARTILES],
+}
+
+
+def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
+    """What a setting has to be, and by verl which features need it."""
+    for row in yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")):
+        where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
+        for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
+            allowed = tuple(row.get("one of", [value]))
+            default, said = row.get("default", allowed[0]), row.get("said", str(allowed[0]).lower())
+            yield Requirement(key, allowed, default, said, row["because"], row.get("only with", "")), where
+
+
+TABLE = tuple(_table())
+
+
+def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> None:
+    """Refuse a run in which a feature that is on could not work.
+
+    Args:
+        on: whose rows of the table hold: ``0.7``, or ``0.9`` and what of ``0.10`` and ``megatron`` is there.
+        features: see :class:`Asked`.
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
+    """
+    for feature in features:
+        if feature == CRITIC:
+            from verl.trainer.ppo.utils import need_critic
+
+            require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
+        check_requirements(feature, _needs_of(feature, on), config)
+
+
+def tables_for(config: Any) -> list[str]:
+    """Whose rows of the table hold for a run on verl 0.9 or later: of what is installed, read and not imported."""
+    on, spec = ["0.9"], find_spec("verl")
+    engine = Path(*(spec.submodule_search_locations or ()) if spec else (), "workers/engine/fsdp/transformer_impl.py")
+    if engine.is_file() and "prefix_grouper" in engine.read_text(encoding="utf-8"):
+        on.append("0.10")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        on.append("megatron")
+    return on
+
+
+_CURES = {
+    "clip_tokens": (STABILIZE, RATIO_CLIPS),
+    "clip_sequences": (STABILIZE, RATIO_CLIPS),
+    "reweight": (REWEIGHTING,),
+}
+"""Settings of ours that a search measures, and the features that they switch on."""
+
+
+def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
+    """The settings of ours that this run would be refused with, by name: nobody is to be told to take one.
+
+    Their lines switch the rollout's log-probs on themselves.
+    """
+    refused = set()
+    for name, features in _CURES.items():
+        for feature in features:
+            needs = [need for need in _needs_of(feature, on) if need.key != f"{_ROLLOUT}.calculate_log_probs"]
+            try:
+                check_requirements(feature, needs, config)
+            except ValueError:
+                refused.add(name)
+    return frozenset(refused)
+
+
+def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:
+    return [need for need, where in TABLE if any(feature in where.get(verl, ()) for verl in ("all", *on))]
+
+
+def needed_of_megatron(block: str) -> dict[str, Any]:
+    """What Megatron's own config of this block has to say, by name: no other value was run."""
+    prefix = f"{ACTOR}.megatron.{block}."
+    return {need.key.removeprefix(prefix): need.default for need, _ in TABLE if need.key.startswith(prefix)}
+
+
+def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
+    """Refuse inputs that an analysis does not know.
+
+    Args:
+        feature: the setting that switches it on.
+        inputs: of each row, what there is beside text; of a text-only run verl's agent loop gives an empty dict.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if any(inputs):
+        raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")

@@ -2,53 +2,41 @@
 """What a trainer of verl's holds of GradLoc on the driver, whatever its version calls when."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import OmegaConf
 
-from ...config import GradLocConfig, settings_from
-from ...health.config import HealthConfig
+from ...config import GradLocConfig
 from ...health.monitor import Monitor
-from ...loop.batch import BatchView
+from ...loop.batch import BatchView, groups_of
+from ...loop.driver import Driver
 from ...loop.wire import Policy, RankReport
+from ...record import Run
+from ...record.origin import origin
 from ...record.state import load_states, save_states
-from ...reweighting import AdvantageReweightingConfig, LoptiConfig
+from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
-from .driver import VerlDriver, build_driver
-from .reports import reports_of
+from .needs import health_in, refused_cures
+from .watch import reports_of
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
 
 
-def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
-    """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
-    blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
-    alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
-    return alpha.alpha, (lopti if lopti.enable else None)
-
-
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
-    """The trainer's health monitor, or None while ``trainer.health.enable`` is off.
+    """The trainer's health monitor, or None while ``trainer.health.enable`` is off: see :func:`~.needs.health_in`.
 
     Args:
-        config: the trainer's whole config; one without the block has it off.
+        config: the trainer's whole config.
         grad_clip: verl's limit on the norm of the actor's gradient.
-
-    Raises:
-        ValueError: one sentence for a setting that is wrong, also while it is off.
     """
-    block = config.trainer.get("health")
-    if block is None:
-        return None
-    from omegaconf import OmegaConf
-
-    settings: Any = HealthConfig(**OmegaConf.to_container(block, resolve=True))
-    if not settings.enable:
+    settings = health_in(config)
+    if settings is None:
         return None
     estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
     return Monitor(settings, limit_of_all(config, grad_clip), estimator not in _WITHOUT_GROUPS)
@@ -62,6 +50,78 @@ def limit_of_all(config: Any, grad_clip: Any) -> float | None:
     return None if clips_layers or not grad_clip else float(grad_clip)
 
 
+def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
+    """The driver of the updates of a run's ``actor`` or ``critic``; ``config`` is the trainer's whole config."""
+    shared, num_rollouts = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
+    trained, path, action_key = shared.actor, shared.model.path, "action.mode"
+    if model == "critic":
+        trained, path, action_key = config.critic, config.critic.model.path, "critic"
+        settings = _critic_settings(settings)
+    plain: Any = OmegaConf.to_container(trained, resolve=True)
+    run_config: Any = OmegaConf.to_container(config)
+    if model == "actor" and OmegaConf.select(config, "distillation.enabled"):
+        plain["distillation_loss"] = OmegaConf.to_container(config.distillation.distillation_loss, resolve=True)
+    names = config.trainer.project_name, config.trainer.experiment_name
+    run = origin(Run(*names, model=path, estimator=_estimator(config.algorithm), rollouts=num_rollouts), run_config)
+    epochs = trained.ppo_epochs
+    driver = VerlDriver(settings, tokenizer=tokenizer, run=run, trained=plain, num_epochs=epochs, model=model)
+    driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * num_rollouts
+    driver.action_key = f"actor_rollout_ref.actor.gradloc.{action_key}"
+    return driver
+
+
+class VerlDriver(Driver):
+    """A driver that knows how verl deals rows out."""
+
+    sequences_per_mini_batch: int
+    """Rollouts, over all ranks."""
+    step_metrics: tuple[dict[str, float], ...] = ()
+    """The metrics of each update of the trainer's present step."""
+    _global_step = -1
+
+    def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
+        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update` and below."""
+        if global_step != self._global_step:
+            self._global_step, self.step_metrics = global_step, ()
+        num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
+        return self.before_update(num_tokens, global_step, stage)
+
+
+def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:
+    """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
+    is cut into mini-batches in order.
+
+    Args:
+        response_mask: (R, T), in the order in which the rows are dealt out.
+        dp_size: data-parallel ranks.
+        sequences_per_mini_batch: over all ranks.
+    """
+    per_row = response_mask.sum(-1)
+    rows_per_rank = len(per_row) // dp_size
+    rows_each = max(sequences_per_mini_batch // dp_size, 1)
+    by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+    return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
+
+
+def _estimator(algorithm: Any) -> str | None:
+    """By the record's names; None where the rewards are not the scores, since they hold a KL penalty."""
+    name = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)).removesuffix("_vectorized")
+    if algorithm.use_kl_in_reward:
+        return None
+    return "grpo_mean" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name
+
+
+def _critic_settings(settings: Any) -> Any:
+    """The actor's settings as they hold for the critic: its own action, and no weights beside the checkpoints'."""
+    return replace(
+        settings,
+        enable=True,
+        stabilize=type(settings.stabilize)(),
+        action=replace(settings.action, mode=settings.critic),
+        evidence=replace(settings.evidence, checkpoint="off"),
+    )
+
+
 class Workers(NamedTuple):
     """Of a model: where the trainer keeps its workers, their mesh, and what is run in each of them."""
 
@@ -69,30 +129,36 @@ class Workers(NamedTuple):
     mesh: str
     report: Callable[[Any], Any]
     """After an update."""
-    watch: Callable[[Any], Any] | None = None
+    watch: Callable[[Any], Any]
     """Before the first one."""
 
 
-class Update:
+class WorkersUpdate:
     """An update of a model that verl is about to make; an adapter says what its batch of R rows is kept in.
 
     Args:
         trainer: verl's.
         workers: the model's.
         batch: verl's, in the order in which its rows are dealt out.
-        of_verl: verl's own method, where it is to be made.
+        original: verl's own method, where it is to be made.
     """
 
     dp_size: int
     """Data-parallel ranks of the model."""
 
-    def __init__(self, trainer: Any, workers: Workers, batch: Any, of_verl: Any = None):
-        self.trainer, self.workers, self.batch, self.of_verl = trainer, workers, batch, of_verl
+    def __init__(self, trainer: Any, workers: Workers, batch: Any, original: Any = None):
+        self.trainer, self.workers, self.batch, self.original = trainer, workers, batch, original
 
     @property
     def group(self) -> Any:
         """The model's worker group."""
         return getattr(self.trainer, self.workers.group)
+
+    def watch(self) -> None:
+        """Have what verl calls in the model's workers be ours, from the first time on."""
+        if not hasattr(self.group, "gradloc_is_there"):
+            self.group.execute_with_func_generator(self.workers.watch)
+            self.group.gradloc_is_there = True
 
     def get(self, *names: str) -> list[torch.Tensor]:
         """Tensors of the batch, (R, T) each."""
@@ -109,6 +175,34 @@ class Update:
     def run(self, policy: Policy) -> dict[str, Any]:
         """Update through verl's own method, the policy sent along; returns the update's metrics."""
         raise NotImplementedError
+
+
+_PEAK = "perf/max_memory_allocated_gb"
+
+
+def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
+    """verl reads its device's peak, which we reset before each step: tell the process' own."""
+    if _PEAK in metrics:
+        most = max(report.peak_bytes for report in reports) / 2**30
+        told = metrics[_PEAK]
+        metrics[_PEAK] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
+
+
+class Checkpointed:
+    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` lie beside each checkpoint."""
+
+    def _load_checkpoint(self) -> Any:
+        answer = super()._load_checkpoint()
+        if getattr(self, "global_steps", 0) > 0:  # a fit() of the user's own may count otherwise
+            folder = self.config.trainer.default_local_dir
+            if self.config.trainer.resume_mode == "resume_path":
+                folder = os.path.dirname(os.path.normpath(self.config.trainer.resume_from_path))
+            self.gradloc.load(os.path.join(folder, f"global_step_{self.global_steps}"))
+        return answer
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        self.gradloc.save(os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
 
 
 class TrainerParts:
@@ -132,13 +226,18 @@ class TrainerParts:
         self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
         self._num_silent = 0
         self._checkpoint: str | None = None
+        self._refused_cures = frozenset[str]()
 
-    def build_drivers(self, config: Any, tokenizer: Any) -> None:
-        """Of the models whose spikes are looked for; see :func:`~.driver.build_driver`."""
+    def build_drivers(self, config: Any, tokenizer: Any, on: Collection[str]) -> None:
+        """Of the models whose spikes are looked for; see :func:`build_driver`, and of ``on`` :func:`.check_needs`."""
+        self._refused_cures = refused_cures(on, config)
         if self.settings.enable:
             self.spikes = build_driver(config, self.settings, tokenizer)
         if self.settings.critic != "off":
             self.critic = build_driver(config, self.settings, tokenizer, "critic")
+        for driver in self.drivers:
+            mode, root = driver.settings.action.mode, driver.writer.store.root
+            print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
 
     @property
     def drivers(self) -> list[VerlDriver]:
@@ -150,7 +249,7 @@ class TrainerParts:
         """Whether the actor's update is anything but verl's own."""
         return self.spikes is not None or self.stabilizers is not None or self.lopti is not None
 
-    def reweight(self, update: Update, metrics: dict[str, Any]) -> None:
+    def reweight(self, update: WorkersUpdate, metrics: dict[str, Any]) -> None:
         """Right after the estimator: Advantage Reweighting of what the update is to be made with."""
         if self.alpha != 0:
             before, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
@@ -158,7 +257,7 @@ class TrainerParts:
             update.put(advantages=after)
             metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
 
-    def update_actor(self, update: Update) -> dict[str, Any]:
+    def update_actor(self, update: WorkersUpdate) -> dict[str, Any]:
         """The actor's update, once or in Lopti's two stages; its metrics, of which ours are lists."""
         if self.lopti is None:
             return self._update(update, self.spikes, self.stabilizers)
@@ -175,13 +274,13 @@ class TrainerParts:
         finally:
             update.put(advantages=advantages)
 
-    def update_critic(self, update: Update) -> dict[str, Any]:
+    def update_critic(self, update: WorkersUpdate) -> dict[str, Any]:
         """The critic's update; its metrics."""
         return self._update(update, self.critic)
 
     def _update(
         self,
-        update: Update,
+        update: WorkersUpdate,
         driver: VerlDriver | None,
         memory: StabilizerMemory | None = None,
         stage: str = "",
@@ -193,6 +292,9 @@ class TrainerParts:
             policy = self._silent_policy(update)
         else:
             policy = driver.before_batch(view.tensors["response_mask"], step, update.dp_size, stage)
+            if driver.settings.search.max_cures > 0 and not stage:  # which has a part of the advantages
+                groups = groups_of(view, driver.writer.run.estimator, self.alpha != 0, self._refused_cures)
+                policy = replace(policy, groups=groups)
         learned = None if memory is None else memory.to_send
         policy = replace(policy, stage=stage or None, learned=learned, keeps_lr_schedule=keeps_lr_schedule)
         metrics = update.run(policy)
@@ -203,11 +305,12 @@ class TrainerParts:
                 metrics[name] = [value for report in reports for value in report.metrics[name]]
         if driver is not None:
             ours = driver.after_update(reports, view)
-            driver.of_step += ({name: value for name, (value,) in ours.items()},)
+            driver.step_metrics += ({name: value for name, (value,) in ours.items()},)
             metrics.update(ours)
+            _restore_peak(metrics, reports)
         return metrics
 
-    def _silent_policy(self, update: Update) -> Policy:
+    def _silent_policy(self, update: WorkersUpdate) -> Policy:
         """Of an update in which no spike is looked for."""
         config = update.trainer.config.actor_rollout_ref
         num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)

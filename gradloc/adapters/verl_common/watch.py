@@ -11,10 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
+from verl import DataProto
 from verl.utils.device import get_device_id, get_device_name
 
 from ...core.gradients import GradientSpace
@@ -33,7 +35,7 @@ def device_of() -> Any:
     return "cpu" if get_device_name() == "cpu" else get_device_id()
 
 
-class Watch:
+class ActorWatch:
     """The parts that are on, called in the order of the methods.
 
     It is also what the localizer asks of verl: :class:`~...loop.localizer.ActorPowers`. An adapter says where verl
@@ -125,22 +127,22 @@ class Clipping:
     """
 
     def __init__(self, holder: ModuleType):
-        self._holder, self._of_fsdp2 = holder, holder.fsdp2_clip_grad_norm_
+        self._holder, self._fsdp2_clip = holder, holder.fsdp2_clip_grad_norm_
 
     def clip(self, module: torch.nn.Module, limit: float) -> torch.Tensor:
         """As verl does; the norm before, a scalar."""
         if isinstance(module, FSDP1):
             norm = type(module).clip_grad_norm_(module, limit)
         else:
-            norm = self._of_fsdp2(module.parameters(), max_norm=limit)
+            norm = self._fsdp2_clip(module.parameters(), max_norm=limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextlib.contextmanager
     def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
         """While verl clips and then steps: look in between."""
-        of_fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
-        of_fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
-        with replaced(module, **of_fsdp1), replaced(self._holder, **of_fsdp2):
+        fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
+        fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
+        with replaced(module, **fsdp1), replaced(self._holder, **fsdp2):
             yield
 
 
@@ -176,10 +178,30 @@ def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     try:
         with kind if version == 1 else contextlib.nullcontext():
             state = ranks.together(module.state_dict)
-        ranks.agree(write)
+        ranks.agree_slowly(write)
     except PeerFailure:
         logger.exception("gradloc: the weights of this event are not kept: %s could not be written on some rank", path)
         with contextlib.suppress(OSError):
             os.remove(path)
         return False
     return True
+
+
+_KEY = "gradloc_report_"
+
+
+def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
+    """What all processes of verl's worker group answer, in their order.
+
+    Args:
+        group: verl's.
+        ask: a plain function that runs in each worker, and returns an :func:`answer`.
+    """
+    answers = group.execute_with_func_generator(ask).meta_info
+    by_process = {int(key.removeprefix(_KEY)): value for key, value in answers.items() if key.startswith(_KEY)}
+    return [by_process[process] for process in sorted(by_process)]
+
+
+def answer(value: Any) -> DataProto:
+    """This process's answer, under a name of its own: of several that have the same one, verl keeps one."""
+    return DataProto(meta_info={f"{_KEY}{dist.get_rank()}": value})

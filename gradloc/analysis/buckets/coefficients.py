@@ -11,11 +11,11 @@ Shapes: R rows on this rank, T response positions, K buckets, C terms of the los
 
 import torch
 
-from ..actor import BUCKET_KEY, Actor, MicroBatch, Rows
+from ..actor import BUCKET_KEY, Actor, ActorMicroBatch, Rows
 from ..rows import Weights
 
 
-class Coefficients:
+class BucketCoefficients:
     """Of this rank's rows, gathered micro-batch by micro-batch.
 
     Args:
@@ -29,7 +29,7 @@ class Coefficients:
     def __init__(self, actor: Actor, rows: Rows, num_buckets: int, num_rows: int, dp_size: int):
         self._actor, self._num_rows, self._dp_size = actor, num_rows, dp_size
         shape = rows["response_mask"].shape
-        self._of_tokens = {term: torch.zeros(shape, device=actor.device) for term in actor.terms}
+        self._coefficients = {term: torch.zeros(shape, device=actor.device) for term in actor.terms}
         """Per term, (R, T): d (whole batch's loss) / d log_prob, or d entropy for its term, times ``dp_size``."""
         self.weights = torch.zeros(num_buckets, len(actor.terms), dtype=torch.float64)
         """(K, C): the buckets' shares of the terms' averages; over all ranks they sum to 1 for each term."""
@@ -38,9 +38,9 @@ class Coefficients:
 
     def of(self, term: str) -> Weights:
         """The weights whose sum has the term's gradient."""
-        return {"entropy" if term == "entropy" else "log_prob": self._of_tokens[term]}
+        return {"entropy" if term == "entropy" else "log_prob": self._coefficients[term]}
 
-    def add(self, part: MicroBatch, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
+    def add(self, part: ActorMicroBatch, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
         """Differentiate a micro-batch's loss by its log-probs and entropies; no model runs, no rank waits for another.
 
         It counts as where the mini-batch is the batch: a last, smaller mini-batch or micro-batch is not scaled as if
@@ -56,7 +56,7 @@ class Coefficients:
         for term, share in shares.items():
             by = entropy_leaf if term == "entropy" else leaf
             (grad,) = torch.autograd.grad(by_term[term], by, retain_graph=True)
-            self._of_tokens[term][part.rows] = (grad * (share * self._dp_size)).float()
+            self._coefficients[term][part.rows] = (grad * (share * self._dp_size)).float()
         buckets, tokens = part.inputs[BUCKET_KEY], part.inputs["response_mask"].sum(-1).double()
         for bucket in buckets.unique().tolist():
             inside = buckets == bucket

@@ -11,14 +11,14 @@ import math
 import numpy as np
 
 from ...record.analysis import Bucket, GradientAnalysis, Group, Norms, Range
-from ...rollout_filter.groups import Groups
+from ...rollout_filter.groups import GroupStatistics
 from .probe import BucketNumbers
 
 ALL = "all"
 
 
 def bucket_records(
-    numbers: BucketNumbers, buckets: dict[str, list[int]], groups: Groups, tokens: np.ndarray
+    numbers: BucketNumbers, buckets: dict[str, list[int]], groups: GroupStatistics, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
     """One record per bucket (name -> groups) in order, then ``all``; ``tokens``: (R,) response tokens of each row."""
     named = {**buckets, ALL: list(range(len(groups)))}
@@ -28,10 +28,10 @@ def bucket_records(
 
 
 def _bucket(
-    numbers: BucketNumbers, index: int, name: str, members: list[int], groups: Groups, tokens: np.ndarray
+    numbers: BucketNumbers, index: int, name: str, members: list[int], groups: GroupStatistics, tokens: np.ndarray
 ) -> Bucket:
     is_all, terms = name == ALL, numbers["terms"]
-    is_member = np.isin(groups.of_row, members)
+    is_member = np.isin(groups.group_of_row, members)
     num_rows, num_tokens = int(is_member.sum()), int(tokens[is_member].sum())
     std = groups.reward_std[members]
     norms, dots = numbers["norms"][index], numbers["dots"][index]
@@ -80,7 +80,7 @@ def bucket_cosines(numbers: BucketNumbers) -> tuple[tuple[float | None, ...], ..
     )
 
 
-def group_table(buckets: dict[str, list[int]], groups: Groups) -> tuple[Group, ...]:
+def group_table(buckets: dict[str, list[int]], groups: GroupStatistics) -> tuple[Group, ...]:
     """The guide's ``group_rv_table``: one line per group, in ascending order of deviation."""
     return tuple(
         Group(

@@ -13,7 +13,7 @@ import torch
 from ...core.gradients import Gradient
 from ..actor import BUCKET_KEY
 from ..rows import RowProbe, add_up, only
-from .coefficients import Coefficients
+from .coefficients import BucketCoefficients
 
 
 class BucketNumbers(TypedDict):
@@ -41,7 +41,7 @@ class BucketProbe(RowProbe):
         self._task: list[Gradient] = []
         buckets = self.rows[BUCKET_KEY]
         num_rows = int(self.ranks.sum([float((buckets >= 0).sum())])[0])
-        coefficients = Coefficients(self.actor, self.rows, num_buckets, num_rows, self.ranks.size)
+        coefficients = BucketCoefficients(self.actor, self.rows, num_buckets, num_rows, self.ranks.size)
         for part in self.actor.micro_batches(self.rows):
             self.num_forwards += 1
             with torch.no_grad():

@@ -14,7 +14,7 @@ from ...rollout_filter.groups import groups_of
 from ..actor import BUCKET_KEY, NUM_BUCKETS_KEY
 from ..config import BucketSettings
 from ..files import log_group_table
-from ..reporter import Batch, Reporter, Run
+from ..reporter import AnalysisBatch, AnalysisRun, Reporter
 from .metrics import analysis_metrics, bucket_cosines, bucket_records, group_table
 from .split import split_groups
 
@@ -29,11 +29,11 @@ class BucketAnalysis(Reporter):
     name, prefix = "gradient_analysis", "grad_analysis"
     settings: BucketSettings
 
-    def __init__(self, settings: BucketSettings, run: Run, prepare: Callable[[int], Batch]):
+    def __init__(self, settings: BucketSettings, run: AnalysisRun, prepare: Callable[[int], AnalysisBatch]):
         super().__init__(settings, run)
         self._prepare = prepare
 
-    def analyse(self, batch: Batch, global_step: int) -> dict[str, float]:
+    def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
         settings, start = self.settings, time.perf_counter()
         if settings.is_separate:
             batch = self._prepare(self.about.seed + _SEEDS_APART * global_step)
@@ -43,8 +43,8 @@ class BucketAnalysis(Reporter):
         if settings.bucket_mode == "quantile" and len(groups) > 1 and len(np.unique(groups.reward_std)) == 1:
             logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
         number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
-        of_row = torch.tensor([number_of[group] for group in groups.of_row.tolist()])
-        numbers = batch.ask({BUCKET_KEY: of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        buckets_of_rows = torch.tensor([number_of[group] for group in groups.group_of_row.tolist()])
+        numbers = batch.ask({BUCKET_KEY: buckets_of_rows}, {NUM_BUCKETS_KEY: len(buckets)})[0]
         tokens = mask.sum(-1).numpy()
         record = GradientAnalysis(
             bucket_mode=settings.bucket_mode,

@@ -17,7 +17,7 @@ import torch
 from ...core.gradients import Gradient
 from ...core.step import Outputs, Recorded, RngState, record
 from ...record.analysis import Update
-from ..actor import BUCKET_KEY, MicroBatch
+from ..actor import BUCKET_KEY, ActorMicroBatch
 from ..rows import RowProbe, Weights, add_up, only
 from .split import NUM_QUARTILES, UPDATES
 from .trial_step import trial_step
@@ -101,7 +101,7 @@ class QuartileProbe(RowProbe):
         self.whole = self.take()
         return weights
 
-    def _train_on(self, part: MicroBatch, num_rows: int, weights: Weights) -> None:
+    def _train_on(self, part: ActorMicroBatch, num_rows: int, weights: Weights) -> None:
         self.num_forwards += 1
         self.num_backwards += 1
         recorded = Recorded(RngState(self.actor.device))

@@ -75,7 +75,7 @@ def measured(
 
 def _changes(log_probs: list[Changes], num_rows: int) -> Changes:
     def probability(name: str) -> np.ndarray:
-        rows = np.concatenate([of_rank[name] for of_rank in log_probs])[:num_rows]  # filling rows come last
+        rows = np.concatenate([one_rank[name] for one_rank in log_probs])[:num_rows]  # filling rows come last
         return np.exp(rows.astype(np.float64))
 
     before = probability("before")
@@ -91,9 +91,9 @@ def _sampled_tokens(norms: list[dict[str, float]], places: np.ndarray, tokens: _
             quartile=int(tokens.quartile[row, position]) + 1,
             probability=float(tokens.probability[row, position]),
             advantage=float(tokens.advantage[row, position]),
-            **of_token,
+            **measured,
         )
-        for (row, position), of_token in zip(places.tolist(), norms, strict=True)
+        for (row, position), measured in zip(places.tolist(), norms, strict=True)
     )
 
 

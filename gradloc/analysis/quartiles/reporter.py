@@ -8,19 +8,19 @@ import torch
 from ...record import analysis
 from ..actor import BUCKET_KEY, NUM_SAMPLED_KEY
 from ..config import QuartileSettings
-from ..reporter import Batch, Reporter
+from ..reporter import AnalysisBatch, Reporter
 from .probe import QUARTILE_KEY, SAMPLE_KEY
 from .record import measured, quartile_metrics
 from .split import assign, sample_tokens
 
 
-class QuartileAnalysis(Reporter):
+class QuartileReporter(Reporter):
     """Splits the gradient that the batch is about to cause by the tokens' probability."""
 
     name = prefix = "quartile_analysis"
     settings: QuartileSettings
 
-    def analyse(self, batch: Batch, global_step: int) -> dict[str, float]:
+    def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
         start = time.perf_counter()
         arrays = {key: batch.tensors[key].float().numpy() for key in ("old_log_probs", "advantages")}
         arrays["responses"] = batch.tensors["responses"].numpy()

@@ -30,7 +30,7 @@ Found = tuple[dict[int, Any], list[str]]
 
 
 @dataclass
-class Analysis:
+class StepBuckets:
     step: int
     values: dict[str, dict[str, float]]
     """By bucket, lowest variance first and ``all`` last: what follows its name in the metric -> value."""
@@ -53,7 +53,7 @@ class Analysis:
         return self.values.get(bucket, {}).get(name, math.nan)
 
 
-def from_metrics(step: int, row: Mapping[str, float | None]) -> Analysis | None:
+def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | None:
     """Picks an analysis out of a step's metrics; None when no bucket was measured at this step."""
     values: dict[str, dict[str, float]] = {}
     cosines = {}
@@ -68,7 +68,7 @@ def from_metrics(step: int, row: Mapping[str, float | None]) -> Analysis | None:
     buckets = sorted(values.keys() - {ALL}, key=lambda name: int(name.rpartition("_")[2]))
     if not buckets:
         return None
-    return Analysis(step, {name: values[name] for name in [*buckets, ALL] if name in values}, cosines)
+    return StepBuckets(step, {name: values[name] for name in [*buckets, ALL] if name in values}, cosines)
 
 
 def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> Found:
@@ -110,7 +110,7 @@ def required(analyses: dict[int, Any], notes: list[str], path: Path, kind: str) 
     return dict(sorted(analyses.items())), notes
 
 
-def _from_record(record: dict) -> Analysis | None:
+def _from_record(record: dict) -> StepBuckets | None:
     # "NaN" and "Infinity" are how the trainer spells what JSON has no number for
     row = {name: float(value) for name, value in record["metrics"].items() if value is not None}
     analysis = from_metrics(int(record["global_step"]), row)
@@ -119,9 +119,9 @@ def _from_record(record: dict) -> Analysis | None:
     return analysis
 
 
-def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, Analysis]:
+def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
     """From the metrics that any logger kept; tables from the trainer's CSV."""
-    analyses: dict[int, Analysis] = {}
+    analyses: dict[int, StepBuckets] = {}
     for metrics in (run.metrics for run in runs):
         series = {name: values for name, values in metrics.series.items() if name.startswith("grad_")}
         for at, step in enumerate(metrics.steps if series else ()):
@@ -153,7 +153,7 @@ def _read_table(file: Path) -> list[tuple[str, float]]:
     return table
 
 
-def to_json(analysis: Analysis) -> dict:
+def to_json(analysis: StepBuckets) -> dict:
     """What ``gradient_analysis_metrics_step_<N>.json`` holds."""
     cosines = {f"{a}/{b}": value for (a, b), value in sorted(analysis.cosines.items()) if a < b}
     return {
@@ -167,7 +167,7 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def from_json(file: Path) -> Analysis:
+def from_json(file: Path) -> StepBuckets:
     """Reads back what :func:`to_json` gave; raises ReportError when it is something else."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

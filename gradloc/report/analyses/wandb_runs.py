@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ReportError
-from .buckets import Analysis, from_metrics
+from .buckets import StepBuckets, from_metrics
 
 _TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
 
 
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
-) -> tuple[dict[int, Analysis], list[str], str]:
+) -> tuple[dict[int, StepBuckets], list[str], str]:
     """The analyses of ENTITY/PROJECT/RUN_ID by step, notes, and a folder name: ``<run name>_<run id>``.
 
     Only the tables of ``steps`` are read, where these are given; ``api`` stands in for ``wandb.Api()``.
@@ -29,7 +29,7 @@ def read_wandb(
         raise
     except Exception as error:  # the package's own errors have no common base
         raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
-    analyses: dict[int, Analysis] = {}
+    analyses: dict[int, StepBuckets] = {}
     notes: list[str] = []
     for row in rows:
         step = row.get("training/global_step", row.get("_step"))

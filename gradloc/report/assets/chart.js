@@ -21,7 +21,8 @@ class Chart {
     this.steps = sorted([...lines.filter((line) => line.kind !== "limit").flatMap((line) => line.x), ...chart.marks.map(([step]) => step)]);
     this.x = sorted([...this.steps, ...lines.flatMap((line) => line.x)]);
     this.whole = [this.x[0], this.x.at(-1)].map((step, index, [first, last]) => (first === last ? step + 2 * index - 1 : step));
-    this.marks = chart.marks.map(([step, norm, id]) => ({ step, norm, link: make("a", { href: `#event-${id}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `event at step ${step}`, title: `step ${step}: ${norm === null ? "not finite" : short(norm)}, select to open` }) }));
+    const told = (step, norm) => `step ${step}: ${norm === null ? "not finite" : short(norm)}`;
+    this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at step ${step}`, title: `${told(step, norm)}, ${note}` }) }));
     this.strips = chart.bands.map(([first, last, state, note]) => ({ first, last, part: this.strip(state, note) }));
     this.plots = chart.panels.map((panel, index) => this.plot(panel, index));
     this.main = this.plots[0];
@@ -39,7 +40,7 @@ class Chart {
   plot(panel, index) {
     const isLast = index === this.chart.panels.length - 1;
     const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: FONT };
-    const rows = index || !this.marks.length ? panel.lines : [...panel.lines, { kind: "mark", label: "event", at: new Map(this.marks.map(({ step, norm }) => [step, norm])), x: [] }];
+    const rows = index || !this.marks.length ? panel.lines : [...panel.lines, { kind: "mark", label: this.chart.noun, at: new Map(this.marks.map(({ step, norm }) => [step, norm])), x: [] }];
     const made = new uPlot({
       ...this.size(this.place.clientWidth, index),
       legend: { show: false },
@@ -98,7 +99,7 @@ class Chart {
     const shown = step === null ? this.chart.panels[0].lines : this.chart.panels.flatMap((panel) => panel.lines);
     const valueOf = (line) => line.at.get(line.kind === "limit" ? line.x.filter((x) => x <= step).at(-1) : step) ?? null;
     const entries = shown.map((line) => [line.label, step === null ? null : valueOf(line), line.kind]);
-    if (step === null && this.marks.length) entries.push(["event", null, "mark"]);
+    if (step === null && this.marks.length) entries.push([this.chart.noun, null, "mark"]);
     const keys = entries.map(([label, value, kind]) => make("span", { className: `key ${kind}` }, label, ...(value === null ? [] : [make("b", { textContent: ` ${plain(value)}` })])));
     if (step !== null) keys.unshift(make("b", { className: "step", textContent: `step ${step.toLocaleString("en")}` }));
     this.figure.querySelector(".keys").replaceChildren(...keys);
@@ -158,7 +159,7 @@ class Chart {
       "+": () => this.zoom(middle - (max - min) / 4, middle + (max - min) / 4),
       "-": () => this.zoom(middle - (max - min), middle + (max - min)),
       0: () => this.zoom(...this.whole),
-      Enter: mark && (() => { location.hash = `#event-${mark[2]}`; }),
+      Enter: mark && (() => { location.hash = `#${mark[2]}`; }),
     }[event.key === "=" ? "+" : event.key];
     if (!act) return;
     event.preventDefault();

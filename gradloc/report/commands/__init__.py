@@ -8,8 +8,11 @@ COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
     "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
+    "check": "before a run: what is on, what is refused, what a search takes, by the run's own config",
     "health": "healthy, warning or danger, step by step, with reasons and what people do",
+    "cure": "which single setting heals how many of a run's spikes",
     "trigger": "which steps the trigger would have flagged, with these settings or others",
     "buckets": "a run's gradient analyses: figures by reward variance, or three steps in one",
+    "mismatch": "why the log-probs of the rollout engine and of the trainer differ",
     "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
 }

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..analyses.buckets import Analysis, from_json, read_analyses, to_json
+from ..analyses.buckets import StepBuckets, from_json, read_analyses, to_json
 from ..errors import ReportError
 
 OUTPUTS = "gradient_analysis_outputs"
@@ -71,7 +71,7 @@ def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
     return [analyses[step] for step in steps or analyses]
 
 
-def write(analysis: Analysis, folder: Path) -> list[Path]:
+def write(analysis: StepBuckets, folder: Path) -> list[Path]:
     """Writes the files of one step: five figures, the metrics and the groups' deviations; returns their paths."""
     from ..figures.buckets import FIGURES
 

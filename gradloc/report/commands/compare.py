@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output)
+        output.check(args.output, None if args.format else output.HTML)
     runs = [read_run(args.run_a), read_run(args.run_b)]
     comparison = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]

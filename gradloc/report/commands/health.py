@@ -4,6 +4,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...record.store import plain
+from ...words.advice import sampling_cut
 from ...words.text import one_line, plural
 from ..analyses.lead import HORIZON, lead
 from ..errors import ReportError, assignments
@@ -70,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             f"{folder.path} has no metrics that can be judged: add `file` to trainer.logger, or "
             "name them with --metrics."
         )
+    for run, health in zip(folder.runs, healths, strict=True):
+        health.notes += filter(None, [sampling_cut(run.config, run.trainer)])
     if args.json:
         print(_json(folder, healths[0]))
     else:
@@ -115,7 +119,7 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
         "advice": {
-            finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice()]
+            finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice(*_of(folder))]
             for finding in health.findings
         },
         "not_judged": list(health.silent),
@@ -133,11 +137,11 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
         diagnosis = diagnose(folder.runs[0])
         headline = diagnosis.beside(health)
         is_found = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
-        if diagnosis.worst and not is_found:  # during the rules' own warm-up
+        if diagnosis.kind and not is_found:  # during the rules' own warm-up
             console.print(one_line(diagnosis.headline), style="bold red")
     console.print(headline)
     console.print(_strip(health))
-    _print_findings(console, health)
+    _print_findings(console, health, _of(folder))
     if health.silent:
         console.print(f"Not checked, their metrics are missing: {', '.join(health.silent)}.", style="dim")
     for note in health.notes:
@@ -146,11 +150,18 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     for run, health in list(zip(folder.runs, healths, strict=True))[1:]:
         diagnosis = diagnose(run)
         state = diagnosis.beside(health) if health else "No metrics that can be judged."
-        spike = f"{diagnosis.headline} " if diagnosis.worst else ""
+        spike = f"{diagnosis.headline} " if diagnosis.kind else ""
         print(one_line(f"{run.name}: {spike}{state}"))
 
 
-def _print_findings(console: Console, health: RunHealth) -> None:
+def _of(folder: RunFolder) -> tuple[str, dict[str, Any]]:
+    """What advice depends on: the run's trainer and its settings."""
+    run = folder.runs[0]
+    trainer = next((event.run.trainer for event in folder.events if event.run.trainer), run.trainer)
+    return trainer, run.settings
+
+
+def _print_findings(console: Console, health: RunHealth, of: tuple[str, dict[str, Any]]) -> None:
     """Each rule that found fault, and its advice; a line that several rules advise stands once."""
     printed: set[str] = set()
     for finding in health.findings:
@@ -160,12 +171,14 @@ def _print_findings(console: Console, health: RunHealth) -> None:
             when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
-        fresh = [(do, line) for do, line in finding.worst.advice() if line not in printed]
+        advice = finding.worst.advice(*of)
+        fresh = [(do, line) for do, line in advice if (line or do) not in printed]
         for do, line in fresh:
-            printed.add(line)
+            printed.add(line or do)
             console.print(Padding(f"- {do}", (0, 0, 0, 2)))
-            console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
-        if len(fresh) < len(finding.worst.advice()):
+            if line:
+                console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
+        if len(fresh) < len(advice):
             console.print(Padding("- and see above", (0, 0, 0, 2)))
 
 

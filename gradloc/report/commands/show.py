@@ -24,15 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
+    parser.add_argument(
+        "--pattern",
+        metavar="REGEX",
+        help=r"where a line has its norm: 'step (?P<step>\d+).*norm (?P<value>\S+)'; other groups are metrics",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output)
+        output.check(args.output, None if args.format else output.HTML)
     if len(args.paths) == 1:
-        folder = read_run(args.paths[0], args.metrics, args.metric)
+        folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
     else:
-        folder = read_logs(args.paths, args.metric)
+        folder = read_logs(args.paths, args.metric, pattern=args.pattern)
     events = [folder.find(name) for name in args.event] if args.event else folder.events
     if args.list:
         for event in events:

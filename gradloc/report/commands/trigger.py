@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output)
+        output.check(args.output, None)
         if args.output.suffix not in (".html", ".svg"):
             raise ReportError(f"{args.output} must end in .html or .svg.")
     runs, notes = _diagnoses(args)

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ...words.numbers import number
-from ..analyses.buckets import ALL, LOSSES, TERMS, Analysis
+from ..analyses.buckets import ALL, LOSSES, TERMS, StepBuckets
 from .palette import LIGHT
 from .style import dress
 
@@ -25,7 +25,7 @@ COLOURS = {
 }
 
 
-def summary(analysis: Analysis) -> Figure:
+def summary(analysis: StepBuckets) -> Figure:
     """Four panels: the task norm, all terms, the reward deviation, and how the buckets agree."""
     figure = _figure(11, 7.6)
     (task, terms), (deviations, agreement) = figure.subplots(2, 2)
@@ -40,7 +40,7 @@ def summary(analysis: Analysis) -> Figure:
     return figure
 
 
-def norms(analysis: Analysis) -> Figure:
+def norms(analysis: StepBuckets) -> Figure:
     """One panel per term: the norm of each bucket's own gradient."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 4.2)
@@ -49,7 +49,7 @@ def norms(analysis: Analysis) -> Figure:
     return figure
 
 
-def losses(analysis: Analysis) -> Figure:
+def losses(analysis: StepBuckets) -> Figure:
     """One panel per term of the loss and one for their sum: each bucket's mean."""
     names = [name for name in LOSSES if any(f"loss/{name}" in v for v in analysis.values.values())] or ["total"]
     figure = _figure(3.8 * len(names), 4.0)
@@ -58,7 +58,7 @@ def losses(analysis: Analysis) -> Figure:
     return figure
 
 
-def reward_deviation(analysis: Analysis) -> Figure:
+def reward_deviation(analysis: StepBuckets) -> Figure:
     """Every group's reward deviation by bucket, or each bucket's mean and range without a table."""
     figure = _figure(7.5, 4.4)
     _deviations(figure.subplots(), analysis)
@@ -66,7 +66,7 @@ def reward_deviation(analysis: Analysis) -> Figure:
     return figure
 
 
-def normed(analysis: Analysis) -> Figure:
+def normed(analysis: StepBuckets) -> Figure:
     """Each bucket's part of the gradient, per row and per token."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 7.0)
@@ -80,10 +80,12 @@ def normed(analysis: Analysis) -> Figure:
     return figure
 
 
-def three_steps(analyses: Sequence[Analysis], title: str) -> Figure:
+def three_steps(analyses: Sequence[StepBuckets], title: str) -> Figure:
     """One row per term, one column per step, the same scale along a row; common buckets only."""
     common = [name for name in analyses[0].buckets if all(name in a.values for a in analyses)]
-    kept = [Analysis(a.step, {name: a.values[name] for name in (*common, ALL) if name in a.values}) for a in analyses]
+    kept = [
+        StepBuckets(a.step, {name: a.values[name] for name in (*common, ALL) if name in a.values}) for a in analyses
+    ]
     terms = [term for term in TERMS if any(term in a.terms for a in kept)]
     figure = _figure(3.9 * len(kept), 2.9 * len(terms) + 0.6)
     grid = figure.subplots(len(terms), len(kept), sharey="row", squeeze=False)
@@ -100,14 +102,14 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(max(width, 6.0), height), layout="constrained")
 
 
-def _row(figure: Figure, analysis: Analysis, names: list[str], pattern: str, unit: str) -> None:
+def _row(figure: Figure, analysis: StepBuckets, names: list[str], pattern: str, unit: str) -> None:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         _bars(axes, analysis, [name], pattern)
         axes.set_title(NAMES[name])
         axes.set_ylabel(unit)
 
 
-def _bars(axes: Axes, analysis: Analysis, names: list[str], pattern: str = "{}", is_log: bool = False) -> None:
+def _bars(axes: Axes, analysis: StepBuckets, names: list[str], pattern: str = "{}", is_log: bool = False) -> None:
     """Bars side by side, one per bucket and name, and a dashed line where ``all`` is."""
     at = np.arange(len(analysis.buckets))
     is_alone = len(names) == 1
@@ -139,7 +141,7 @@ def _bars(axes: Axes, analysis: Analysis, names: list[str], pattern: str = "{}",
         axes.legend(frameon=False, fontsize=8, loc=place, ncols=min(len(names), 3))
 
 
-def _name_buckets(axes: Axes, analysis: Analysis) -> None:
+def _name_buckets(axes: Axes, analysis: StepBuckets) -> None:
     """Each bucket's number, how many rows it has and how they differ."""
     labels = []
     for bucket in analysis.buckets:
@@ -152,7 +154,7 @@ def _name_buckets(axes: Axes, analysis: Analysis) -> None:
     axes.set_xlabel("bucket, rows, mean reward deviation")
 
 
-def _deviations(axes: Axes, analysis: Analysis) -> None:
+def _deviations(axes: Axes, analysis: StepBuckets) -> None:
     for at, bucket in enumerate(analysis.buckets):
         mean = analysis.get(bucket, "reward_std_mean")
         axes.plot([at - 0.3, at + 0.3], [mean, mean], color=LIGHT.danger, linewidth=2)
@@ -178,7 +180,7 @@ def _deviations(axes: Axes, analysis: Analysis) -> None:
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=LIGHT.muted)
 
 
-def _agreement(axes: Axes, analysis: Analysis) -> None:
+def _agreement(axes: Axes, analysis: StepBuckets) -> None:
     """The cosines between the buckets' task gradients: numbers on squares, fuller away from 0."""
     buckets = analysis.buckets
     axes.set_title("Do the buckets pull the same way? (cosine)")

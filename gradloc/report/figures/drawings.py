@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ...record import Event
 from ...words.culprits import trusted_share
-from ...words.hurt import Part
+from ...words.hurt import Aftermath
 from ...words.numbers import number, percent
 
 CELLS_NAMED = 96
@@ -110,7 +110,7 @@ def layer_bars(event: Event) -> str | None:
     return _svg(width, 28 + high * len(layers), "Gradient norm by layer, the whole step and the largest culprit", marks)
 
 
-def spark(part: Part, step: int) -> str:
+def spark(part: Aftermath, step: int) -> str:
     """A metric around an event: its values as a line, the event's step as a bar, and a dot for its own value."""
     wide, high, room = 130.0, 32.0, 4.0
     steps, values = zip(*part.points, strict=True)

@@ -80,7 +80,7 @@ def view(follower: Follower, width: int) -> Group:
         parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
     elif run.runs:  # GradLoc may have been off: what the log says
         diagnosis = diagnose(run.runs[0])
-        parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.worst else "green"))
+        parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.kind else "green"))
     else:
         parts.append(Text("No spike so far.", style="green"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One JSON value over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook with its outputs."""
+"""One JSON value or Python literal over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook."""
 
 import json
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from .lines import read_lines
 from .names import is_norm, numbers, step_of
 from .recording import Recording
 from .source import Source
+from .wrappers import literal, texts_of
 
 LARGEST = 400_000_000
 """Bytes of a document, which is held as a whole."""
@@ -23,16 +24,19 @@ def is_document(source: Source) -> bool:
     first, newline, rest = head.partition("\n")
     try:
         json.loads(first)
-    except ValueError:  # over several lines, or beyond the head
-        return not newline or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
+    except ValueError:  # over several lines, beyond the head, or a Python literal
+        return not newline or not rest.strip() or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
     return not rest.strip()
 
 
 def read_document(source: Source) -> list[Recording]:
     """The rows of a document; none where it is something else."""
+    text = source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff")
     try:
-        document = json.loads(source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff"))
+        document = json.loads(text)
     except (ValueError, RecursionError):
+        document = literal(text)
+    if document is None:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
@@ -50,6 +54,8 @@ def read_document(source: Source) -> list[Recording]:
         _add_rows(made, document["log_history"])
     else:
         _add_rows(made, _entries_of(document))
+    if not made.rows and (texts := texts_of(document)):
+        return read_lines(source, texts)
     return [made]
 
 

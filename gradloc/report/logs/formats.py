@@ -3,8 +3,10 @@
 
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import copyfileobj
 from sys import stdin
@@ -12,10 +14,12 @@ from sys import stdin
 from ...words.text import first_of, plural
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
+from .archives import unpack
 from .databases import is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
 from .lines import read_lines
 from .names import is_norm
+from .pattern import read_by_pattern
 from .recording import Recording
 from .segments import LoggedRun, runs_of
 from .source import Source
@@ -52,28 +56,45 @@ _SETTINGS = re.compile(
     r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
 """What lies beside logs and is none."""
-_LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
+LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 Placed = tuple[Path, Recording]
 """A recording and its folder."""
 
 
-def read(paths: Sequence[Path], metric: str | None = None) -> tuple[list[LoggedRun], list[str]]:
+def read(
+    paths: Sequence[Path], metric: str | None = None, pattern: str | None = None
+) -> tuple[list[LoggedRun], list[str]]:
     """The runs in files, folders, or standard input (``-``), and notes on what could not be read.
 
     Args:
         paths: at least one.
         metric: the one that holds the gradient norms; None: the one that looks like it.
+        pattern: a regular expression that finds the norm in a line, by its group ``value``, and maybe ``step``.
 
     Raises:
         ReportError: when there is no run.
     """
+    for path in paths:
+        check(path)
+    if pattern is not None:
+        chains: dict[tuple, list[Recording]] = {(path,): [read_by_pattern(path, pattern)] for path in paths}
+        return runs_of(chains.values(), metric), []
+    with ExitStack() as unpacked:
+        return _read([(path, unpack(path, unpacked)) for path in paths], metric)
+
+
+def _read(paths: Sequence[tuple[Path, Path]], metric: str | None) -> tuple[list[LoggedRun], list[str]]:
+    """The runs in files or folders, each with the name that the user gave it."""
     chains: dict[tuple, list[Recording]] = {}
     notes: list[str] = []
-    for path in paths:
-        placed, more = _of_folder(path) if path.is_dir() else (_of_file(path), [])
+    for named, path in paths:
+        placed, more = _places_in_folder(path) if path.is_dir() else (_places_in_file(path), [])
         notes += more
         for folder, recording in placed:
+            recording.folder = folder if path is named and str(path) != "-" else None
+            if path is not named:
+                recording.source = f"{named.name}, {recording.source}" if recording.source != path.name else named.name
             chains.setdefault(_chain(folder, recording), []).append(recording)
     if not chains:
         raise ReportError(" ".join(notes) or "there is no log to read.")
@@ -90,8 +111,7 @@ def _chain(folder: Path, recording: Recording) -> tuple:
     return folder, recording.format, recording.run, re.sub(r"\d+", "", recording.source)
 
 
-def _of_file(path: Path) -> list[Placed]:
-    check(path)
+def _places_in_file(path: Path) -> list[Placed]:
     if str(path) != "-":
         return [(path.parent, recording) for recording in read_file(path)]
     with tempfile.NamedTemporaryFile() as copy:
@@ -102,9 +122,26 @@ def _of_file(path: Path) -> list[Placed]:
 
 def check(path: Path) -> None:
     """Raises ReportError where neither a file nor standard input is named."""
+    if url := re.match(r"https?:/+([^/]+)/*(.*)", str(path)):
+        raise ReportError(f"{path} is an address, and nothing is fetched from there. {_exported(url[1], url[2])}")
     if str(path) != "-" and not path.exists():
         guess = did_you_mean(path.name, [*COMMANDS, *(entry.name for entry in path.parent.glob("*"))])
         raise ReportError(f"{path} does not exist" + (guess or ": name a run's log, or the folder that holds it."))
+
+
+def _exported(host: str, page: str) -> str:
+    """How a tracker writes the run that a page of its shows to a file."""
+    parts = [part for part in page.partition("?")[0].split("/") if part != "runs"]
+    run = shlex.quote("/".join(parts[:3])) if len(parts) >= 3 else "ENTITY/PROJECT/RUN_ID"
+    ways = {
+        "wandb": "Export the run: python -c 'import sys, json, wandb; [print(json.dumps(row, default=str)) for row in "
+        f"wandb.Api().run(sys.argv[1]).scan_history()]' {run} > run.jsonl",
+        "mlflow": "Name the server's folder mlruns/, or its database, such as mlflow.db.",
+        "swanlab": "Name the run's folder under swanlog/, or the CSV that a chart's menu exports.",
+        "tensorboard": "Name the folder with the event files, or the CSV that a chart's download exports.",
+    }
+    known = next((way for name, way in ways.items() if name in host), None)
+    return known or "Save the file first: curl -LO ADDRESS; of a tracker, export the run's metrics as a CSV."
 
 
 def read_file(path: Path, name: str | None = None) -> list[Recording]:
@@ -124,7 +161,7 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
     raise ReportError(" ".join([refusal, *notes]))
 
 
-def _of_folder(folder: Path) -> tuple[list[Placed], list[str]]:
+def _places_in_folder(folder: Path) -> tuple[list[Placed], list[str]]:
     """The recordings of a folder; of those that hold the same norms, the one with the most metrics."""
     placed: list[Placed] = []
     unread: list[str] = []
@@ -142,7 +179,7 @@ def _of_folder(folder: Path) -> tuple[list[Placed], list[str]]:
             placed.append((path if path.is_dir() else path.parent, recording))
     with_norms = [entry for entry in placed if _norms(entry[1])]
     kept, notes = _distinct(with_norms) if with_norms else (placed[:1], [])
-    silent = [name for name in unread if _LOGLIKE.search(name)]
+    silent = [name for name in unread if LOGLIKE.search(name)]
     if kept and silent:
         files = plural(len(silent), "file")
         notes.append(f"{files} of the folder held no metrics that can be read ({first_of(silent)}).")

@@ -11,9 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ..errors import ReportError
 from .names import is_norm, number, numbers, step_of
 from .recording import Recording, Row, flat
 from .source import Source
+from .wrappers import unwrapped
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[rank(\d+)\]")
@@ -26,7 +28,9 @@ _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _HEADED = re.compile(
-    r"\b(?:global[_ ])?(?:step|iteration|iter)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?:\s*/\s*\d+)?\]?", re.IGNORECASE
+    r"\b(?:global[_ ])?(?:step|iteration|iter)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]",  # [73/120]
+    re.IGNORECASE,
 )
 _LABELLED = re.compile(
     rf"([A-Za-z][\w./@() -]*?)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)|([a-z_]*grad_?norm)\s+({_NUMBER})", re.I
@@ -34,6 +38,12 @@ _LABELLED = re.compile(
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
+_BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
+_BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:it/s|s/it),\s*([^\]]+)")
+_SPELLED = re.compile(
+    rf"(?<!max_)(?<!clip_)(?:grad(?:ient)?[ _.]*norm|gnorm)[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{_NUMBER}",
+    re.IGNORECASE,
+)
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _CONFIG_LINES = 4000
@@ -50,6 +60,8 @@ class Grammar:
         """By the process that printed them: several may print into one log."""
         self.is_counted = False
         """Whether the lines do not say their step, so that steps were counted."""
+        self.num_drawn = 0
+        """Norms that stood for a step that has one already."""
 
     def take(self, line: str, process: str) -> bool:
         raise NotImplementedError
@@ -137,6 +149,8 @@ class Printed(Grammar):
         start = line.find("{")
         if start < 0 or line.find("}", start) < 0:
             return False
+        if line.count("grad_norm") > 1 and len(parts := re.findall(r"\{[^{}]*\}", line)) > 1:  # a pasted log_history
+            return any([self.take(part, process) for part in parts])
         values = {name: float(value) for name, value in _PAIR.findall(line, start)}
         if not values:
             return False
@@ -202,11 +216,16 @@ class Labelled(Grammar):
 
     title = "lines of `step N ... name: value`"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """Epoch and batch of the lines that say these and no step."""
+
     def take(self, line: str, process: str) -> bool:
-        head = _HEADED.search(line)
+        head = _HEADED.search(line) or _BATCH.search(line)
         if head is None:
             return False
-        values = {}
+        values: dict[str, float] = {}
         for name, value, bare, bare_value in _LABELLED.findall(line, head.end()):
             values[(name or bare).strip(" |,-")] = float(value or bare_value)
         if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
@@ -215,17 +234,49 @@ class Labelled(Grammar):
             self.title = "prime-rl's log"
         elif line.lstrip().startswith("iteration") and "consumed samples" in line:
             self.title = "Megatron's log"
-        return self.add(process, int(head[1]), values)
+        if head.re is _BATCH:  # batches begin again in each epoch
+            self.is_counted = True
+            self.batches[process].append((int(head[1]), int(head[2])))
+            return self.add(process, len(self.rows[process]) + 1, values)
+        return self.add(process, int(head[1] or head[2]), values)
+
+    @property
+    def skips(self) -> bool:
+        """Whether batches go back, or some are missing: then lines cannot be counted as steps."""
+        pairs = [pair for batches in self.batches.values() for pair in zip(batches, batches[1:], strict=False)]
+        return len({b[1] - a[1] for a, b in pairs if a[0] == b[0]}) > 1 or any(a > b for a, b in pairs)
+
+
+class Bar(Grammar):
+    """What tqdm prints behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
+
+    title = "a progress bar's values"
+
+    def take(self, line: str, process: str) -> bool:
+        bar = _BAR.search(line)
+        values = (
+            {}
+            if bar is None
+            else {name.strip(" ,"): float(value) for name, value, *_ in _LABELLED.findall(bar[2]) if name}
+        )
+        if bar is None or not any(map(is_norm, values)):
+            return False
+        rows = self.rows[process]
+        if rows and rows[-1][0] == int(bar[1]):  # drawn again: the last one has the step's own values
+            rows[-1][1].update(values)
+            self.num_drawn += sum(map(is_norm, values))
+            return True
+        return self.add(process, int(bar[1]), values)
 
 
 def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
     """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
     json_lines = Json()
-    grammars = [Console(), json_lines, Printed(), Blocks(), Labelled()]
+    grammars = [Console(), json_lines, Printed(), Blocks(), Bar(), Labelled()]
     config = _Config()
     last, taken = "", None
-    num_bad = 0
-    for line in source.lines() if lines is None else lines:
+    num_bad = num_seen = 0
+    for line in unwrapped(source.lines() if lines is None else lines):
         if "\x1b" in line or "[0m" in line:
             line = _COLOUR.sub("", line)
         if line:
@@ -238,16 +289,31 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or "iter" in line
             or "•" in line
             or "│" in line
+            or "orm" in line
             or "- " in line
             and _WRAPPED.search(line)
         ):
             continue  # most lines of a long log end here: this is as fast as it gets
+        if "orm" in line:
+            num_seen += len(_SPELLED.findall(line))
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
         num_bad += taken is None and line.startswith('{"')
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
     if not best.rows:
         return []
+    if isinstance(best, Labelled) and best.skips:
+        raise ReportError(
+            f"{source.name} says epoch and batch, not the step, and batches are missing or out of order: steps cannot "
+            "be counted: log the step, or of one epoch, --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
+        )
+    num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
+    num_read += sum(grammar.num_drawn for grammar in grammars)
+    if num_read < num_seen / 2 and num_seen > 8:
+        raise ReportError(
+            f"{source.name} prints {num_seen:,} gradient norms, of which {num_read:,} can be read: their lines have a "
+            "form that is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
+        )
     notes = _notes(source, grammars, best, num_bad)
     if best is taken and isinstance(best, Console) and lines is None and not source.ends_whole:
         notes += _drop_cut_value(best, last)
@@ -256,6 +322,9 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         for process, rows in best.rows.items()
     ]
     made[0].notes = notes
+    if num_seen:
+        for recording in made:
+            recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"
     return made
 
 

@@ -32,9 +32,9 @@ ALIASES = {
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 _PARTS = re.compile(r"^(?:train|training|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_")
 _WRAPPED = re.compile(
-    r"\s*(?:[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
-    r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
-    r"\s*\]?(?:[,/][^()]*)?\)?\s*(?:%|m?s|it/s|tokens/s|GiB|GB|x)?\s*",
+    r"\s*(?P<call>[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
+    r"(?P<value>[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
+    r"\s*\]?(?(call)(?:,[^()]*)?\)?|(?:/[^()]*)?)\s*(?:%|m?s|it/s|tokens/s|GiB|GB|x)?\s*",
     re.IGNORECASE,
 )
 _NORM = re.compile(r"grad(?:ient)?s?(?:l2|total|global)?norm|gnorm|norm(?:of)?grad")
@@ -46,18 +46,18 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
 
     >>> number("tensor(0.25, device='cuda:0')"), number("np.float64(1e-06)"), number("24.44s"), number(True)
     (0.25, 1e-06, 24.44, None)
-    >>> number("1.234,5", is_decimal_comma=True), number("1,234.5"), number("5/100"), number("info")
-    (1234.5, 1234.5, 5.0, None)
+    >>> number("1.234,5", is_decimal_comma=True), number("1,234.5"), number("5/100"), number("0,49"), number("info")
+    (1234.5, 1234.5, 5.0, None, None)
     """
     if isinstance(text, bool):
         return None
-    if is_decimal_comma and "," in text:
+    if is_decimal_comma and "," in text and text.rfind(".") < text.rfind(","):
         text = text.replace(".", "").replace(",", ".")
     try:
         return float(text)
     except (TypeError, ValueError, OverflowError):
         wrapped = _WRAPPED.fullmatch(text) if isinstance(text, str) else None
-        return float(wrapped[1].replace(",", "")) if wrapped else None
+        return float(wrapped["value"].replace(",", "")) if wrapped else None
 
 
 def numbers(data: Mapping[Any, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Row = tuple[int, dict[str, float]]
@@ -28,6 +29,10 @@ class Recording:
     """A sentence for each thing that could not be read, or had to be guessed."""
     verdicts: list[str] = field(default_factory=list)
     """GradLoc's sentences about its events."""
+    folder: Path | None = None
+    """Where it lies; None for standard input."""
+    receipt: str = ""
+    """How much of the file was read."""
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:

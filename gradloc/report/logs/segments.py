@@ -9,8 +9,10 @@ begins no later than the first is a run of its own.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ...words.advice import in_verls_names
 from ...words.text import plural
 from ..errors import ReportError
 from ..runs.metrics import MAX, MEAN, Metrics, build
@@ -18,6 +20,10 @@ from .names import canonical, is_norm, listed, norm_of
 from .recording import Recording, Row
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
+
+_LENGTHS = ("response_length/max", "response_length/mean", "completions/max_length", "train/completions/max_length")
+_OF_TRAINER = {"grad_norm", "learning_rate", "epoch", "loss"}
+"""What every Trainer of Transformers logs by these names."""
 
 
 @dataclass
@@ -47,6 +53,32 @@ class LoggedRun:
     segments: list[Segment]
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
+    """Where its first log lies; None for standard input."""
+    receipt: str = ""
+    """How much of its first log was read."""
+
+    @property
+    def trainer(self) -> str:
+        """``verl``, ``trl`` (any Trainer of Transformers), or ``other``, by what wrote the log and by its names."""
+        names = set(self.parts[-1].own_names)
+        is_named = any(name.startswith(("actor/", "trainer.")) for name in [*names, *self.config])
+        if is_named or self.format.startswith("verl"):
+            return "verl"
+        is_printed = self.format in ("trainer_state.json", "a Trainer's printed dicts")
+        if is_printed or _OF_TRAINER <= {name.removeprefix("train/") for name in names}:
+            return "trl"
+        return "other"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its settings by verl's names, as far as the log says them; the longest response stands for a limit."""
+        known = in_verls_names(self.config, self.trainer)
+        metrics = self.metrics
+        lengths = [max(metrics.finite(name), default=0.0) for name in _LENGTHS]
+        if "data.max_response_length" not in known and any(lengths):
+            known["data.max_response_length"] = max(lengths)
+        return known
 
     @property
     def parts(self) -> list[Metrics]:
@@ -114,6 +146,11 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     """A chain's segments, each put after the one that it goes on from."""
     runs: list[LoggedRun] = []
     for recording in chain:
+        steps = [step for step, _ in recording.rows]
+        num_back = sum(b < a for a, b in zip(steps, steps[1:], strict=False))
+        if num_back > 3 and len(set(steps)) == len(steps):  # out of order: no resume leaves every step once
+            recording.rows.sort(key=lambda row: row[0])
+            recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source), recording.source)
@@ -127,7 +164,9 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                     name += f", start {count + 1}"
                 elif runs and recording.process:
                     name += f", process {recording.process}"
-                runs.append(LoggedRun(name, recording.format, [segment]))
+                runs.append(
+                    LoggedRun(name, recording.format, [segment], folder=recording.folder, receipt=recording.receipt)
+                )
             runs[-1].config = runs[-1].config or recording.config
         runs[-1].notes += [*recording.notes, *notes]
     return runs
@@ -153,11 +192,11 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     """Rows in the order written, as stretches in which steps go forwards, and sentences about what was put together."""
     again = sum(a[0] == b[0] and _clash(a[1], b[1]) for a, b in zip(rows, rows[1:], strict=False))
     is_folded = again > max(2, len(rows) // 8)
-    parts: list[_Part] = []
+    parts: list[_Stretch] = []
     num_same = 0
     for step, values in rows:
         if not parts or not parts[-1].takes(step, values, is_folded):
-            parts.append(_Part())
+            parts.append(_Stretch())
         elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():
             num_same += 1
         parts[-1].put(step, values)
@@ -171,7 +210,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     return [part.rows for part in parts], notes
 
 
-class _Part:
+class _Stretch:
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._last = -math.inf

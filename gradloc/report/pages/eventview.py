@@ -11,11 +11,12 @@ from typing import Any
 from ...record import Culprit, Event, Sequence
 from ...words.advice import replay_line
 from ...words.culprits import by_size, carried, leader, shares_sentence
+from ...words.cures import tried
 from ...words.hurt import did_it_hurt
 from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
 from ...words.numbers import number, percent
-from ...words.story import ACTIONS, CERTIFICATES, ODD, cause_of, odd_number, step_cause, tell
+from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell
 from ...words.text import one_line, plural, span, spoken, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
@@ -74,7 +75,7 @@ class CulpritView:
         # The fact that the cause is about comes first, with what is odd about it.
         odd, about = odd_number(culprit), ODD_FACTS.get(culprit.cause.label, "")
         if about not in known and odd:  # a cause about no single fact of the record, such as the Jacobian
-            about = _in_words(ODD[culprit.cause.label][0])
+            about = _in_words(f"{meaning_of(culprit.cause.label).factor}_over_typical")
         self.essential = [(about, known[about], odd or "the odd one")] if about in known else []
         self.essential += [(name, known[name], "") for name in ESSENTIAL if name in known and name != about]
         named = {label for label, _, _ in self.essential}
@@ -124,8 +125,9 @@ class EventView:
         self.clip = _clip(event, actor)
         self.story = tell(event, self.clip)
         self.next = next_step(event, actor)
+        self.tried = tried(event)
         self.hurt = did_it_hurt(event, run.metrics.known)
-        self.context = context(event, run.events)
+        self.context = context(event, run.kinds)
         self.verdict = verdict_sentences(event)
         self.title = _title(event)
         self.culprits = [CulpritView(event, culprit) for culprit in shown[:CULPRITS]]
@@ -205,7 +207,7 @@ def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
 def _replay(event: Event, run: RunFolder) -> dict[str, str]:
     """The command that replays the event, by the verl that it is for; empty where there is no bundle."""
     folder = bundle_folder(run.events_root or run.path, event)
-    if folder is None or not folder.is_dir() or event.model:  # a replay rebuilds the actor alone
+    if folder is None or not (folder / "meta.json").is_file():
         return {}
     return {"": replay_line(shlex.quote(one_line(str(folder))))}
 
@@ -298,8 +300,8 @@ def culprit_count(event: Event) -> str:
     return plural(len(event.culprits), spans.pop() if len(spans) == 1 else "culprit")
 
 
-def context(event: Event, events: list[Event]) -> list[tuple[str, str]]:
-    """What is known of an event among all of its run's: names and values, without what the record does not say."""
+def context(event: Event, kinds: list[tuple[int, str, str]]) -> list[tuple[str, str]]:
+    """An event's numbers by name; its run's ``kinds`` count the others like it."""
     run, first = event.run, leader(event.culprits)
     made_by = (run.trainer, run.torch and f"torch {run.torch}", run.gradloc and f"gradloc {run.gradloc}")
     row = "" if first is None or first.data_row is None else f"row {first.data_row}"
@@ -310,7 +312,7 @@ def context(event: Event, events: list[Event]) -> list[tuple[str, str]]:
         "commit": run.commit,
         "config": run.config,
         "data": ", ".join(filter(None, (first and first.data_source, row))),
-        "seen": _seen(event, events),
+        "seen": _seen(event, kinds),
     }
     return [(name, one_line(value)) for name, value in known.items() if value]
 
@@ -323,19 +325,13 @@ def _when(time: str | None) -> str | None:
         return time
 
 
-def _kind(event: Event) -> tuple[str, str]:
-    """Events of one kind have the same cause, and the same text of the largest culprit."""
-    first = leader(event.culprits)
-    return cause_of(event), first.text if first else ""
-
-
-def _seen(event: Event, events: list[Event]) -> str:
+def _seen(event: Event, kinds: list[tuple[int, str, str]]) -> str:
     """How often this token with this cause, and how often this cause."""
-    cause = cause_of(event)
-    alike = [other.step.global_step for other in events if _kind(other) == _kind(event)]
-    same = sum(cause_of(other) == cause for other in events)
-    of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(events), 'event')}"
+    cause, text = cause_of(event), (leader(event.culprits) or Culprit()).text
+    alike = [step for step, *kind in kinds if kind == [cause, text]]
+    same = sum(other == cause for _, other, _ in kinds)
+    of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(kinds), 'event')}"
     if len(alike) < 2:
-        return f"once, at step {event.step.global_step}" + (f"; {of}" if len(events) > 1 else "")
+        return f"once, at step {event.step.global_step}" + (f"; {of}" if len(kinds) > 1 else "")
     again = "this token" if event.culprits else "the same"
     return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"

@@ -11,6 +11,7 @@ from typing import Any
 from ...record import Culprit, Event
 from ...record.store import plain
 from ...words.culprits import trusted_share
+from ...words.cures import healer
 from ...words.numbers import bounded
 from ...words.story import cause_of, figures, given
 from ...words.text import one_line
@@ -28,6 +29,8 @@ EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "certificate": lambda event: _quoted(event.certificate.verdict),
     "norm_after": lambda event: event.certificate.norm_after,
     "action": lambda event: _quoted(event.action.taken),
+    "healed_by": lambda event: None if (cured := healer(event)) is None else _quoted(cured.name),
+    "norm_healed": lambda event: None if (cured := healer(event)) is None else cured.norm_after,
 }
 CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
     "span": lambda _, culprit: _quoted(culprit.span),
@@ -118,6 +121,9 @@ def issue(view: EventView) -> tuple[str, str]:
     if view.next is not None:
         lines += ["", f"**What to do now:** {escape(view.next.do)} {escape(view.next.why)}", ""]
         lines += _block(view.next.lines)
+        for do, line in view.next.meanwhile.items():
+            lines += ["", escape(do), "", *_block({"": line})]
+    lines += ["", f"Tried, and no help: {escape(' '.join(view.tried))}"] if view.tried else []
     if view.replay:
         lines += ["", "Replay:", "", *_block(view.replay)]
     text = ""

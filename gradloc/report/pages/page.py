@@ -22,14 +22,13 @@ from markupsafe import Markup, escape
 
 from ...record import Event
 from ...words.numbers import bounded, number, percent
-from ...words.story import cause_of
 from ...words.text import one_line, plural, spoken, visible
 from ..analyses.buckets import read_analyses
 from ..errors import ReportError
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.comparison import Comparison
-from ..runs.diagnosis import diagnose
+from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
@@ -75,10 +74,10 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     in_order = [views[event.event_id] for event in chosen if event.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
-    diagnosis = diagnose(run.runs[0], near=run.path) if run.runs and not chosen else None
+    diagnosis = diagnose(run.runs[0]) if run.runs and not chosen else None
     if diagnosis:
         run.notes += diagnosis.limits
-    chart = script_data.run_chart(run, health)
+    chart = script_data.run_chart(run, health, diagnosis)
     return fill(
         "report.html",
         {
@@ -93,8 +92,9 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         packed=packed,
         num_events=len(chosen),
         chart=chart,
-        facts=facts(run),
-        trainer=next((event.run.trainer for event in run.events), None),
+        facts=facts(run, diagnosis),
+        trainer=next((event.run.trainer for event in run.events), run.runs[0].trainer if run.runs else None),
+        settings=run.runs[0].settings if run.runs else {},
         health=health,
         diagnosis=diagnosis,
         analyses=_analyses(run),
@@ -137,13 +137,17 @@ def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list
     return fill("compare.html", payload, comparison=comparison, notes=notes, chart=chart)
 
 
-def facts(run: RunFolder) -> list[tuple[str, str]]:
+def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str, str]]:
+    """Numbers above the curve: of events, or of a log alone those of its spikes."""
     made = [("events", number(len(run.events)))]
+    if diagnosis is not None:
+        made = [("spikes", number(len(diagnosis.explosions)))]
+        if diagnosis.worst is not None and diagnosis.worst.peak.threshold:
+            made.append(("threshold there", number(diagnosis.worst.peak.threshold, 3)))
     if run.events:
         explained = sum(event.certificate.verdict == "explained" for event in run.events)
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
-        causes = [label for label in map(cause_of, run.events) if label]
-        if causes:
+        if causes := [label for _, label, _ in run.kinds if label]:
             made.append(("commonest cause", spoken(max(sorted(set(causes)), key=causes.count))))
         spent = sum(e.search.seconds for e in run.events if e.search.seconds is not None)
         made.append(("spent searching", f"{number(spent, 3)} s"))

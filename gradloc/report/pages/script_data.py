@@ -11,7 +11,9 @@ from ...words.numbers import bounded, number
 from ...words.story import cause_of, headline
 from ...words.text import one_line, spoken, times, visible
 from ..runs.comparison import Comparison
+from ..runs.diagnosis import Diagnosis
 from ..runs.health import RunHealth
+from ..runs.kinds import KINDS
 from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
 
@@ -37,8 +39,11 @@ Chart = dict[str, Any]
 Points = list[tuple[int, float]]
 
 
-def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
-    """Gradient norm, threshold and events, with reward, entropy and KL below; None when there is nothing to draw."""
+def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = None) -> Chart | None:
+    """Gradient norm, threshold and events, with reward, entropy and KL below; None when there is nothing to draw.
+
+    ``diagnosis``: of a log alone, whose spikes are marked, and whose threshold is what the trigger's rule would have.
+    """
     metrics, events = run.metrics, [event for event in run.events if event.model != "critic"]  # its norms are others
     if not metrics and not events:
         return None
@@ -46,14 +51,31 @@ def run_chart(run: RunFolder, health: RunHealth) -> Chart | None:
     if metrics.get(MAX) != metrics.get(MEAN):
         lines += _line(metrics.known(MAX), "largest of the step", "spike")
     lines += _line(metrics.known(MEAN), "mean of the step", "calm")
-    lines += _line(metrics.known(THRESHOLD) or _threshold(metrics, events), "threshold", "limit")
+    limits = metrics.known(THRESHOLD) or _threshold(metrics, events)
+    if diagnosis is not None:
+        judged = sum(diagnosis.judged, [])
+        limits = limits or sorted({j.step: j.threshold for j in judged if j.threshold is not None}.items())
+    lines += _line(limits, "threshold", "limit")
     lines += _others(run)
     panels = [{"title": "gradient norm", "is_log": True, "lines": lines}]
     for title, names in BELOW.items():
         name = next((name for name in names if any(metrics.finite(name))), None)
         if name is not None:
             panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
-    return {"panels": panels, "marks": _marks(events), "bands": health.spans(SPANS)}
+    marks = _marks(events) if diagnosis is None else _spikes(diagnosis)
+    noun = "event" if diagnosis is None else "spike"
+    return {"panels": panels, "marks": marks, "noun": noun, "bands": health.spans(SPANS)}
+
+
+def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
+    """Of each explosion of a log: its step, norm (null: not finite), where to go, and the threshold in words."""
+    marks = []
+    for explosion in diagnosis.explosions[:LINKED]:
+        peak = explosion.peak
+        norm = float(f"{peak.norm:.4g}") if math.isfinite(peak.norm) else None
+        limit = f"threshold {number(peak.threshold, 3)}" if peak.threshold else "no threshold yet"
+        marks.append([peak.step, norm, "what-to-do", f"{limit}, {KINDS[explosion.kind]}"])
+    return marks
 
 
 def _others(run: RunFolder) -> list[Chart]:
@@ -79,7 +101,7 @@ def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart
         norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
         lines += _line(norms, one_line(name, 60, keep="end"), kind)
     panel = {"title": "gradient norm", "is_log": True, "lines": lines}
-    return {"panels": [panel], "marks": [], "bands": []} if lines else None
+    return {"panels": [panel], "marks": [], "noun": "event", "bands": []} if lines else None
 
 
 def _line(points: Points, label: str, kind: str) -> list[Chart]:
@@ -119,17 +141,18 @@ def _threshold(metrics: Metrics, events: list[Event]) -> Points:
 
 
 def _marks(events: list[Event]) -> list[list[Any]]:
-    """Step, norm (null: not finite) and name of the events, the largest ones."""
+    """Step, norm (null: not finite), place and note of the events, the largest ones."""
     placed = [
         (norm if math.isfinite(norm) else math.inf, event)
         for event in events
         if (norm := event.trigger.grad_norm) is not None
     ]
     placed.sort(key=lambda entry: entry[0], reverse=True)
-    return [
-        [event.step.global_step, float(f"{norm:.4g}") if norm < math.inf else None, event.event_id]
-        for norm, event in placed[:LINKED]
-    ]
+    marks = []
+    for norm, event in placed[:LINKED]:
+        height = float(f"{norm:.4g}") if norm < math.inf else None
+        marks.append([event.step.global_step, height, f"event-{event.event_id}", "select to open"])
+    return marks
 
 
 def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:

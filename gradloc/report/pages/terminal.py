@@ -56,6 +56,7 @@ def summary(run: RunFolder, events: list[Event]) -> None:
         _print_event(out, view)
         actions = view.next.lines if view.next else {}
         steps = {_labelled(view.next.do, label): line for label, line in actions.items()}
+        steps |= view.next.meanwhile if view.next else {}
         steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
         steps |= {_labelled("the event again, on one machine", label): line for label, line in view.replay.items()}
     elif events:
@@ -101,6 +102,8 @@ def _print_event(out: Console, view: EventView) -> None:
         out.print(table)
     if view.shares:
         out.print(view.shares, style="dim")
+    if view.tried:
+        out.print(f"Tried, and no help: {' '.join(view.tried)}", style="dim")
     if len(view.event.culprits) > CULPRITS:
         out.print(f"And {len(view.event.culprits) - CULPRITS} more culprits.", style="dim")
 
@@ -130,9 +133,11 @@ def event_table(events: list[Event]) -> Table:
 def diagnosis(folder: RunFolder) -> None:
     """Prints what happened in the worst run of a log, a line for each other one, and what to do next."""
     out = console()
-    first, *others = [diagnose(run, near=folder.path) for run in folder.runs]
+    first, *others = [diagnose(run) for run in folder.runs]
     out.print(_head(first), style="bold")
-    out.print(visible(first.headline), style="bold red" if first.worst else "")
+    out.print(visible(first.headline), style="bold red" if first.kind else "")
+    if first.label:
+        out.print(f"Kind: {first.label}.")
     for sentence in first.sentences:
         out.print(visible(sentence))
     if first.command:
@@ -168,7 +173,11 @@ def _head(first: Diagnosis) -> str:
     run = first.run
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
     spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    return f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}"
+    rows = plural(sum(len(part.steps) for part in run.parts), "row")
+    read = f"; {run.receipt}" if run.receipt else ""
+    return (
+        f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}, {rows}{read}"
+    )
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:

@@ -12,6 +12,7 @@ from ...record import Event
 from ...words.culprits import leader
 from ...words.numbers import number
 from ...words.text import one_line, plural, spoken
+from ..logs.names import is_norm
 from .metrics import MAX, MEAN, Metrics
 from .run import RunFolder
 
@@ -76,7 +77,9 @@ def _parted(first: Metrics, second: Metrics) -> str:
             f"The two are the same until step {step}, where {name} is {number(a, 4)} and {number(b, 4)}: "
             "data, weights and seed were the same until then."
         )
-    away = [(*pair, name) for name in names[:_NUM_SCATTERED] if (pair := _leaving(pairs[name])) is not None]
+    away = [
+        (*pair, name) for name in names[:_NUM_SCATTERED] if (pair := _leaving(pairs[name], is_norm(name))) is not None
+    ]
     if not away:
         return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
     step, a, b, name = min(away, key=lambda entry: entry[0])
@@ -92,13 +95,17 @@ def _pairs(first: Metrics, second: Metrics, name: str) -> list[Pair]:
     return [(step, a, others[step]) for step, a in first.logged(name) if step in others]
 
 
-def _leaving(pairs: list[Pair]) -> Pair | None:
-    """Where the difference of two series leaves its scatter, for three steps in a row."""
+def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
+    """Where the difference of two series leaves its scatter, for three steps in a row or at once by far.
+
+    A norm is positive, so that 40 times the other one's is by far, however much they scattered.
+    """
     scale = [abs(a - b) / (abs(a) + abs(b) or 1.0) if math.isfinite(a - b) else 1.0 for _, a, b in pairs]
     for at in range(_LEARNED, len(pairs) - 2):
         before = sorted(scale[max(at - _WINDOW, 0) : at])
         limit = max(3 * before[int(0.9 * len(before))], 0.2)
-        if min(scale[at : at + 3]) > limit or scale[at] > max(2 * limit, 0.8):
+        far = max(2 * limit, 0.8)
+        if min(scale[at : at + 3]) > limit or scale[at] > (min(far, 0.95) if has_spikes else far):
             return pairs[at]
     return None
 

@@ -3,22 +3,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from statistics import median
 
+from ...words.advice import sampling_cut
 from ...words.numbers import number
 from ...words.text import plural
-from ..logs.segments import LoggedRun, Segment, surviving
+from ..logs.segments import LoggedRun, surviving
 from .health import RunHealth, ranges
+from .kinds import KINDS, Explosion, clipped_or_zero, explosions_of
+from .resume import resume, turn_on
 from .trigger import EARLY, Judged, judge_run, missing_norm
 
 AROUND = 5
 """Values whose median stands for the time before an explosion."""
 AFTER = 30
 """Steps after an explosion in which its effects are looked for."""
-ON = "+gradloc=observe"
-"""Switches GradLoc on in verl."""
 EFFECTS = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), 0.7, None),
     ("entropy", ("actor/entropy", "actor/entropy_loss"), 0.5, 2.0),
@@ -28,56 +28,14 @@ EFFECTS = (
 """What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
 
 
-@dataclass(frozen=True)
-class Explosion:
-    """Steps in a row that are spikes."""
-
-    segment: Segment
-    steps: tuple[Judged, ...]
-    is_start: bool = False
-    """Whether the run begins with it: norms often start high."""
-
-    @property
-    def first(self) -> int:
-        return self.steps[0].step
-
-    @property
-    def peak(self) -> Judged:
-        """The largest finite norm; the first step, where none is finite."""
-        finite = [j for j in self.steps if math.isfinite(j.norm)]
-        return max(finite, key=lambda j: j.norm, default=self.steps[0])
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        return tuple(j.step for j in self.steps if not math.isfinite(j.norm))
-
-    @property
-    def times(self) -> float:
-        """The peak in multiples of what was normal; inf where no norm is finite."""
-        return self.peak.times or math.inf
-
-    @property
-    def sentence(self) -> str:
-        peak = self.peak
-        parts = [f"Step {peak.step}: gradient norm {number(peak.norm, 3)}"]
-        if peak.times is not None:
-            parts[0] += f", {number(peak.times, 3)} times normal ({number(peak.typical, 3)})"
-        if self.first != peak.step:
-            parts.append(f"It began at step {self.first}")
-        if self.lost and math.isfinite(peak.norm):
-            verb = "was" if len(self.lost) == 1 else "were"
-            parts.append(f"The norm {verb} not finite at {ranges(self.lost)}")
-        elif len(self.lost) > 1:
-            parts.append(f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})")
-        return f"{'. '.join(parts)}."
-
-
 @dataclass
 class Diagnosis:
     """What a log says of one run."""
 
     run: LoggedRun
     headline: str
+    kind: str = ""
+    """Of :data:`~.kinds.KINDS`; empty where the norms are well."""
     explosions: list[Explosion] = field(default_factory=list)
     """The worst first."""
     sentences: list[str] = field(default_factory=list)
@@ -90,25 +48,34 @@ class Diagnosis:
     """The steps of each segment."""
 
     @property
+    def label(self) -> str:
+        """The kind in words; empty where the norms are well."""
+        return KINDS.get(self.kind, "")
+
+    @property
+    def advice(self) -> str:
+        """Whether to go back, and where to; empty where nothing exploded."""
+        return self.sentences[-1] if self.worst else ""
+
+    @property
     def worst(self) -> Explosion | None:
         return self.explosions[0] if self.explosions else None
 
     def beside(self, health: RunHealth) -> str:
         """The headline of the health rules, which have a warm-up of their own: never "healthy" beside an explosion."""
-        if self.worst is None or health.num_unwell:
+        if not self.kind or health.num_unwell:
             return health.headline
         return (
             f"No health rule found fault in the {plural(len(health.verdicts), 'step')}: they need more of them first."
         )
 
 
-def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: Path | None = None) -> Diagnosis:
+def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Diagnosis:
     """Says what happened in a run.
 
     Args:
         run: as it was read.
         settings: of the trigger's rule.
-        near: the folder or file that the user named; checkpoints are looked for around it.
     """
     if all(part.norm is None for part in run.parts):
         return Diagnosis(run, missing_norm(run.parts[-1], run.name), limits=_overwritten(run))
@@ -116,54 +83,52 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None, near: 
     explosions = [
         explosion
         for segment, steps in zip(run.segments, judged, strict=True)
-        for explosion in _explosions(segment, steps)
+        for explosion in explosions_of(segment, steps)
     ]
-    explosions.sort(key=lambda e: (not e.is_start, len(e.lost) > 2, e.times), reverse=True)
+    explosions.sort(key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times), reverse=True)
     warmup = int((settings or {}).get("warmup", 16))
     limits = dict.fromkeys(limit for steps in judged for limit in _warmup(steps, warmup))
-    made = Diagnosis(run, _calm(judged), explosions, limits=[*limits, *_overwritten(run)], judged=judged)
+    if cut := sampling_cut(run.config, run.trainer):
+        limits[cut] = None
+    kind, masked = clipped_or_zero(judged)
+    made = Diagnosis(run, "", explosions=explosions, limits=[*limits, *_overwritten(run)], judged=judged)
     if not explosions:
+        made.kind, made.headline = kind, masked or _calm(judged)
         return made
+    made.limits += [masked] if masked else []
     worst = explosions[0]
     made.headline = worst.sentence
     if worst.is_start:
         made.sentences.append(
             "The run starts with it, and norms often start high: a spike only if the steps below say so."
         )
-    made.sentences.append(_effects(worst))
+    effects, is_hurt = _effects(worst)
+    if is_hurt and worst.kind in ("back", "level"):
+        made.explosions[0] = worst = replace(worst, kind="collapse")
+    made.kind = worst.kind
+    made.sentences.append(effects)
     if _is_overwritten(run, worst):
         made.sentences.append("It was overwritten when the run was resumed: a plot shows the later values.")
     made.sentences += _others(explosions)
     if any(name.startswith("gradloc/") for name in run.metrics.series):
-        tokens = "in the events that GradLoc wrote; name the folder that gradloc.dump_dir named."
+        tokens = "Which tokens: in the events that GradLoc wrote; name the folder that gradloc.dump_dir named."
     else:
-        tokens = "not known, GradLoc was off."
-    made.sentences.append(f"Which tokens: {tokens}")
-    resume, made.command = _resume(run, worst, near)
-    made.sentences.append(resume)
+        tokens = "A log cannot show which tokens; turn GradLoc on."
+    made.sentences.append(tokens)
+    advice, made.command = _go_on(run, worst, is_hurt)
+    made.sentences.append(advice)
     return made
-
-
-def _explosions(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
-    groups: list[list[Judged]] = []
-    is_open = False
-    for step in judged:
-        if step.stands_out and is_open:
-            groups[-1].append(step)
-        elif step.stands_out:
-            groups.append([step])
-        is_open = step.stands_out
-    is_begun = segment.before is None
-    return [Explosion(segment, tuple(g), is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
 
 
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
     """Where nothing exploded: how near the largest norm came."""
     steps = [step for segment in judged for step in segment if math.isfinite(step.norm)]
-    positive = [step.norm for step in steps if step.norm > 0]
-    if not positive:
-        return f"All {plural(len(steps), 'gradient norm')} are 0: nothing is learned."
-    largest, normal = max(steps, key=lambda step: step.norm), median(positive)
+    largest, normal = max(steps, key=lambda step: step.norm), median(step.norm for step in steps if step.norm > 0)
+    if largest.norm >= EARLY * normal and any(largest in part and len(part) < 16 for part in judged):
+        return (
+            f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
+            "times the run's median, in a part of the log that is too short to judge."
+        )
     return (
         f"No spike in {plural(len(steps), 'step')}: the largest gradient norm, {number(largest.norm, 3)} at step "
         f"{largest.step}, is {number(largest.norm / normal, 2)} times the run's median of {number(normal, 3)}."
@@ -175,11 +140,11 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
-    span = f"Steps {silent[0]} to {silent[-1]} are the warm-up of the trigger's rule"
+    reported = f"only norms above {EARLY:g} times the median are reported"
     if len(silent) == len(steps):
-        span = f"All {plural(len(steps), 'step')} from {silent[0]} on are fewer than the {warmup} norms"
-        span += " that the trigger's rule learns from before it flags one"
-    return [f"{span}: there a norm {EARLY:g} times the median of the others is told."]
+        count = plural(len(steps), "step")
+        return [f"The log has {count}, fewer than the {warmup} that the rule learns from: {reported}."]
+    return [f"In the first {len(silent)} steps, {reported}."]
 
 
 def _overwritten(run: LoggedRun) -> list[str]:
@@ -197,25 +162,31 @@ def _overwritten(run: LoggedRun) -> list[str]:
     return made
 
 
-def _effects(worst: Explosion) -> str:
+def _effects(worst: Explosion) -> tuple[str, bool | None]:
+    """What it did, in a sentence; and whether that hurt: None where it is not known."""
     metrics = surviving(worst.segment)
-    if worst.first == metrics.steps[-1]:
-        return "It is the last step of this part of the log: what it did is not known."
-    changes, steady = [], []
+    if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
+        return "The log ends here, so its effect is unknown.", None
+    changes, steady, lasting = [], [], set()
     for effect, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
         change = _change(known, worst.first, fall, rise)
         if change:
             changes.append(f"{effect} {change}")
-        elif known and effect in ("reward", "entropy"):
+            lasting |= set() if change.endswith("came back") else {effect}
+            steady += [effect] if effect == "reward" and change.endswith("came back") else []
+        elif sum(step > worst.steps[-1].step for step, _ in known) >= AROUND and effect in ("reward", "entropy"):
             steady.append(effect)
+    is_harmless = "reward" in steady and not lasting
+    hurt = True if "reward" in lasting else False if is_harmless else None
     if changes:
         effects = "; ".join(changes)
     elif steady:
-        effects = f"{' and '.join(steady)} held in the {AFTER} steps after it"
+        count = min(len(metrics.steps) - 1 - metrics.steps.index(worst.first), AFTER)
+        effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} after it"
     else:
-        effects = "reward and entropy are not in the log: what it did is not known"
-    return f"{effects[0].upper()}{effects[1:]}."
+        effects = "reward and entropy are not in the log, or not for long enough: its effect is unknown"
+    return f"{effects[0].upper()}{effects[1:]}.", hurt
 
 
 def _change(known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None) -> str:
@@ -256,30 +227,15 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
 
-def _resume(run: LoggedRun, worst: Explosion, near: Path | None) -> tuple[str, str]:
-    peak = worst.peak.step
+def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str, str]:
+    """Whether to go back and where to, and the line that does it."""
+    peak, on = worst.peak.step, turn_on(run)
+    end = ", with GradLoc on for the next one:" if on else "."
     if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
-        return f"The resumed run passed step {peak} without it: go on, with GradLoc on for the next one:", ON
-    checkpoint = _checkpoint(near, worst.first)
-    if run.format.startswith("verl") or "actor/grad_norm" in run.parts[-1].own_names:
-        where = checkpoint or f"CHECKPOINTS/global_step_{max(worst.first - 1, 0)}"
-        newest = "" if checkpoint else ", at the newest checkpoint there is,"
-        options = f"trainer.resume_mode=resume_path trainer.resume_from_path={where} {ON}"
-        return f"Resume from before step {worst.first}{newest} with:", options
-    where = f": {checkpoint}" if checkpoint else ""
-    return f"Resume from the newest checkpoint before step {worst.first}{where}.", ""
-
-
-def _checkpoint(near: Path | None, before: int) -> str | None:
-    """The newest checkpoint of an earlier step beside the log."""
-    if near is None or str(near) == "-":
-        return None
-    folder = near if near.is_dir() else near.parent
-    known = [
-        (int(step), str(path))
-        for depth in ("", "*/", "*/*/", "*/*/*/")
-        for pattern in ("global_step_*", "checkpoint-*")
-        for path in folder.glob(depth + pattern)
-        if (step := path.name.replace("-", "_").rpartition("_")[2]).isdigit() and int(step) < before
-    ]
-    return max(known)[1] if known else None
+        return f"The resumed run got past step {peak}. Continue{end}", on
+    if worst.kind == "start":
+        return f"No need to resume{end}", on
+    if is_hurt is False and worst.kind != "growth":
+        return f"No need to resume: the reward held. Continue{end}", on
+    is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
+    return resume(run, worst.first, "" if is_certain else "If the reward falls, ")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from ...health import STATES, HealthConfig, Judge, Reason, Verdict
+from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...words.text import plural
 from .metrics import Metrics
 
@@ -26,7 +26,7 @@ class Finding:
     """Every step with this fault."""
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive logged steps of one state and with the same reasons."""
 
     first: int
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass
 class RunHealth:
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Judgement] = field(default_factory=list)
     silent: tuple[str, ...] = ()
     """Rules that are on and whose metrics the run does not have."""
     notes: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class RunHealth:
         return self.verdicts[-1].state
 
     @property
-    def worst(self) -> Verdict:
+    def worst(self) -> Judgement:
         """The first step of the worst state."""
         return _worst(self.verdicts)
 
@@ -82,7 +82,7 @@ class RunHealth:
                 findings.append(Finding(worst, step, tuple(step for step, _ in faults)))
         return sorted(findings, key=lambda finding: -STATES.index(finding.worst.state))
 
-    def spans(self, most: int) -> list[Span]:
+    def spans(self, most: int) -> list[Stretch]:
         """The run as at most so many spans; of more, the worst step of neighbours stands for all."""
         size = max(-(-len(self.verdicts) // most), 1)
         parts = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
@@ -92,15 +92,15 @@ class RunHealth:
             first, last, worst = alike[0][0].step, alike[-1][-1].step, _worst(alike[0])
             when = f"Step {first}" if first == last else f"Steps {first}-{last}"
             why = " ".join(f"{reason.name}: {reason.sentence}" for reason in worst.reasons)
-            spans.append(Span(first, last, worst.state, f"{when}: {worst.state}. {why}" if why else ""))
+            spans.append(Stretch(first, last, worst.state, f"{when}: {worst.state}. {why}" if why else ""))
         return spans
 
 
-def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+def _worst(verdicts: Sequence[Judgement]) -> Judgement:
     return max(verdicts, key=lambda verdict: STATES.index(verdict.state))
 
 
-def _what(verdict: Verdict) -> tuple[str, list[str]]:
+def _what(verdict: Judgement) -> tuple[str, list[str]]:
     return verdict.state, [reason.name for reason in verdict.reasons]
 
 
@@ -141,7 +141,7 @@ def judge(
     return health
 
 
-def _in_own_words(verdict: Verdict, metrics: Metrics) -> Verdict:
+def _in_own_words(verdict: Judgement, metrics: Metrics) -> Judgement:
     """A verdict whose reasons name the metrics as the log does."""
     reasons = []
     for reason in verdict.reasons:
@@ -150,7 +150,7 @@ def _in_own_words(verdict: Verdict, metrics: Metrics) -> Verdict:
     return replace(verdict, reasons=tuple(reasons))
 
 
-def _differences(metrics: Metrics, verdicts: list[Verdict]) -> list[str]:
+def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:
     """A note when the run's own monitor judged otherwise."""
     logged = dict(metrics.logged(LOGGED))
     known = [v for v in verdicts if v.step in logged]

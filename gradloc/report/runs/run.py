@@ -5,11 +5,14 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from ...record import Event
+from ...record import Culprit, Event
 from ...words.advice import is_trl
+from ...words.culprits import leader
+from ...words.story import cause_of
 from ...words.text import first_of, plural
 from .. import logs
 from ..errors import ReportError, did_you_mean
@@ -48,6 +51,11 @@ class RunFolder:
                 return " / ".join(parts)
         return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
+    @cached_property
+    def kinds(self) -> list[tuple[int, str, str]]:
+        """Each event's step, and what makes its kind: its cause, and the text of its largest culprit."""
+        return [(e.step.global_step, cause_of(e), (leader(e.culprits) or Culprit()).text) for e in self.events]
+
     def show_command(self, event_id: str) -> str:
         """The command that shows one event with every token."""
         return f"gradloc-report show {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
@@ -61,7 +69,9 @@ class RunFolder:
         raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
 
-def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = None) -> RunFolder:
+def read_run(
+    path: Path, metrics_path: Path | None = None, metric: str | None = None, pattern: str | None = None
+) -> RunFolder:
     """Reads a run.
 
     Args:
@@ -69,6 +79,7 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
             without events, its log.
         metrics_path: where the metrics are, when not in the run's folder.
         metric: the one that holds the gradient norms, where its name does not say so.
+        pattern: finds the norm in a line of a log that has no form of its own; see ``logs.pattern``.
 
     Raises:
         ReportError: when there is neither an event nor a metric to show.
@@ -76,8 +87,8 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
     check(path)
     if path.name == "events.jsonl":
         path = path.parent
-    if not path.is_dir():
-        return read_logs([path], metric)
+    if not path.is_dir() or pattern is not None:
+        return read_logs([path], metric, pattern=pattern)
     if path.parent.name == "events" and (path / "meta.json").is_file():
         return _one_event(path, metrics_path)
     events_file = _events_file(path)
@@ -95,20 +106,22 @@ def read_run(path: Path, metrics_path: Path | None = None, metric: str | None = 
     return run
 
 
-def read_logs(paths: Sequence[Path], metric: str | None = None, path: Path | None = None) -> RunFolder:
+def read_logs(
+    paths: Sequence[Path], metric: str | None = None, path: Path | None = None, pattern: str | None = None
+) -> RunFolder:
     """Runs of which there are logs alone; the one with the worst gradient norm first.
 
     ``path`` is what the user named, where the logs lie elsewhere.
     """
     run = RunFolder(path or paths[0])
-    _add_runs(run, paths, metric)
+    _add_runs(run, paths, metric, pattern)
     run.runs.sort(key=_peak, reverse=True)
     _note_verdicts(run)
     return run
 
 
-def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None) -> None:
-    run.runs, notes = logs.read(paths, metric)
+def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern: str | None = None) -> None:
+    run.runs, notes = logs.read(paths, metric, pattern)
     run.notes += [*notes, *(note for logged in run.runs for note in logged.notes)]
 
 

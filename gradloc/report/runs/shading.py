@@ -20,7 +20,7 @@ NOT_KNOWN = "-"
 
 
 @dataclass(frozen=True)
-class Measure:
+class Shading:
     name: str
     label: str
     meaning: str
@@ -30,17 +30,17 @@ class Measure:
 
 
 MEASURES = (
-    Measure("share", "share of the spike", "orange adds to the spike, blue pulls the other way", 1e-6),
-    Measure(
+    Shading("share", "share of the spike", "orange adds to the spike, blue pulls the other way", 1e-6),
+    Shading(
         "coefficient",
         "loss coefficient",
         "d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it",
         1e-12,
     ),
-    Measure("ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2),
-    Measure("advantage", "advantage", "orange positive, blue negative", 1.0),
-    Measure("entropy", "entropy", "of the distribution the token was drawn from, in nats", 1.0, False),
-    Measure("gap", "log-prob gap", "trainer minus rollout engine; orange above, blue below", 0.1),
+    Shading("ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2),
+    Shading("advantage", "advantage", "orange positive, blue negative", 1.0),
+    Shading("entropy", "entropy", "of the distribution the token was drawn from, in nats", 1.0, False),
+    Shading("gap", "log-prob gap", "trainer minus rollout engine; orange above, blue below", 0.1),
 )
 
 
@@ -48,7 +48,7 @@ MEASURES = (
 class Shades:
     """One measure over an event's sequences."""
 
-    measure: Measure
+    measure: Shading
     levels: list[str]
     """Per sequence one character per token."""
     scale: float

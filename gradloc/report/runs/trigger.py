@@ -32,7 +32,7 @@ class Judged:
     """None during the warm-up."""
     spike: bool
     typical: float | None = None
-    """What is normal: the rule's level; during the warm-up the median of the norms around it."""
+    """What is normal: the rule's level; during the warm-up the median of the norms before it."""
     is_early: bool = False
     """As good as a spike, during the warm-up, when the rule itself says nothing."""
 
@@ -77,7 +77,7 @@ def judge(metrics: Metrics, settings: Mapping[str, float] | None = None) -> list
     rule = AdaptiveThreshold(**(settings or {}))
     judged = []
     for step, norm in metrics.logged(metrics.norm or MEAN):
-        threshold, typical = rule.threshold(0), rule.summary(0)["median_norm"]
+        threshold, typical = rule.threshold(0), rule.summary(0).median_norm
         judged.append(Judged(step, norm, threshold, rule.observe([norm])[0], typical))
     return _judge_warmup(judged, window=int((settings or {}).get("window", 64)))
 
@@ -90,12 +90,20 @@ def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> li
 
 
 def _judge_warmup(judged: list[Judged], window: int) -> list[Judged]:
-    """The same steps; those of the warm-up held against the median of all the norms around them."""
+    """The same steps; those of the warm-up held against the norms before them, the first three against the others.
+
+    What comes after a spike may be its work, so it is no measure of what is normal. A norm that only goes on from a
+    rise is none: it has to be three times the largest before it.
+    """
     norms = sorted(j.norm for j in judged[:window] if 0 < j.norm < math.inf)
+    before: list[float] = []
     for at, j in enumerate(judged[:window]):
         if j.threshold is None and 0 < j.norm < math.inf and len(norms) > 3:  # fewer say nothing
             others = list(norms)
             others.remove(j.norm)
-            typical = median(others)
-            judged[at] = replace(j, typical=typical, is_early=j.norm >= EARLY * typical)
+            typical = median(before if len(before) >= 3 else others)
+            is_jump = len(before) < 3 or j.norm >= 3 * max(before)
+            judged[at] = replace(j, typical=typical, is_early=is_jump and j.norm >= EARLY * typical)
+        if 0 < j.norm < math.inf and not judged[at].is_early:
+            before.append(j.norm)
     return judged

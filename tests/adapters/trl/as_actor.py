@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 
 from gradloc.adapters.trl.step import TrlStep
-from gradloc.adapters.trl.trainer import Watched
+from gradloc.adapters.trl.trainer import WatchedRewards
 from tests.adapters.trl.harness import PROMPTS, tokenizer, vowels
 from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
@@ -25,6 +25,11 @@ from tests.world.oracle import MicroBatch
 
 ACTOR = "actor_rollout_ref.actor."
 LOSSES = {"token-mean": "dapo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo"}
+
+
+PLAIN = ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type")
+PLAIN += ("off_policy_mask_threshold", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_mode")
+"""TRL's own settings, which a scenario may name as they are."""
 
 
 def step_class() -> type:
@@ -67,7 +72,7 @@ class Fed(trl.GRPOTrainer):
         return let_through(kept, log_probs), let_through(kept, entropies), aux_loss
 
 
-class WatchedFed(Watched, Fed):
+class WatchedFed(WatchedRewards, Fed):
     """With GradLoc."""
 
 
@@ -133,6 +138,9 @@ class Trainer:
                 rows = {name: value[first : first + self.rows] for name, value in tensors.items()}
                 of_engine = {"old_per_token_logps": "old_log_probs", "sampling_per_token_logps": "rollout_log_probs"}
                 has_them = "rollout_log_probs" in rows
+                if "rollout_is_weights" in rows:  # as vLLM's rollouts have them
+                    self.trainer.use_vllm, rows["importance_sampling_ratio"] = True, rows["rollout_is_weights"]
+                reference = {"ref_per_token_logps": rows["ref_log_prob"]} if self.trainer.beta else {}
                 yield (
                     rank,
                     index,
@@ -144,6 +152,8 @@ class Trainer:
                         "tool_mask": rows["response_mask"],
                         "advantages": rows["advantages"],
                         "num_items_in_batch": num_items,
+                        **reference,
+                        **{name: rows[name] for name in ("importance_sampling_ratio",) if name in rows},
                         **({theirs: rows[ours] for theirs, ours in of_engine.items()} if has_them else {}),
                     },
                 )
@@ -182,7 +192,14 @@ def make_trainer(
         "entropy_coef": float(given.get("entropy_coeff", 0.0)),
         "loss_type": LOSSES[given.get("loss_agg_mode", "token-mean")],
         "bf16": given.get("fsdp_config.dtype") == "bfloat16",
+        "vllm_importance_sampling_mode": "token_truncate",
     }
+    names = {"clip_ratio_low": "epsilon", "clip_ratio_high": "epsilon_high", "kl_loss_coef": "beta"}
+    config |= {theirs: float(given[ours]) for ours, theirs in names.items() if ours in given}
+    config |= {name: _value(text.strip("\"'")) for name, text in given.items() if name in PLAIN}
+    if given.get("policy_loss.loss_mode") == "gspo":
+        config["importance_sampling_level"] = "sequence"
+    beta = config.pop("beta", 0.0)
     args = trl.GRPOConfig(
         per_device_train_batch_size=rows, num_generations=2, learning_rate=1e-3, max_steps=100, report_to="none",
         use_cpu=True, gradient_checkpointing=False, weight_decay=0.01, **config,
@@ -195,6 +212,7 @@ def make_trainer(
     made = kind(model, vowels, args=args, train_dataset=data, processing_class=tokenizer(), **more)
     if is_on and made._watch.driver is not None:
         made._watch.driver.writer.tokenizer = made._watch.driver.writer.tokenizer and Decoder()
+    made.beta = beta  # now, since TRL loads a reference model where its config has it: the batch has the log-probs
     torch.manual_seed(1000 + seed)
     return Trainer(made, rows)
 

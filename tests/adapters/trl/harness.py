@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gradloc.adapters.trl.trainer import Watched
+from gradloc.adapters.trl.trainer import WatchedRewards
 from tests.detached import let_through
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
@@ -128,21 +128,34 @@ class LettingOut(Planted):
         return log_probs, entropies, aux_loss
 
 
+class OwnLoss:
+    """A loss of the user's own, in a subclass of TRL's trainer, of the log-probs that TRL's method gives."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        names = ("prompt", "completion")
+        ids, mask = (torch.cat([inputs[f"{name}_{what}"] for name in names], 1) for what in ("ids", "mask"))
+        kept = inputs["completion_mask"]
+        log_probs, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, kept.shape[1])
+        losses = -inputs["advantages"] * torch.nn.functional.softplus(log_probs - log_probs.detach().mean())
+        return (losses * kept).sum() / kept.sum() / self.current_gradient_accumulation_steps
+
+
 class Noting(Planted):
     """Notes where the planted tokens came to lie."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         step = self._watch and self._watch.step
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # ranks tell each other how many rows they have
         for index, inputs in enumerate([] if step is None else step.inputs):
             for row, position in inputs["planted"].nonzero().tolist():
                 self.where.append((self.state.global_step + 1, step.rows(index)[row], position))
-        return super()._get_grad_norm(model, grad_norm)
+        return norm
 
 
-def kind_of(name: str, base: Any) -> type:
-    """``stock``, ``without`` (the planted tokens) or ``watched``."""
-    fronts = {"stock": (Planted,), "without": (LettingOut,), "watched": (Noting, Watched)}[name]
-    return type(f"{name.title()}{base.__name__}", (*fronts, base), {})
+def kind_of(name: str, *base: Any) -> type:
+    """``stock``, ``without`` (the planted tokens) or ``watched``, of these classes."""
+    fronts = {"stock": (Planted,), "without": (LettingOut,), "watched": (Noting, WatchedRewards)}[name]
+    return type(f"{name.title()}{base[-1].__name__}", (*fronts, *base), {})
 
 
 class Noted(transformers.TrainerCallback):
@@ -188,6 +201,7 @@ def make(
     dtype: str = "float32",
     experts: bool = False,
     lora: bool = False,
+    own_loss: bool = False,
     gradloc: Any = None,
     health: Any = None,
     sharded: bool = False,
@@ -196,7 +210,7 @@ def make(
 ) -> Any:
     """A trainer, ready to train; see :func:`kind_of`."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    kind = kind_of(name, getattr(trl, base))
+    kind = kind_of(name, *([OwnLoss] if own_loss else []), getattr(trl, base))
     torch.manual_seed(7)
     made = save_model(f"{folder}-model", getattr(torch, dtype), dropout, experts)
     if dist.is_initialized():

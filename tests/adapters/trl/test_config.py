@@ -8,8 +8,8 @@ import pytest
 import trl
 from accelerate.utils import DistributedType
 
-from gradloc.adapters.trl import touches
-from gradloc.adapters.trl.config import health_of, refuse, settings_of
+from gradloc.adapters.trl import config
+from gradloc.adapters.trl.config import health_of, refuse, settings_of, setup_of
 from gradloc.trl import GradLocConfig, GRPOConfig, attach
 from tests.adapters.trl.harness import make
 
@@ -40,9 +40,12 @@ def test_a_folder_of_ones_own_is_kept(tmp_path):
 @pytest.mark.parametrize(
     "given, said",
     [
-        ("maks", "gradloc must be off, observe, mask, skip, abort, or settings by name, found 'maks'."),
+        ("maks", "gradloc must be off, observe, mask, heal, skip, abort, or settings by name, found 'maks'."),
         ({"acton": {}}, "unknown setting gradloc.acton: did you mean gradloc.action?"),
-        ({"action": {"mode": "maks"}}, "gradloc.action.mode must be one of observe, mask, skip, abort, found 'maks'."),
+        (
+            {"action": {"mode": "maks"}},
+            "gradloc.action.mode must be one of observe, mask, heal, skip, abort, found 'maks'.",
+        ),
         ({"trigger": {"tua": 1}}, "unknown setting gradloc.trigger.tua: did you mean gradloc.trigger.tau?"),
         ({"trigger": 3}, "gradloc must be a mode or settings by name, found 3."),
         ({"critic": "mask"}, "gradloc.critic must be off with TRL, whose trainers have none, found 'mask'."),
@@ -120,26 +123,26 @@ class Changed:
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_a_run_that_no_search_could_look_into_is_refused(trainer, said):
-    refuse(trainer, GradLocConfig())
+    refuse(setup_of(trainer), GradLocConfig())
     with pytest.raises(ValueError) as caught:
-        refuse(Changed(trainer, REFUSED[said]), KEEPING)
+        refuse(setup_of(Changed(trainer, REFUSED[said])), KEEPING)
     assert str(caught.value).startswith(said) and 'gradloc="off" trains without' in str(caught.value)
 
 
 def test_attaching_to_something_else_is_refused():
-    with pytest.raises(ValueError, match="takes a trainer of TRL's GRPO or RLOO, found a builtins.int"):
+    with pytest.raises(ValueError, match="takes a trainer of TRL's GRPO, RLOO, SFT or DPO, found a builtins.int"):
         attach(3)
 
 
 def test_a_trl_that_has_changed_what_this_hangs_on_is_refused_by_name():
-    touches.check_trl()
+    config.check_trl()
     with mock.patch.object(trl.GRPOTrainer, "_compute_loss", lambda self, batch: None):
         with pytest.raises(
             RuntimeError, match=r"trl:GRPOTrainer._compute_loss takes \(self, batch\), expected \(self, model"
         ):
-            touches.check_trl()
-    with mock.patch.object(touches, "_OTHERS", {"trl.trainer.utils:gone": None}):
+            config.check_trl()
+    with mock.patch.object(config, "TOUCHED", {"trl.trainer.utils:gone": None}):
         with pytest.raises(
             RuntimeError, match="trl.trainer.utils:gone is gone; pip install trl==1.16.0, or train with"
         ):
-            touches.check_trl()
+            config.check_trl()

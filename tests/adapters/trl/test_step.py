@@ -16,6 +16,7 @@ LOSSES = {
     "sequence ratios": {"loss_type": "grpo", "importance_sampling_level": "sequence", "plant": SEQUENCE},
     "RLOO": {"base": "RLOOTrainer", "plant": SEQUENCE},
     "RLOO, KL and two iterations": {"base": "RLOOTrainer", "plant": SEQUENCE, "beta": 0.05, "num_iterations": 2},
+    "a loss of the user's own": {"own_loss": True},
     "high entropies alone": {"top_entropy_quantile": 0.8},
     "KL": {"beta": 0.05},
     "KL with its correction": {"beta": 0.05, "use_bias_correction_kl": True},
@@ -110,3 +111,15 @@ def test_a_replay_leaves_nothing_behind_in_the_trainer(tmp_path):
     assert {name: vars(trainer)[name] for name in before} == before
     assert {name: len(values) for name, values in trainer._metrics["train"].items()} == counts
     assert set(vars(trainer.accelerator)) == own and not step.is_asking
+
+
+def test_generation_is_no_part_of_what_a_step_takes(tmp_path):
+    order = []
+
+    def prepare(trainer):
+        begin, generate = trainer._watch.localizer._peak.begin, trainer._generate_and_score_completions
+        trainer._watch.localizer._peak.begin = lambda device: (order.append("peak from here"), begin(device))
+        trainer._generate_and_score_completions = lambda inputs: (order.append("generated"), generate(inputs))[1]
+
+    make("watched", str(tmp_path), max_steps=1, prepare=prepare).train()
+    assert "generated" in order and order[-1] == "peak from here"

@@ -26,7 +26,7 @@ def test_off_is_trls_own_trainer(run, tmp_path):
 def test_attached_to_a_trainer_it_is_the_same(run, tmp_path):
     def prepare(trainer):
         attach(trainer, {**harness.TAU, "action": {"mode": "mask"}})
-        assert isinstance(trainer, harness.Watched) and isinstance(trainer, trl.GRPOTrainer)
+        assert isinstance(trainer, harness.WatchedRewards) and isinstance(trainer, trl.GRPOTrainer)
 
     attached = run("stock", plant=TOKEN, prepare=prepare)
     without = run("without", plant=TOKEN)
@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_with_what_it_had_learned(run, tmp_path):
     state = json.loads((tmp_path / "watched" / "checkpoint-6" / "gradloc.json").read_text())
     assert {"spikes", "health"} <= state.keys()
     resumed = harness.make("watched", str(tmp_path / "watched"), gradloc=learns, health=health, max_steps=7)
-    assert resumed._watch.driver.policies.adaptive.threshold(0) is None
+    assert resumed._watch.driver.adaptive.threshold(0) is None
     seen = []
     look = resumed._watch.localizer.before_step
     resumed._watch.localizer.before_step = lambda norm, policy: (seen.append(policy.thresholds), look(norm, policy))[1]

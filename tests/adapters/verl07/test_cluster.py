@@ -21,9 +21,15 @@ def test_the_weights_of_an_event_are_a_checkpoint_of_verls_or_on_no_disk_at_all(
 def test_a_trainer_that_sends_no_policy_is_told_once_what_to_do(world, dump_dir):
     first, second = world.run("cluster.update_without_policy", overrides=ON, dump_dir=dump_dir)
     (line,) = first["lines"]
-    assert "self.gradloc.update(self, batch)" in line
+    assert "self._update_actor(batch)" in line
     assert second["lines"] == []
     assert first["count"] == second["count"] == [2]
+
+
+@pytest.mark.parametrize("overrides, said", [(ON, "has not called verl.utils.gradloc_seam.build"), ([], "")])
+def test_a_trainer_that_never_builds_its_hook_is_told_by_the_workers(world, dump_dir, overrides, said):
+    for found in world.run("cluster.build_without_trainer", overrides=overrides, dump_dir=dump_dir):
+        assert found["kind"] == "Off" and said in found["said"] and bool(said) == bool(found["said"])
 
 
 def test_a_relative_folder_for_events_is_made_absolute_before_any_worker_hears_of_it(world, tmp_path):

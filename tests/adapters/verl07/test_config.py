@@ -42,6 +42,39 @@ def test_every_option_is_documented_with_its_default_and_every_documented_one_ex
             assert documented[key] == shown, key
 
 
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=true"
+ON = {
+    f"{ACTOR}.spike_detection": "true",
+    f"{ACTOR}.gradloc.enable": "true",
+    f"{ACTOR}.gradloc.critic": "observe algorithm.adv_estimator=gae critic.strategy=fsdp2",
+    f"{ACTOR}.gradloc.stabilize.token_clip.mode": f"mask {LOG_PROBS}",
+    f"{ACTOR}.gradloc.stabilize.seq_clip.mode": f"clamp {LOG_PROBS}",
+    f"{ACTOR}.gradloc.stabilize.layer_clip.rule": "zscore",
+    f"{ACTOR}.gradloc.stabilize.skip_step.enable": "true",
+    "algorithm.advantage_reweighting.alpha": "0.3",
+    "algorithm.lopti.enable": "true",
+    "trainer.health.enable": "true",
+    "trainer.gradient_analysis_mode": "true",
+    "trainer.quartile_analysis_mode": "true",
+    "actor_rollout_ref.rollout.rollout_filter_value": "0.5",
+    "actor_rollout_ref.rollout.rollout_filter_include_zero": "false",
+}
+"""Each switch of the package's, and what it takes to be on."""
+OFF = ["", "+gradloc=off", f"{ACTOR}.gradloc.trigger.force_step=3", "actor_rollout_ref.rollout.rollout_filter_value=1"]
+
+
+def test_the_seam_that_imports_the_package_knows_every_switch_of_its(worlds):
+    cases = [f"{key}={value}" for key, value in ON.items()]
+    cases += [f"+gradloc={preset}" for preset in ("on", "observe", "mask", "skip", "safe")]
+    read = "tests.world.configs.found_on"
+    found = worlds(1).run("configs.read_all", cases=[case.split() for case in [*cases, *OFF]], read=read)[0]
+    assert [answer for answer in found if not isinstance(answer, list | tuple)] == []
+    assert [key for key, _ in found[: len(ON)]] == list(ON)
+    assert all(key is not None for key, _ in found[: len(cases)])
+    assert [is_on for _, is_on in found] == [True] * len(cases) + [False] * len(OFF)
+    assert [key for key, _ in found[len(cases) :]] == [None] * len(OFF)
+
+
 WRONG = {
     "grad_norm_threshold=-1": "must be null (adaptive) or a positive",
     "bisect_budget_steps=0": "must be an integer of at least 1",
@@ -186,4 +219,4 @@ def test_every_name_of_verls_and_ours_passes(single):
 
 def test_what_is_not_supported_is_refused_while_detection_is_on(compose):
     (answer,) = compose([f"{ACTOR}.spike_detection=True", f"{ACTOR}.strategy=veomni"])
-    assert f"strategy must be fsdp or fsdp2 while {ACTOR}.spike_detection is on" in answer["error"]
+    assert f"strategy must be fsdp or fsdp2 while {ACTOR}.gradloc.enable is on" in answer["error"]

@@ -39,6 +39,24 @@ def test_so_they_do_with_every_mean(world, dump_dir, mode, aggregation):
         check_cover(world, dump_dir, mode, aggregation, policy)
 
 
+EDITS = {"advantages": [(3, 2, 1e3), (12, 1, -0.5)], "old_log_probs": [(3, 2, -4.5), (12, 1, -9.0)]}
+
+
+@pytest.mark.parametrize("policy", [[], OFF_POLICY], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("dtype", [[], BF16], ids=["float32", "bf16"])
+def test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_what_theirs_leaves(
+    world, dump_dir, dtype, policy
+):
+    edits = {"advantages": EDITS["advantages"], **(EDITS if policy else {})}  # on-policy no old log-prob counts
+    for edited in ({}, edits):
+        found, _ = world.run(
+            "identities.own_loss", overrides=[*TERMS, *dtype, *policy], dump_dir=dump_dir, edits=edited
+        )
+        assert found["is_same"], "bit for bit"
+        assert found["size"] > 0 and found["error"] < (1e-6 if dtype == [] else 1e-2)
+        assert bool(edited) == (found["changed"] > 0.5), "the other batch is another one"
+
+
 def test_bypass_mode_is_refused_by_verl_0_7_0_itself_and_looked_into_on_the_next(world, dump_dir, verl_version):
     """It needs policy_loss.rollout_correction, which 0.7.0's dataclass lacks."""
     arguments = dict(overrides=[f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], dump_dir=dump_dir)

@@ -4,8 +4,10 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.adapters.verl07.layouts.checks import ACTOR, check_planted
@@ -181,7 +183,7 @@ def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, 
 @pytest.mark.parametrize(
     "layout", [[], pytest.param(["critic.strategy=fsdp"], marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"]
 )
-def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_critic(world, dump_dir, layout):
+def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_critic(world, single, dump_dir, layout):
     def train(action, **asked):
         settings = [*layout, f"{ACTOR}.gradloc.critic={action}", f"{ACTOR}.gradloc.trigger.tau=100"]
         asked |= {"overrides": settings, "dump_dir": dump_dir, "target": 1e4}
@@ -204,6 +206,40 @@ def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_cr
     assert event["certificate"]["verdict"] == "explained"
     assert event["certificate"]["norm_after"] == pytest.approx(found[0]["norm_without"], rel=half)
     assert "spike of the critic" in event["verdict"]
+    argv = [str(Path(dump_dir, event["folder"])), "--model", f"{dump_dir}-critic"]
+    (done,) = single.run("tests.replay.scenarios.run_replay", argv=argv, patches={})
+    assert (done["code"], done["err"]) == (0, "")
+    replayed = re.search(r"positions? .*: norm ([\d,.]+), share .*; event: norm ([\d,.]+)", done["out"]).groups()
+    now, before = (float(norm.replace(",", "")) for norm in replayed)
+    assert now == pytest.approx(before, rel=half)
     without, masked = train("off", lets_out=True), train("mask")
     assert masked[0]["metrics"]["gradloc/critic_mask"] == 1
     assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"
+
+
+@pytest.mark.parametrize(("value", "heals"), [(-1.0, True), (1.0, False)])
+def test_the_bound_on_a_values_move_is_measured_as_the_update_with_it_is(world, dump_dir, value, heals):
+    def train(limit, action):
+        settings = [f"critic.cliprange_value={limit}", f"{ACTOR}.gradloc.critic={action}"]
+        asked = {"overrides": [*settings, f"{ACTOR}.gradloc.trigger.tau=100"], "target": 1e4, "value": value}
+        return world.run("tests.world.models.critic.train", dump_dir=dump_dir, **asked)[0]["metrics"]
+
+    train(1e9, "observe")
+    (event,) = read_events(dump_dir)
+    (cure,) = event["cures"]
+    truth = float(np.mean(train(0.2, "off")["critic/grad_norm"]))  # of one mini-batch, and on verl 0.9 its mean
+    assert cure["line"] == "critic.cliprange_value=0.2"
+    assert (cure["verdict"] == "healed") == (truth < event["trigger"]["threshold"]) == heals
+    if heals:
+        assert abs(cure["norm_after"] - truth) <= max(cure["error_bound"], 1e-4 * truth)
+    else:  # the value is below: nothing bounds its way to the return
+        assert cure["verdict"] == "not_healed" and not cure["forwards"]
+        assert 0.9 * truth < cure["norm_after"] < 1.03 * truth, "at least"
+
+
+def test_the_critics_loss_asked_again_gives_what_its_backward_left_or_would_have(world, dump_dir):
+    settings = [f"{ACTOR}.gradloc.critic=observe", f"{ACTOR}.gradloc.trigger.tau=100"]
+    asked = {"overrides": settings, "dump_dir": dump_dir, "target": 1e4, "other": 2e4}
+    for found in world.run("tests.world.models.critic.own_loss", **asked):
+        assert found["own"] and found["other"]
+    assert not found["unlike"], "rank 1 holds the return"

@@ -50,6 +50,18 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
     assert event["certificate"]["verdict"] == "explained"
 
 
+@pytest.mark.parametrize("epochs", [1, 2], ids=["on policy", "off policy"])
+def test_a_loss_that_a_user_registered_is_looked_into_as_it_is(world, dump_dir, epochs):
+    overrides = ["actor_rollout_ref.actor.grad_norm_threshold=640", f"actor_rollout_ref.actor.ppo_epochs={epochs}"]
+    given = dict(plants=[(11, 5, -1e4)], overrides=overrides, dump_dir=dump_dir, has_own_loss=True)
+    found, _ = world.run("spikes.localize_planted", **given)
+    event = found["event"]
+    assert [(culprit["row"], culprit["positions"][0]) for culprit in event["culprits"]] == found["planted"]
+    assert event["certificate"]["verdict"] == "explained"
+    if epochs == 1:  # the oracle is of an update's first step
+        check_oracle(read_events(dump_dir)[0], found, closure=None)
+
+
 def test_a_rehearsal_localizes_on_a_healthy_step(world, dump_dir):
     force = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
     world.run("spikes.update_batch", kind="healthy", overrides=ON + TAU + force, dump_dir=dump_dir)

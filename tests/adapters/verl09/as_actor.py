@@ -107,7 +107,7 @@ class Trainer(harness.Trainer):
 
     def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
         """The same with all but the chosen tokens, bool (R, T), detached."""
-        from gradloc.adapters.verl09.packed import pack, padded
+        from gradloc.adapters.verl09.step import pack, padded
 
         def detach(model_output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
             packed = pack(padded(data["chosen"]).bool(), data)
@@ -150,8 +150,7 @@ class Trainer(harness.Trainer):
     @contextlib.contextmanager
     def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
         """The engine as an analysis sees it, and this rank's rows."""
-        from gradloc.adapters.verl09.analysis.engine import AnalysisEngine
-        from gradloc.adapters.verl09.engine import CLIPPING
+        from gradloc.adapters.verl09.engine import CLIPPING, AnalysisEngine
         from verl.utils import tensordict_utils as tu
 
         data = self._rows(batch)
@@ -162,15 +161,14 @@ class Trainer(harness.Trainer):
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
-        from gradloc.adapters.verl09.analysis.engine import ASKED_KEY, Asked, record_of_actor
-        from gradloc.adapters.verl09.engine import watch_actor
+        from gradloc.adapters.verl09.engine import ASKED_KEY, AnalysisRequest, record_of_actor, watch_actor
         from gradloc.config import GradLocConfig
         from verl.utils import tensordict_utils as tu
 
         watch_actor(self.worker)
         data = self._rows(batch)
         request = {name: value for name, value in batch.meta_info.items() if name.startswith("gradloc_num")}
-        tu.assign_non_tensor(data, **{ASKED_KEY: Asked(request, GradLocConfig())})
+        tu.assign_non_tensor(data, **{ASKED_KEY: AnalysisRequest(request, GradLocConfig())})
         self.worker.compute_log_prob(data)
         (record,) = record_of_actor(self.worker).meta_info.values()
         return record
@@ -234,7 +232,7 @@ class Trainer(harness.Trainer):
     @property
     def _loss_function(self) -> Any:
         """Training's: with the clips' weights."""
-        from gradloc.adapters.verl09.loss import weighed
+        from gradloc.adapters.verl09.step import weighed
         from gradloc.stabilize.ratio_clip import TokenWeigher
 
         of_verl = self.worker.actor.loss_fn

@@ -7,9 +7,8 @@ in for Ray is a function call, and for TransferQueue a dictionary. Batches are `
 same scenario can be run on this and on verl 0.7's actor.
 """
 
-import contextlib
 import copy
-import io
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -127,7 +126,7 @@ class Trainer:
         with self.store:
             meta = self.store.add(batch)
             if hasattr(self.trainer, "gradloc"):
-                self.trainer.gradloc.after_advantages(meta, {})
+                self.trainer.gradloc.reweight(as_update(meta), {})
             self.trainer._update_actor(meta, metrics)
         return metrics
 
@@ -255,7 +254,9 @@ def make_trainer(
     trainer.global_steps = 0
     trainer.distillation_config = None if taught is None else omega_conf_to_dataclass(taught)
     if hasattr(trainer, "gradloc"):
-        trainer.gradloc.begin(tokenizer=Decoder())
+        from gradloc.adapters.verl_common.needs import tables_for
+
+        trainer.gradloc.build_drivers(trainer.config, Decoder(), tables_for(trainer.config))
     made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
     trainer.actor_rollout_wg = SimpleNamespace(
         update_actor=made.update_actor,
@@ -361,7 +362,7 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
     batch, metrics = make_batch(seed=3), {}
     with made.store:
         meta = made.store.add(batch)
-        made.trainer.gradloc.after_advantages(meta, metrics)
+        made.trainer.gradloc.reweight(as_update(meta), metrics)
         found = made.store.get(meta.keys, select_fields=["advantages"])["advantages"].to_padded_tensor(0)
     old, before = batch.batch["old_log_probs"], batch.batch["advantages"]
     expected = (before * (alpha * old.exp() + 1 - alpha) * batch.batch["response_mask"])[:, : found.shape[1]]
@@ -369,6 +370,13 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
         "largest_error": float((found - expected).abs().max()),
         "kept_share": metrics["advantage_reweighting/kept_share"],
     }
+
+
+def as_update(meta: Any) -> Any:
+    """A batch in the queue as the trainer's parts take it."""
+    from gradloc.adapters.verl09.trainer import KVUpdate
+
+    return KVUpdate(None, None, meta)
 
 
 def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
@@ -388,7 +396,7 @@ def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
         meta = made.store.add(batch)
         places = {key: index for index, key in enumerate(meta.keys)}
         made.trainer._balance_batch(meta, metrics)
-        made.trainer.gradloc.analysis.scale_advantages(dealt_out[0])
+        made.trainer.gradloc.analysis.scale_advantages(as_update(dealt_out[0]))
         after = [made.store.rows[key]["advantages"].sum() for key in dealt_out[0].keys]
     return {
         "rows": [places[key] for key in dealt_out[0].keys],
@@ -417,6 +425,18 @@ def make_side(overrides: list[str], model_dir: str) -> None:
     TrainerSide(make_config(overrides, model_dir))
 
 
+def refusals(cases: list[list[str]], make: Callable[..., Any] = make_side, **given: Any) -> list[str]:
+    """What is said to each run before any worker starts."""
+    said = []
+    for overrides in cases:
+        try:
+            make(overrides, **given)
+            said.append("nothing")
+        except (Exception, SystemExit) as error:
+            said.append(str(error))
+    return said
+
+
 def train_without_plug_in(model_dir: str) -> None:
     """A run whose environment keeps verl from loading it."""
     import sys
@@ -428,7 +448,7 @@ def train_without_plug_in(model_dir: str) -> None:
 
 def with_verl(release: str | None = None) -> str:
     """What is said where the same code has another release's name, or, without one, where a method takes another."""
-    from gradloc.adapters.verl09.touches import check_verl
+    from gradloc.adapters.verl09.config import check_verl
     from verl.workers.engine import FSDPEngineWithLMHead
 
     def optimizer_step(self, closure):
@@ -446,24 +466,14 @@ def with_verl(release: str | None = None) -> str:
 
 def warned_of_a_changed_body() -> str:
     """What the trainer's check warns of where a method does something else and takes the same."""
-    from gradloc.adapters.verl09 import touches
+    from gradloc.adapters.verl09 import config
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     def _update_actor(self, batch, metrics):
         return batch
 
     changed = mock.patch.object(PPOTrainer, "_update_actor", _update_actor)
-    with changed, mock.patch.object(touches.logger, "warning") as warning:
-        touches.check_verl("trainer")
+    with changed, mock.patch.object(config.logger, "warning") as warning:
+        config.check_verl("trainer")
     said, *values = warning.call_args.args
     return said % tuple(values)
-
-
-def replay(argv: list[str]) -> dict[str, Any]:
-    """The command, in this process."""
-    from gradloc.replay.__main__ import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}

@@ -12,13 +12,22 @@ from tests.experiments.llm.test_wild import write
 from tests.report.builder import make_culprit, make_event
 
 
+def cure(name, verdict, norm, forwards=4):
+    measured = {"error_bound": 0.1, "kept": 0.9, "forwards": forwards, "backwards": forwards}
+    return {"name": name, "line": "x=1", "verdict": verdict, "norm_after": norm, "changed_tokens": 0.5, **measured}
+
+
 @pytest.fixture
 def told(tmp_path):
     """The record of a suite: an arm that spikes three times, the same with mask, and its twin."""
     answer = make_culprit(3, span="sequence", positions=tuple(range(3, 9)), share=0.2)
     found = [
-        make_event(2, [make_culprit(3, share=0.6), make_culprit(5, share=-0.7, log_prob=-0.1, advantage="NaN")]),
-        make_event(3, [answer]),
+        make_event(
+            2,
+            [make_culprit(3, share=0.6), make_culprit(5, share=-0.7, log_prob=-0.1, advantage="NaN")],
+            cures=[cure("dual_clip", "healed", 3.0), cure("clip_ratios", "not_healed", 40.0)],
+        ),
+        make_event(3, [answer], cures=[cure("clip_ratios", "not_healed", 50.0), cure("gpg", "no_change", 90.0, 0)]),
         make_event(4, [], shares=None),
     ]
     write(tmp_path / "no-clip-seed1", [3.0, 90.0, 4.0], found)
@@ -55,9 +64,18 @@ def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(told):
     assert len(natural.events(told)) == 4
 
 
+def test_what_was_measured_first_is_what_the_search_did_not_end_with(told):
+    cells = line(natural.cured(told), "no-clip")
+    assert (cells["events"], cells["healed"]) == ("3", "1")
+    assert cells["the setting measured first"] == "2 clip_ratios"
+    assert cells["not healed"] == "1/3: clip_ratios; 1/4: none measured"
+    (event,) = [event for event in told["events"] if event["step"] == 2 and event["mode"] == "observe"]
+    assert cells["norm under it / threshold"] == ", ".join([natural.number(3.0 / event["threshold"])] * 3)
+
+
 def test_what_an_action_changed_stands_beside_the_twin(told):
     cells = line(natural.changed(told), "no-clip", "1")
-    assert [cells[key] for key in natural.CHANGED[2:]] == ["90", "80", "-", "5", "0.3", "0.2", "-", "0.2"]
+    assert [cells[key] for key in natural.CHANGED[2:]] == ["90", "80", "-", "-", "5", "0.3", "0.2", "-", "-", "0.2"]
 
 
 def test_every_arm_that_explodes_has_its_actions_and_its_twin():

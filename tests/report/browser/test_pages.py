@@ -14,7 +14,7 @@ from gradloc.report.live.follow import Follower
 from gradloc.report.live.server import Site
 from tests.report.browser.driving import find, open_page, opened, press, requests, shots, wait, written
 from tests.report.builder import HOSTILE, VISIBLE, make_culprit, make_event, make_metrics, write_run
-from tests.report.not_tokens import causes
+from tests.report.events import event, searched
 
 pytestmark = pytest.mark.browser
 
@@ -80,7 +80,7 @@ return [parts.length, Math.max(...[...parts].map((part) => part.getBoundingClien
 
 def test_what_why_whether_it_hurt_and_what_now_are_on_the_first_screen(driver, demo_page, long_run_page, tmp_path):
     pages = [demo_page, long_run_page]
-    pages += [written(write_run(tmp_path / name, [event])) for name, event in causes().items()]
+    pages += [written(write_run(tmp_path / name, [event(f"searched: {name}")])) for name in searched()]
     for path in pages:
         shots.show(driver, path, 1440, 900, is_dark=False)
         num_parts, bottom = driver.execute_script(BOTTOM)

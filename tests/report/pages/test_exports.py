@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown, JSON and CSV say the same as the page, and no token breaks out of them."""
+"""No token breaks out of Markdown, JSON or CSV; an issue holds no text by itself, and how often its like came."""
 
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
+from gradloc.record import Event
+from gradloc.record.reading import read
 from gradloc.report.pages import exports
-from gradloc.report.runs.run import read_run
+from gradloc.report.pages.eventview import EventView, context
+from gradloc.report.runs.run import RunFolder, read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
+from tests.report.long_run import MADE_BY
 
 
 @pytest.fixture
@@ -21,23 +26,16 @@ def run(tmp_path):
 
 def test_json_is_json_and_round_trips(run):
     document = json.loads(exports.to_json(run, run.events))
-    assert document["run"] == "tests / report"
-    assert document["events"][0]["culprits"][1]["share"] == "NaN"
-    assert document["events"][0]["verdict"].startswith("Two tokens made the step-1 spike.")
+    assert document["run"] == "tests / report" and document["events"][0]["culprits"][1]["share"] == "NaN"
 
 
-def test_csv_has_a_line_per_culprit_and_one_for_an_event_without(run):
+def test_csv_has_a_line_per_culprit_and_one_for_an_event_without_and_no_cell_starts_a_formula(run):
     rows = list(csv.DictReader(io.StringIO(exports.to_csv(run, run.events))))
     assert [row["global_step"] for row in rows] == ["1", "1", "2"]
-    assert json.loads(rows[0]["tokens"]) == " is"
-    assert rows[2]["tokens"] == ""
-
-
-def test_no_csv_cell_starts_a_formula(run):
-    for row in csv.reader(io.StringIO(exports.to_csv(run, run.events))):
-        for cell in row:
-            is_number = cell.replace("-", "").replace(".", "").replace("e", "").isdigit()
-            assert is_number or cell[:1] not in ("=", "+", "-", "@"), cell
+    assert json.loads(rows[0]["tokens"]) == " is" and rows[2]["tokens"] == ""
+    for cell in (cell for row in rows for cell in row.values()):
+        is_number = cell.replace("-", "").replace(".", "").replace("e", "").isdigit()
+        assert is_number or cell[:1] not in ("=", "+", "-", "@"), cell
 
 
 @pytest.mark.parametrize("token", [*HOSTILE, "`", "``` x", "a|b"])
@@ -48,8 +46,7 @@ def test_a_hostile_token_stays_in_its_block(tmp_path, token):
     row = next(line for line in lines if "rank 1" in line)
     assert row.count("|") - row.count("\\|") == 8
     start = next(at for at, line in enumerate(lines) if line.endswith("text") and set(line[:-4]) == {"`"})
-    fence = lines[start][:-4]
-    assert lines.index(fence, start + 1) == len(lines) - 1, "nothing in the text ends the block"
+    assert lines.index(lines[start][:-4], start + 1) == len(lines) - 1, "nothing in the text ends the block"
 
 
 def test_markdown_text_is_literal():
@@ -57,15 +54,42 @@ def test_markdown_text_is_literal():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "line", "other"),
-    [
-        ("auto", "gradloc.search.max_steps=8", "bisect_budget_steps"),
-        ("bisect", "bisect_budget_steps=512", "search.max_steps"),
-    ],
+    ("strategy", "line"), [("auto", "gradloc.search.max_steps=8"), ("bisect", "bisect_budget_steps=512")]
 )
-def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line, other):
+def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line):
     certificate = make_event()["certificate"] | {"verdict": "undecided"}
     search = make_event()["search"] | {"strategy": strategy, "status": "budget_exhausted"}
     run = read_run(write_run(tmp_path, [make_event(certificate=certificate, search=search)]))
     text = exports.to_markdown(run, run.events)
-    assert line in text and other not in text
+    assert line in text and ("max_steps" in text) == (strategy == "auto")
+
+
+def event(step: int, token: str = " is", cause: str = "extreme_advantage") -> dict:
+    culprit = make_culprit(token=token, cause={"label": cause, "numbers": {}})
+    return make_event(step, [culprit], run=MADE_BY, time="2026-08-12T03:04:05Z")
+
+
+@pytest.mark.parametrize(
+    ("steps", "seen"),
+    [
+        ([5], "once, at step 5"),
+        ([5, 9, 30], "this token 3 times, first at step 5, last at step 30; extreme advantage: 4 of 5 events"),
+        (
+            [100_005, 200_009],
+            "this token 2 times, first at step 100005, last at step 200009; extreme advantage: 3 of 4",
+        ),
+    ],
+)
+def test_how_often_its_like_came_is_counted_by_token_and_cause(steps, seen):
+    others = [event(40, token=" 7"), event(50, cause="kl_term")] if len(steps) > 1 else []
+    events = [read(Event, document) for document in [*map(event, steps), *others]]
+    known = dict(context(events[0], RunFolder(Path(), events=events).kinds))
+    assert known["seen"].startswith(seen) and known["commit"] == MADE_BY["commit"]
+
+
+def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
+    run = read_run(write_run(tmp_path, [event(5)], metrics=make_metrics()))
+    made, text = exports.issue(EventView(run.events[0], run))
+    assert "| id 1003 | rank 1, micro-batch 2, row 0, position 3 | 75% |" in made and "python -m gradloc.replay" in made
+    assert "the answer" not in made and '" is"' not in made and "What is 20+40?" not in made
+    assert "the answer⟦ is⟧ 60." in text

@@ -38,23 +38,27 @@ def make_critic() -> torch.nn.Module:
     return Qwen3ForTokenClassification(config)
 
 
-def make_values(target: float) -> Any:
-    """`make_batch` as after the values: they and the returns, one of which is ``target``."""
+def make_values(target: float, value: float | None = None) -> Any:
+    """`make_batch` as after the values: they and the returns, one of which is ``target``; of its place the value."""
     batch = make_batch(num_rows=SIZE)
     shape = batch.batch["responses"].shape
     generator = torch.Generator().manual_seed(5)
     batch.batch["values"] = 0.1 * torch.randn(shape, generator=generator)
     batch.batch["returns"] = batch.batch["values"] + torch.randn(shape, generator=generator)
     batch.batch["returns"][PLACE] = target
+    if value is not None:
+        batch.batch["values"][PLACE] = value
     return batch
 
 
-def train(overrides: list[str], dump_dir: str, target: float, lets_out: bool = False) -> dict[str, Any]:
+def train(
+    overrides: list[str], dump_dir: str, target: float, lets_out: bool = False, value: float | None = None
+) -> dict[str, Any]:
     """One update of the critic; what it leaves behind, and what it should have.
 
-    ``lets_out``: verl's own loss is made to detach the planted token's value.
+    ``lets_out``: verl's own loss is made to detach the planted token's value. ``value``: what it was before.
     """
-    batch = make_values(target)
+    batch = make_values(target, value)
     folder = f"{dump_dir}-critic"
     if dist.get_rank() == 0 and not Path(folder).exists():
         make_critic().save_pretrained(folder)
@@ -73,6 +77,32 @@ def train(overrides: list[str], dump_dir: str, target: float, lets_out: bool = F
     with mock.patch.object(losses, "compute_value_loss", of_the_others if lets_out else original):
         found = update(settings, folder, batch)
     return {**found, "rng": torch.get_rng_state().numpy().tobytes(), **oracle(batch)}
+
+
+def own_loss(overrides: list[str], dump_dir: str, target: float, other: float) -> dict[str, Any]:
+    """The step's own loss asked of another return, beside the record that training on that one leaves."""
+    from tests.world.identities import instead_of_localizing
+
+    def records(step: Any, returns: torch.Tensor | None) -> list[torch.Tensor]:
+        found = []
+        for index in range(step.num_micro_batches):
+            tensors = {} if returns is None else {"returns": returns[step.rows(index)]}
+            recorded = step.recorded(index) if returns is None else step.recorded_under(index, {}, tensors)
+            found.append(recorded.log_prob_coefficient)
+        return found
+
+    def measured(target: float, *asked: torch.Tensor | None) -> list[list[torch.Tensor]]:
+        with instead_of_localizing(lambda hook, *_: [records(hook._step, of) for of in asked]) as results:
+            train(overrides, dump_dir, target)
+        return results[0]
+
+    own = make_values(target).batch["returns"]
+    ((wanted,), (left, same, found)) = (
+        measured(other, None),
+        measured(target, None, own, make_values(other).batch["returns"]),
+    )
+    pairs = {"own": (same, left), "other": (found, wanted), "unlike": (left, wanted)}
+    return {name: all(torch.equal(*pair) for pair in zip(*both, strict=True)) for name, both in pairs.items()}
 
 
 def oracle(batch: Any) -> dict[str, float]:

@@ -66,7 +66,7 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     worker.set_loss_fn(partial(value_loss, config=critic))
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
     trainer.global_steps = 0
-    trainer.gradloc.begin(tokenizer=harness.Decoder())
+    trainer.gradloc.build_drivers(trainer.config, harness.Decoder(), ["0.9"])
     made = Trainer(worker, trainer, dp_size=worker.engine.get_data_parallel_size())
     trainer.critic_wg = SimpleNamespace(
         train_mini_batch=made.train_mini_batch,

@@ -7,18 +7,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.world.configs import StandIn
 from tests.world.harness import Decoder, answer_of, asked, hash_weights, make_config, shard
 from tests.world.models.critic import make_critic
 from verl.trainer.ppo import core_algos as losses
+from verl.workers.critic import DataParallelPPOCritic
 
 __all__ = ["losses", "update"]
 
 FSDP = "critic.model.fsdp_config"
 
 
+class Critics(StandIn):
+    """What an update of the critic touches of verl's trainer."""
+
+    def _update_critic(self, batch: Any) -> Any:
+        return self.critic_wg.update_critic(batch)
+
+    def _get_dp_size(self, group: Any, role: str) -> int:
+        return dist.get_world_size()
+
+
 def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     """One update, with ours on where the overrides say so."""
-    from gradloc.adapters.verl07.critic import WatchedCritic
     from gradloc.adapters.verl07.trainer import build_trainer_hook
 
     paths = [f"{model}.model.path={folder}" for model in ("critic", "actor_rollout_ref")]
@@ -32,18 +43,16 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     module = shard(make_critic(), wrapped, settings.model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=settings.optim.lr)
     torch.manual_seed(1000)
-    critic = WatchedCritic(settings, module, optimizer)
+    critic = DataParallelPPOCritic(settings, module, optimizer)
 
     def update_critic(sent: Any) -> Any:
         return answer_of(sent, critic.update_critic(sent.chunk(dist.get_world_size())[dist.get_rank()]))
 
     worker = SimpleNamespace(critic=critic)
     group = SimpleNamespace(update_critic=update_critic, execute_with_func_generator=lambda ask: asked(worker, ask))
-    trainer = SimpleNamespace(config=config, tokenizer=Decoder(), critic_wg=group, global_steps=1, train_dataset=[0])
-    trainer._get_dp_size = lambda group, role: dist.get_world_size()
-    hook = build_trainer_hook(trainer)
-    hook.begin_fit(SimpleNamespace(logger={}))
-    hook.stamp(batch)
-    metrics = group.update_critic(batch).meta_info["metrics"]
+    trainer = Critics(config=config, tokenizer=Decoder(), critic_wg=group, global_steps=1, train_dataset=[0])
+    trainer.gradloc = build_trainer_hook(trainer)
+    trainer.gradloc.begin_step(batch, SimpleNamespace(logger={}))
+    metrics = trainer._update_critic(batch).meta_info["metrics"]
     metrics = {name: value[0] for name, value in metrics.items()}
     return {"weights": hash_weights(module, optimizer), "metrics": metrics, "engine": type(critic).__name__}

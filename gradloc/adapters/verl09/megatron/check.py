@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -30,7 +29,7 @@ from ....keys import POLICY_KEY
 from ....loop.wire import Policy
 from ....touched import replaced
 from ..engine import watch_actor
-from ..packed import nested_rows
+from ..step import nested_rows
 from .space import MegatronSpace, leaves_of
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -54,7 +53,7 @@ class Check:
         asked = [f"{_ACTOR}.gradloc.dump_dir={tempfile.gettempdir()}/gradloc-check", *overrides, *_OWN]
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("ppo_trainer", ["model_engine=megatron", "+gradloc=on", *asked])
-        self.settings = settings_in(config, omega_conf_to_dataclass)
+        self.settings = settings_in(config)
         self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
         self.worker.init_model()
         watch_actor(self.worker)
@@ -102,8 +101,8 @@ class Check:
         if mode is not None:
             settings = replace(self.settings, action=replace(self.settings.action, mode=mode))
             num_tokens = size * _NUM_RESPONSE
-            of_rule = [num_tokens], [limit], [limit * num_tokens**0.5]
-            policy = Policy(self.num_updates, "fixed", *of_rule, 1, update=self.num_updates, settings=settings)
+            rule = [num_tokens], [limit], [limit * num_tokens**0.5]
+            policy = Policy(self.num_updates, "fixed", *rule, 1, update=self.num_updates, settings=settings)
             tu.assign_non_tensor(data, **{POLICY_KEY: policy})
         flags = ("calculate_entropy", "distillation_use_topk", "distillation_only")
         tu.assign_non_tensor(data, **dict.fromkeys(flags, False), global_batch_size=size, mini_batch_size=size)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's Megatron engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from ....core.ranks import Ranks
 from ....touched import replaced
+from ...verl_common.needs import needed_of_megatron
 from ...verl_common.watch import device_of
-from ..engine import EngineWatch, Watched
+from ..engine import EngineWatch, WatchedEngine
 from .space import MegatronSpace, is_decoupled, leaves_of
 from .step import MegatronStep
 
@@ -42,8 +45,10 @@ class MegatronWatch(EngineWatch):
         return super().clip_limit or float("inf")  # 0: Megatron clips nothing
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return leaves_of(self.engine.optimizer)[0].optimizer
+    def optimizer(self) -> Any:
+        """All leaves' states as one's: experts have an Adam of their own."""
+        states = [leaf.optimizer.state for leaf in leaves_of(self.engine.optimizer)]
+        return SimpleNamespace(state=ChainMap(*states))
 
     @property
     def scales_loss(self) -> bool:
@@ -102,7 +107,7 @@ class MegatronWatch(EngineWatch):
                 config.clip_grad = limit
 
 
-class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
+class GradLocMegatronEngine(WatchedEngine, MegatronEngineWithLMHead):
     """verl's engine of the actor."""
 
     step_class, watch_class = MegatronStep, MegatronWatch
@@ -125,11 +130,11 @@ class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
     def postprocess_micro_batch_func(
         self, output: Any, data: Any, forward_only: bool, loss_function: Callable | None, local_cp_size: Any = None
     ) -> Any:
-        of_verl, step = super().postprocess_micro_batch_func, self._step
+        original, step = super().postprocess_micro_batch_func, self._step
         if step is None:
-            return of_verl(output, data, forward_only, loss_function, local_cp_size)
+            return original(output, data, forward_only, loss_function, local_cp_size)
         try:
-            return of_verl(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
+            return original(step.after_output(output, data), data, forward_only, loss_function, local_cp_size)
         except Exception as error:
             if not step.is_replaying:
                 raise
@@ -143,24 +148,23 @@ class GradLocMegatronEngine(Watched, MegatronEngineWithLMHead):
 def _check(engine: Any) -> None:
     """Refuse what was not run, and only the engine tells."""
     config, ddp = engine.tf_config, engine.module[0].ddp_config
-    of_optimizer = leaves_of(engine.optimizer)[0].config
+    optimizer_config = leaves_of(engine.optimizer)[0].config
     balancing = config.moe_router_load_balancing_type
     balancing = {balancing} if isinstance(balancing, str) else set(balancing)
     has_router_loss = bool(config.num_moe_experts and (config.moe_z_loss_coeff or balancing != {"none"}))
     refused = {
-        "moe_router_fusion": config.moe_router_fusion,
-        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
-        "moe_input_jitter_eps": config.moe_input_jitter_eps is not None,
+        **{
+            name: getattr(of, name, value) != value
+            for block, of in (("override_transformer_config", config), ("override_ddp_config", ddp))
+            for name, value in needed_of_megatron(block).items()
+        },
         "moe_token_dispatcher_type=flex": config.moe_token_dispatcher_type == "flex",
         "this moe_router_load_balancing_type": bool(balancing & {"sinkhorn", "global_aux_loss"}),
         "a router's loss in an interleaved pipeline": has_router_loss and len(engine.module) > 1,
-        "dropout": config.hidden_dropout > 0 or config.attention_dropout > 0,
-        "overlap_grad_reduce": ddp.overlap_grad_reduce,
-        "overlap_param_gather": ddp.overlap_param_gather,
         "a precision-aware optimizer that is not on the CPU (optimizer_cpu_offload)": (
-            of_optimizer.use_precision_aware_optimizer and not of_optimizer.optimizer_cpu_offload
+            optimizer_config.use_precision_aware_optimizer and not optimizer_config.optimizer_cpu_offload
         ),
-        "main_grads_dtype in 16 bits": of_optimizer.main_grads_dtype != torch.float32,
+        "main_grads_dtype in 16 bits": optimizer_config.main_grads_dtype != torch.float32,
         "an optimizer that is not Megatron's ChainedOptimizer": not isinstance(engine.optimizer, ChainedOptimizer),
     }
     for what, is_there in refused.items():

@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-class _Part(NamedTuple):
+class _Shard(NamedTuple):
     """What this process has of a parameter."""
 
     param: torch.nn.Parameter
@@ -106,15 +106,15 @@ class MegatronSpace(GradientSpace):
         parts = dict(_parts(engine.module, self._leaves))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [(name, part.place, part.is_original) for name, part in parts.items()])
-        before = [part for of_process in everyone[: dist.get_rank()] for part in of_process]
+        before = [part for process_parts in everyone[: dist.get_rank()] for part in process_parts]
         held = {place for _, place, is_original in before if is_original}
         device = next(engine.module[0].parameters()).device
-        elsewhere = _Part(torch.nn.Parameter(torch.empty(0, device=device)), True, "")
-        names = dict.fromkeys(name for of_process in everyone for name, _, _ in of_process)
+        elsewhere = _Shard(torch.nn.Parameter(torch.empty(0, device=device)), True, "")
+        names = dict.fromkeys(name for process_parts in everyone for name, _, _ in process_parts)
         named = [(name, parts.get(name, elsewhere)) for name in names]
         dtype = next(engine.module[0].parameters()).main_grad.dtype
-        of_params = [(name, part.param) for name, part in named]
-        self._hold(of_params, [] if len(everyone) == 1 else [dist.group.WORLD], (dtype, dtype), ranks)
+        params = [(name, part.param) for name, part in named]
+        self._hold(params, [] if len(everyone) == 1 else [dist.group.WORLD], (dtype, dtype), ranks)
         self.rounding = torch.finfo(dtype).eps / 2
         self.has_names = False  # Megatron's are others than transformers'
         self.counts = [part.is_original and part.place not in held for _, part in named]
@@ -160,7 +160,7 @@ class MegatronSpace(GradientSpace):
         return gradient
 
 
-def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Part]]:
+def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Shard]]:
     """By name, what the optimizer has of this process' parameters."""
     names = {id(param): name for name, param in _named(module)}
     kept = {id(param): (leaf, param, main) for leaf in leaves for param, main in _kept_by(leaf)}
@@ -179,7 +179,7 @@ def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Part]]:
                     split = parallel_state.get_expert_tensor_parallel_rank()
             start = leaf._get_model_param_range_map(param)["param"].start if main.shape != param.shape else 0
             held_as = _Decoupled.over(main) if is_decoupled(leaf) else main
-            yield name, _Part(held_as, param_is_not_shared(main), f"{name} {expert} {split} {start}")
+            yield name, _Shard(held_as, param_is_not_shared(main), f"{name} {expert} {split} {start}")
 
 
 def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -207,5 +207,5 @@ def _kept_by(leaf: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter
     if not kinds:
         yield from ((param, param) for param in leaf.get_parameters())
     for models, mains in kinds:
-        for of_model, of_optimizer in zip(models, mains, strict=True):
-            yield from zip(of_model, of_optimizer, strict=True)
+        for model_params, main_params in zip(models, mains, strict=True):
+            yield from zip(model_params, main_params, strict=True)

@@ -26,10 +26,12 @@ from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
+from ....core.forecast import logit_bytes
+from ....core.precise import precise_linear
 from ....core.ranks import LostRank
 from ....core.step import Numerics, Outputs, Recorded, RngState, Scheduled
 from ....touched import replaced
-from ...verl_common.precise import ROWS_PART, logit_bytes, precise_linear
+from ...verl_common.precise import ROWS_PART
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
 
@@ -108,14 +110,14 @@ class MegatronStep(EngineStep, Scheduled):
     def dividing(self) -> Iterator[None]:
         """Around a schedule: note what training divides its gradient by; a pass of the search divides by the same."""
         config = get_model_config(self.engine.module[0])
-        of_megatron = config.finalize_model_grads_func
+        original = config.finalize_model_grads_func
 
         def finalize(model: Any, num_tokens: torch.Tensor | None, **given: Any) -> None:
             if num_tokens is not None and not self.is_replaying:
                 self._own_num_tokens, self._num_tokens = num_tokens.clone(), num_tokens
             elif num_tokens is not None:
                 num_tokens = self._own_num_tokens.clone()
-            of_megatron(model, num_tokens, **given)  # which sums the numbers over all ranks
+            original(model, num_tokens, **given)  # which sums the numbers over all ranks
 
         with replaced(config, finalize_model_grads_func=finalize):
             yield
@@ -155,6 +157,14 @@ class MegatronStep(EngineStep, Scheduled):
         if self._num_tokens is not None:
             return self.dp_size / int(self._num_tokens)
         return 1.0 / parallel_state.get_context_parallel_world_size()
+
+    @property
+    def backward_factor(self) -> float:
+        if self._num_tokens is None:
+            return super().backward_factor
+        # not the number that the gradient is divided by: that is a sum of halves (of context-parallel ranks), rounded
+        data = self.micro_batches[0]
+        return tu.get_non_tensor_data(data, key="routed_num_tokens", default=int(self._num_tokens)) / self.dp_size
 
     def forward_bytes(self) -> int:
         if is_fused(self.micro_batches[0]):
@@ -246,13 +256,13 @@ class MegatronStep(EngineStep, Scheduled):
     def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
         """While a pass runs: Megatron adds routers' losses by itself in the backward, as a mean over the pass'
         micro-batches; make that the step's. And routers have the biases of training's forwards."""
-        of_megatron, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
+        original, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
         if self._num_tokens is not None:
             factor = 1.0
         present = [value.clone() for value in self._routers]
         _copy(self._routers_before, self._routers)
         try:
-            with replaced(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(lambda scale: of_megatron(scale * factor))):
+            with replaced(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(lambda scale: original(scale * factor))):
                 yield
         finally:
             _copy(present, self._routers)
@@ -278,7 +288,7 @@ def _stages() -> Any:
 
 
 def _on(device: torch.device, packed: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    return [{name: value.to(device) for name, value in of_one.items()} for of_one in packed]
+    return [{name: value.to(device) for name, value in tensors.items()} for tensors in packed]
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
@@ -288,7 +298,7 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _precise_readout(engine: Any) -> Iterator[None]:
-    """Log-probs in float32 from the last hidden state, see :func:`~...verl_common.precise.precise_readout`."""
+    """Log-probs in float32 from the last hidden state, see :func:`~....precise.precise_readout`."""
     head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
     if head is None or engine.param_dtype == torch.float32:
         yield

@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 NOT_HERE = {
     "spike_that_nobody_edited": "TRL's KL estimate, k3, has a small gradient where the reference excludes a token",
     "bypass_mode": "verl's",
+    "a_user_registered": "verl's registry; a subclass of TRL's is in test_step.py",
     "under_every_loss": "verl's losses; TRL's are in test_step.py",
     "so_they_do_with_every_mean": "verl's losses; TRL's are in test_step.py",
     "FSDP1": "TRL's FSDP2 is in test_ranks.py",
@@ -25,6 +26,13 @@ NOT_HERE = {
     "trouble_with_telling": "the driver's, the same on every trainer, which here is on the first process alone",
     "resuming_from_a_checkpoint": "test_trainer.py has TRL's checkpoints",
     "verls_own_format": "test_trainer.py has TRL's",
+    "[reference, mse": "TRL's KL has one estimator, k3",
+    "[reference, kl]": "TRL's KL has one estimator, k3",
+    "[reference, kl-": "TRL's KL has one estimator, k3",
+    "run_with_it[rewards": "TRL makes advantages from rewards in the process that samples",
+    "come_before[divide": "TRL makes advantages from rewards in the process that samples",
+    "another_sharding[rewards": "TRL makes advantages from rewards in the process that samples",
+    "[FSDP1-": "TRL's FSDP2 is in test_ranks.py",
     "skip_takes_no_step_at_all": "test_actions.py has TRL's",
     "abort_stops_the_run": "test_actions.py and test_ranks.py have TRL's",
 }

@@ -30,8 +30,8 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
 
     module, name = scenario.rsplit(".", 1)
     function = getattr(importlib.import_module(module), name)
-    of_verl = Handler.offload
-    offload = mock.Mock(side_effect=lambda tensor: of_verl(tensor, pin_memory=False))
+    original = Handler.offload
+    offload = mock.Mock(side_effect=lambda tensor: original(tensor, pin_memory=False))
     step, failed = as_actor.step_class(), []
     forward = step.forward
 

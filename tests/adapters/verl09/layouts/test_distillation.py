@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.adapters.verl07 import test_cures
 from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle, check_training
 from tests.adapters.verl09.harness import DISTILLED
 from tests.world.events import read_events
@@ -33,6 +34,11 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_
         assert answer["masked"]["event"]["action"]["taken"] == "mask"
         assert answer["masked"]["weights"] == answer["wanted"]["weights"]
         assert answer["masked"]["rng"] == answer["wanted"]["rng"]
+
+
+def test_the_clamp_on_the_teachers_distance_is_measured_to_heal_it(world, dump_dir):
+    cures = test_cures.check(world, dump_dir, "advantage", *SUPERVISED, f"{LOSS}.loss_max_clamp=null")
+    assert [name for name, cure in cures.items() if cure["verdict"] == "healed"] == ["clamp_teacher"]
 
 
 def test_looking_on_changes_nothing(world, dump_dir):

@@ -60,7 +60,7 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
         What training left; of each spike the failures that were counted, and whether this process failed.
     """
     from gradloc.adapters.verl09.megatron.step import MegatronStep
-    from gradloc.adapters.verl09.packed import Layout
+    from gradloc.adapters.verl09.step import Packing
     from gradloc.core.memory import Room
     from gradloc.loop import gather
     from gradloc.search.weights import MovedWeights
@@ -113,7 +113,7 @@ def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir
         mock.patch.object(ranks.Ranks, "agree", agree),
         mock.patch.object(MegatronStep, "after_output", after_output),
         coming_to("allocation", Room, "make_sure"),
-        coming_to("records", Layout, "unpack"),
+        coming_to("records", Packing, "unpack"),
         coming_to("gather", gather, "_sums"),
         coming_to("move", MovedWeights, "_move"),
     ):

@@ -149,9 +149,14 @@ def make_side(overrides: list[str]) -> None:
     TrainerSide(make_config(overrides, "model"))
 
 
+def refusals(cases: list[list[str]]) -> list[str]:
+    """See :func:`..harness.refusals`."""
+    return harness.refusals(cases, make_side)
+
+
 def differences() -> list[str]:
     """What of the installed verl and Megatron is not as the adapter knows it."""
-    from gradloc.adapters.verl09.touches import TOUCHED
+    from gradloc.adapters.verl09.config import TOUCHED
     from gradloc.touched import differences
 
     return differences(TOUCHED["megatron"])

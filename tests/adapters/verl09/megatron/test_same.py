@@ -3,7 +3,14 @@
 
 import pytest
 
-from tests.adapters.verl07 import test_actions, test_failures, test_identities, test_localization, test_trigger
+from tests.adapters.verl07 import (
+    test_actions,
+    test_cures,
+    test_failures,
+    test_identities,
+    test_localization,
+    test_trigger,
+)
 from tests.adapters.verl09.layouts import test_distillation
 from tests.stabilize import test_config as stabilize_config
 from tests.world.events import read_events
@@ -47,6 +54,9 @@ def slow(test, *layouts, **given):
     return same(test, *layouts, default=(), **given)
 
 
+asked_again = (
+    test_identities.test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_what_theirs_leaves
+)
 masked_step = test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit
 shares = test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped
 test_planted_culprits_and_nothing_else_are_named = same(
@@ -66,6 +76,21 @@ test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
     *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1], *CP),
     default=("TP 2", "PP 2", "fused kernel, TP 2"),
     layout=TERMS,
+)
+test_the_loss_asked_again_gives_what_the_backward_left = same(
+    asked_again, *(*DEFAULT, *CP), default=("PP 2", CP[1]), dtype=[], policy=test_identities.OFF_POLICY
+)
+test_the_norm_under_another_setting_is_that_of_the_update_run_with_it = same(
+    test_cures.test_the_norm_under_another_setting_is_that_of_the_update_run_with_it,
+    *(*DEFAULT, *CP),
+    default=("PP 2",),
+    kind="pushed down",
+)
+test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit = slow(
+    test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit,
+    *("TP 2", "PP 2", "experts, EP 2"),
+    kind="pushed down",
+    layout=[],
 )
 test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
 test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(

@@ -9,6 +9,7 @@ import pytest
 HERE = Path(__file__).parent
 
 NOT_HERE = {
+    "and_not_with_an_analysis": "the schedule is that of verl 0.7's worker",
     "the_page_shows_these_distances": "the page shows those of verl 0.7's loss",
     "[fused, FSDP2": "verl 0.9.1 itself fails: FSDP2 shards an untied head apart, and the kernel takes its weight",
     "stages_are_told_apart": "verl 0.9's trainer has reduced the metrics of each update: test_parity.py",
@@ -17,6 +18,8 @@ NOT_HERE = {
 }
 """Part of a test's name, and why verl 0.9 has nothing to test there."""
 BY_DEFAULT: dict[str, tuple[str, ...]] = {
+    "run_with_it[": ("[pushed down]", "[reference, kl]"),
+    "setting_takes_bit_for_bit": ("[float32-pushed down]",),
     "found_and_nothing_else[": ("weights kept after forward by auto]", "FSDP1, original parameters by auto]"),
     "heard_by_all_and_recovered[bisect]": (),
     "never_reaches_training": ("[file in the way",),  # trouble with telling is not the engine's

@@ -74,8 +74,15 @@ def settings(**given):
 
 def build_hook(actor):
     """What ``DataParallelPPOActor`` calls; nothing is done for a reference policy."""
-    settled = type(getattr(actor.config, "gradloc", None)).__name__ == "GradLocConfig"
-    if not settled or actor.actor_optimizer is None:
+    if actor.actor_optimizer is None:
+        return Off(actor)
+    if type(getattr(actor.config, "gradloc", None)).__name__ != "GradLocConfig":
+        if getattr(actor.config, "spike_detection", None):
+            print(
+                "gradloc: spike_detection is on, but no spike will be looked into: this trainer has not called "
+                "verl.utils.gradloc_seam.build_trainer_hook(self), as RayPPOTrainer.__init__ does.",
+                file=sys.stderr,
+            )
         return Off(actor)
     from gradloc.adapters.verl07.hook import build_hook
 
@@ -104,9 +111,6 @@ class Off:
 
     def in_stage(self, values, model_inputs):
         return values
-
-    def update(self, trainer, batch):
-        return trainer.actor_rollout_wg.update_actor(batch)
 
     def filter(self, trainer, batch, rewards, extras, metrics):
         return batch, rewards, extras

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a search fit into memory beside training? Told from what a rank holds, or from a model's and a layout's sizes.
+
+Four ways, each slower or weaker than the one before (:data:`WAYS`): keep everything on the device; move the optimizer's
+state to the host until the search is over; also keep saved weights and gradients there; bisection only, which moves no
+weights and reads no float32 logits. If none fits, there is no search. With FSDP2's ``offload_policy`` shards and all
+copies of them lie in the host's memory, so the host needs room.
+
+At its peak a search holds, beyond what training has at the end of a backward (weights, optimizer state, the gradient):
+
+- three copies of this rank's shards: a direction or a replayed gradient, the culprits' own gradient, and the ``.grad``
+  that is being made. With copies on the host, ``.grad`` alone stays on the device;
+- what a replayed micro-batch takes, which is what it took in training: the step's measured peak;
+- or, in a forward without a graph, the logits in float32;
+- or, while weights move, some float32 temporaries for each element of a part of a shard.
+
+Imports no torch: ``gradloc-report check`` asks before a run.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COPIES = 3
+SCRATCH_BYTES = 20
+"""Per element of a part; 14 to 18 were measured: random numbers, the unit, the moved weight."""
+PART = 2**23
+"""Elements of a shard that are worked on at a time, so that temporaries stay small."""
+USABLE = 0.95
+"""Of the free memory; the rest is lost to fragmentation."""
+PCIE = 25e9
+"""Bytes a second between a device and pinned memory, of a card on 16 lanes of PCIe 4."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to search."""
+
+    is_full: bool = True
+    """Whether any strategy will do; else only bisection."""
+    moves_optimizer: bool = False
+    """Whether the optimizer's state waits on the host."""
+    keeps_on_host: bool = False
+    """Whether saved weights and gradients set aside lie on the host."""
+
+
+WAYS = (Way(), Way(True, True), Way(True, True, True), Way(False, True, True))
+"""The cheapest first."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A device's memory as this process sees it, in bytes."""
+
+    free: int
+    """What this process may still allocate: taken by no process, or held by its own allocator but unused."""
+    host: float = math.inf
+    """This process' share of the host's free memory; inf if a search needs none of it."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a search needs on one rank, in bytes."""
+
+    shards: int
+    """One copy of the rank's shards."""
+    largest: int
+    """Elements (not bytes) of the largest shard."""
+    state: int
+    """The optimizer's state on the device, which may move."""
+    micro_batch: int
+    """Forward and backward of one micro-batch."""
+    forward: int
+    """A forward alone: its float32 logits."""
+    host: int = 0
+    """Of the host: copies of the shards, if these lie in its memory."""
+    pinned_state: int = 0
+    """Of the host, if the optimizer's state moves there."""
+    pinned_copies: int = 0
+    """Of the host, if saved weights and gradients are kept there."""
+
+    @property
+    def working(self) -> int:
+        """The most that one pass takes."""
+        return max(self.micro_batch, self.forward)
+
+    def of(self, way: Way) -> int:
+        """Peak of a search that way, less what it frees on the device beforehand."""
+        copies = 1 if way.keeps_on_host else COPIES
+        scratch = SCRATCH_BYTES * min(self.largest, PART)
+        working = max(self.working, scratch) if way.is_full else self.micro_batch
+        return copies * self.shards + working - (self.state if way.moves_optimizer else 0)
+
+    def host_bytes(self, way: Way) -> int:
+        """What it takes of the host's memory that way."""
+        moved = self.pinned_state if way.moves_optimizer else 0
+        return self.host + moved + (self.pinned_copies if way.keeps_on_host else 0)
+
+    def least_way(self, memory: Memory) -> int:
+        """Index in ``WAYS`` of the first one that fits; ``len(WAYS)`` if none does."""
+        device, host = USABLE * memory.free, USABLE * memory.host
+        fitting = (n for n, way in enumerate(WAYS) if self.of(way) <= device and self.host_bytes(way) <= host)
+        return next(fitting, len(WAYS))
+
+    def refusal(self, memory: Memory, where: Any) -> str:
+        """Why there is no search and what would help, as a sentence; ``where`` names the device."""
+        on_device = [self.host_bytes(way) for way in WAYS if self.of(way) <= USABLE * memory.free]
+        least = min(on_device, default=0)
+        if least > USABLE * memory.host:
+            why = "the weights lie there by offload_policy" if self.host else "the device has no room of its own"
+            return (
+                f"a search needs {least / USABLE / 2**30:.2f} GiB of the host's memory for each process, and "
+                f"{memory.host / 2**30:.2f} GiB are free: {why}; run fewer processes on each host"
+            )
+        lacking = self.of(WAYS[-1]) / USABLE - memory.free
+        return (
+            f"a search needs {max(lacking, 0) / 2**30:.2f} GiB more than the {memory.free / 2**30:.2f} GiB that "
+            f"training leaves on {where}: make micro-batches smaller (one takes {self.working / 2**30:.2f} GiB; "
+            "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), or deal the weights out to more devices"
+        )
+
+
+def rounded(size: int) -> int:
+    """What a pinned block of so many bytes takes of the host: torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
+    """What a forward alone holds for each logit at its peak, in bytes: the float32 logits and what verl makes of them.
+
+    Args:
+        is_scaled: whether a temperature makes a second tensor of them.
+        has_entropy: whether entropies are computed from all of them at once.
+    """
+    return 4.5 + 4.0 * is_scaled + 8.0 * has_entropy
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder that count."""
+
+    name: str
+    layers: int
+    width: int
+    inner: int
+    """Of the MLP, or of one expert."""
+    queries: int
+    """Heads times their width."""
+    keys: int
+    """The same of keys alone; values are as wide."""
+    vocabulary: int
+    is_tied: bool = False
+    experts: int = 0
+    active: int = 0
+    """Experts that a token goes through; 0 of a dense model."""
+
+    @property
+    def tensors(self) -> list[int]:
+        """Elements of each weight of a layer, experts as one."""
+        count = max(self.experts, 1)
+        mlp = [count * self.width * self.inner] * 3 + [self.experts * self.width] * bool(self.experts)
+        attention = [self.width * wide for wide in (self.queries, self.keys, self.keys, self.queries)]
+        return [*attention, *mlp, self.width, self.width]
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding, and of the head."""
+        return self.vocabulary * self.width
+
+    @property
+    def weights(self) -> int:
+        """All elements."""
+        return self.layers * sum(self.tensors) + self.table * (1 if self.is_tied else 2) + self.width
+
+    def adapted(self, rank: int) -> float:
+        """The share of the weights that adapters of this rank on all of a layer's linear maps are."""
+        mlp = 3 * max(self.experts, 1) * (self.width + self.inner)
+        return self.layers * rank * (4 * self.width + 2 * (self.queries + self.keys) + mlp) / self.weights
+
+    def layer_bytes(self, wide: int) -> int:
+        """What a layer keeps of one position for its backward: two norms with their float32 input, attention, MLP.
+
+        Args:
+            wide: bytes of a number that the model computes with.
+        """
+        mlp = 4 * self.inner * max(self.active, 1) + 2 * self.width * self.active  # to the experts and back
+        return 2 * (4 + 2 * wide) * self.width + wide * (3 * self.queries + 2 * self.keys + mlp)
+
+
+def model_of(name: str, config: Mapping[str, Any]) -> Model:
+    """A model's sizes by its ``config.json``, as transformers writes it.
+
+    Raises:
+        ValueError: one sentence, where a size is missing.
+    """
+    config = config.get("text_config") or config
+    try:
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        head = config.get("head_dim") or width // heads
+        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+        return Model(
+            name,
+            layers=config["num_hidden_layers"],
+            width=width,
+            inner=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
+            queries=heads * head,
+            keys=(config.get("num_key_value_heads") or heads) * head,
+            vocabulary=config["vocab_size"],
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
+            active=config.get("num_experts_per_tok") or 0 if experts else 0,
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{name}: config.json must name {error.args[0]}, and does not: name a size by --model."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on its devices."""
+
+    gpus: int = 1
+    shards: int = 1
+    """Processes that one copy of weights, gradient and optimizer state is dealt out to: FSDP's, the distributed
+    optimizer's; 1 under DDP."""
+    on_host: int = 8
+    """Devices of a node."""
+    tensor: int = 1
+    pipeline: int = 1
+    whole: int = 0
+    """Bytes for each weight that a process holds whole: DDP's buckets, Megatron's weights and its gradient."""
+    units: bool = True
+    """Whether layers are gathered one by one (FSDP)."""
+    trained: float = 1.0
+    """Share of the weights that is trained; under 1 with adapters."""
+    is_offloaded: bool = False
+    """FSDP2's ``offload_policy``."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a micro-batch asks of a device."""
+
+    tokens: int
+    """Positions of the largest micro-batch, prompts included, on one device."""
+    micro_batches: int = 1
+    """Of a rank, in one optimizer step."""
+    wide: int = 2
+    """Bytes of a number that the model computes with."""
+    is_checkpointed: bool = True
+    logit_bytes: float = 4.5
+    """In a forward alone, see :func:`logit_bytes`; 0 where a fused kernel never holds them."""
+    logits: int = 3
+    """Tensors of all logits that training holds at its peak: these, their softmax, its gradient."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run's config says of its trained model."""
+
+    model: str
+    """A folder, or a name on the Hub."""
+    layout: Layout
+    load: Load
+    adapters: int = 0
+    """Their rank; 0: all weights are trained."""
+    optimizer_steps: int = 1
+    """Of an update."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a search takes of one device and of its node, in bytes."""
+
+    held: int
+    """Of the device: weights, gradient and optimizer's state."""
+    need: Need
+    on_host: int
+    """Processes of a node."""
+
+    @property
+    def trained(self) -> int:
+        """Of the device, at the peak of a training micro-batch."""
+        return self.held + self.need.micro_batch
+
+    def device(self, way: Way) -> int:
+        """Of the device, at the peak of a search that way."""
+        return self.held + self.need.of(way)
+
+    def node(self, way: Way) -> int:
+        """Of a node's host memory."""
+        return self.on_host * self.need.host_bytes(way)
+
+    def seconds(self, way: Way) -> float:
+        """For what moves over PCIe once to the host and back."""
+        moved = self.need.state * way.moves_optimizer + COPIES * self.need.shards * way.keeps_on_host
+        return 2 * moved / PCIE
+
+    def way(self, card: float) -> Way | None:
+        """The first way that fits on a card of so many bytes; None if none does."""
+        return next((way for way in WAYS if self.held + self.need.of(way) <= USABLE * card), None)
+
+
+def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
+    """What training and a search take of a device and its host, by sizes alone."""
+    split = layout.tensor * layout.pipeline
+    tables = [model.table] * (1 if model.is_tied else 2)
+    tensors = [size // (split * layout.shards) for size in [*model.tensors * model.layers, *tables]]
+    owned = [int(4 * layout.trained * size) for size in tensors]
+    shards, pinned, is_there = sum(owned), sum(map(rounded, owned)), not layout.is_offloaded
+    scratch = SCRATCH_BYTES * min(max(tensors), PART)
+    need = Need(
+        shards=is_there * shards,
+        largest=is_there * max(tensors),
+        state=is_there * 2 * shards,
+        micro_batch=_micro_batch(model, layout, load),
+        forward=int(load.logit_bytes * load.tokens * model.vocabulary / layout.tensor),
+        host=0 if is_there else COPIES * shards + scratch,
+        pinned_state=is_there * 2 * pinned,
+        pinned_copies=is_there * COPIES * pinned,
+    )
+    held = is_there * (4 * sum(tensors) + 3 * shards) + layout.whole * model.weights // split
+    return Forecast(held, need, min(layout.on_host, layout.gpus))
+
+
+def _micro_batch(model: Model, layout: Layout, load: Load) -> int:
+    """What forward and backward take at their peak: in the head, or in the backward of the last layer."""
+    wide, each = load.wide, load.tokens * load.wide // layout.tensor
+    table, layer, largest = (size // layout.tensor for size in (model.table, sum(model.tensors), max(model.tensors)))
+    layer_bytes = load.tokens * model.layer_bytes(wide) // layout.tensor
+    # the first stage of a pipeline holds a micro-batch for each stage
+    kept = model.layers * (each * model.width if load.is_checkpointed else layer_bytes)
+    again = layer_bytes if load.is_checkpointed else 0
+    is_whole = layout.trained == 1  # a frozen weight has no gradient
+    head = load.logits * each * model.vocabulary + is_whole * wide * table
+    backward = again + is_whole * wide * largest + 2 * each * model.inner * max(model.active, 1)
+    if layout.units and layout.shards > 1:
+        # gathered: the head, a layer and the next; the head's gradient waits; a layer's is copied to be reduced
+        head += wide * (table + layer)
+        backward += wide * (table + 2 * layer) + is_whole * (wide * (table + layer - largest) + 4 * layer)
+    return kept + max(head, backward)
+
+
+MODELS = {
+    each.name: each
+    for each in (
+        Model("0.5B", 24, 896, 4864, 896, 128, 151_936, is_tied=True),
+        Model("1.5B", 28, 1536, 8960, 1536, 256, 151_936, is_tied=True),
+        Model("7B", 28, 3584, 18_944, 3584, 512, 152_064),
+        Model("32B", 64, 5120, 27_648, 5120, 1024, 152_064),
+        Model("72B", 80, 8192, 29_568, 8192, 1024, 152_064),
+        Model("235B", 94, 4096, 1536, 8192, 512, 151_936, experts=128, active=8),
+    )
+}
+"""Qwen2.5's, and Qwen3's mixture of experts."""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the two columns from what trainers write: prime-rl's token exports, NeMo-RL's training data, our own bundles,
+and tables (CSV, JSON lines, npz, parquet where pyarrow is there)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .columns import Columns, MismatchError, columns
+
+NAMES = {
+    "rollout": ("rollout_log_probs", "rollout_logprobs", "inference_logprobs", "generation_logprobs", "rollout_logps",
+                "sampling_per_token_logps", "sampling_logprobs", "vllm_logprobs", "rollout"),
+    "trainer": ("old_log_probs", "trainer_logprobs", "prev_logprobs", "old_per_token_logps", "old_logprobs",
+                "trainer_log_probs", "trainer"),
+    "mask": ("response_mask", "loss_mask", "token_loss_mask", "completion_mask", "mask"),
+    "ids": ("token_ids", "responses", "completion_ids", "input_ids", "token_id", "ids"),
+    "row": ("row", "sequence_id", "sequence", "sample", "export_sequence_idx"),
+    "group": ("uid", "group", "prompt_id", "prompt"),
+    "prompt": ("prompt_length", "prompt_lengths"),
+    "length": ("input_lengths", "input_length"),
+    "counts": ("sample_loss_mask",),
+}  # fmt: skip
+"""What a column is called, by trainers and by us; the first that is there counts."""
+TEXT_ONLY = {
+    "verl's rollout dump": {"input", "output", "score"},
+    "TRL's completions": {"prompt", "completion", "advantage"},
+}
+"""Files that trainers write beside, by the fields that tell them."""
+
+
+def read(path: Path) -> dict[str, Columns]:
+    """The two columns of each step that a file or folder holds, by the step's name, in order.
+
+    Raises:
+        MismatchError: if there is nothing to read, or a column is missing.
+    """
+    found: dict[str, list[Path]] = {}
+    for file in _files(path):
+        found.setdefault(_step(file), []).append(file)
+    if not found:
+        raise MismatchError(
+            f"{path} holds no columns of log-probs: name prime-rl's token_exports, NeMo-RL's train_data_step*.jsonl, "
+            "an event's bundle, or a .csv, .jsonl, .npz or .parquet with rollout_log_probs and old_log_probs."
+        )
+    return {step: _columns(files) for step, files in sorted(found.items(), key=lambda each: _number(each[0]))}
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise MismatchError(f"{path} does not exist.")
+    if path.is_file():
+        return [path]
+    for pattern in ("**/token_exports/step_*/rank_*.jsonl", "rank_*.jsonl", "step_*/rank_*.jsonl",
+                    "**/train_data_step*.jsonl", "**/batch.safetensors", "*"):  # fmt: skip
+        files = sorted(each for each in path.glob(pattern) if each.suffix in READERS and each.is_file())
+        if files:
+            return files
+    return []
+
+
+def _step(file: Path) -> str:
+    if file.name.startswith("rank_"):
+        return file.parent.name
+    return file.parent.parent.name if file.name == "batch.safetensors" else file.stem
+
+
+def _number(name: str) -> tuple[int, str]:
+    digits = re.findall(r"\d+", name)
+    return (int(digits[-1]) if digits else 0, name)
+
+
+def _columns(files: list[Path]) -> Columns:
+    tables = []
+    for file in files:
+        if file.suffix not in READERS:
+            raise MismatchError(f"{file} is none of {', '.join(READERS)}.")
+        found = _whole(file, READERS[file.suffix], file)
+        named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
+        for what, known in TEXT_ONLY.items():
+            if named["rollout"] is None and known <= found.keys():
+                raise MismatchError(
+                    f"{file} is {what}: text and scores, no log-probs. Write the batch's rollout_log_probs, "
+                    "old_log_probs and response_mask to an .npz, or set mismatch.every to have each step judged while "
+                    "it trains."
+                )
+        tables.append({ours: found[name] for ours, name in named.items() if name is not None})
+        for needed, who in (("rollout", "rollout engine"), ("trainer", "trainer")):
+            if needed not in tables[-1]:
+                seen = ", ".join(sorted(tables[-1])) or "none that is known"
+                raise MismatchError(
+                    f"{file} has no column of the {who}'s log-probs (found: {seen}): name it "
+                    f"{' or '.join(NAMES[needed][:3])}."
+                )
+    names = set.intersection(*(set(table) for table in tables))
+    whole: dict[str, list[NDArray]] = {name: [] for name in names}
+    for file, table in zip(files, tables, strict=True):
+        for name, rows in _whole(file, _rows, {name: table[name] for name in names}).items():
+            whole[name] += rows
+    return _made(whole)
+
+
+def _whole(file: Path, reader: Callable[[Any], Mapping[str, Any]], given: Any) -> Mapping[str, Any]:
+    """What a reader makes of what the file gives, or in a sentence why nothing."""
+    try:
+        return reader(given)
+    except MismatchError:
+        raise
+    except (ValueError, TypeError, LookupError, OSError, BadZipFile) as error:
+        raise MismatchError(f"{file} cannot be read ({error}): it may be cut short, or another kind of file.") from None
+
+
+def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
+    """By our names, an array for each row; a token's own numbers are cut where the row's name changes."""
+    if np.ndim(table["rollout"][0]) > 0:
+        return {
+            name: [np.ravel(np.asarray(row, None if name in ("group", "row") else float)) for row in rows]
+            for name, rows in table.items()
+        }
+    names = np.asarray(table.get("row", np.zeros(len(table["rollout"]))))
+    cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
+    flat = {
+        name: np.asarray(values, None if name == "group" else float) for name, values in table.items() if name != "row"
+    }
+    return {name: np.split(values, cuts) for name, values in flat.items()}
+
+
+def _made(table: dict[str, list[NDArray]]) -> Columns:
+    """Rows as they stand in the file, perhaps with their prompts, as columns of what the mask leaves."""
+    rollout, ids = table["rollout"], table.get("ids")
+    masks = [mask > 0 for mask in table.get("mask") or map(np.ones_like, rollout)]
+    for row, mask in enumerate(masks):
+        if "length" in table:
+            mask[int(table["length"][row][0]) :] = False
+        if "counts" in table and not table["counts"][row].any():
+            mask[:] = False
+    if ids is not None and any(len(a) != len(b) for a, b in zip(ids, rollout, strict=True)):
+        ids = None  # of the whole sequence, beside log-probs of the response
+    begins = [int(mask.argmax()) for mask in masks]
+    first = {name: [row[0] for row in table[name]] for name in ("prompt", "group") if name in table}
+    if any(begins):
+        first.setdefault("prompt", begins)
+        if ids is not None:
+            first.setdefault("group", [row[:begin].tobytes() for row, begin in zip(ids, begins, strict=True)])
+    return columns(rollout, table["trainer"], masks, ids=ids, **first)
+
+
+def _json_lines(file: Path) -> Mapping[str, Any]:
+    """A row on each line."""
+    with file.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _csv(file: Path) -> Mapping[str, Any]:
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        head, *rows = csv.reader(lines)
+    columns_ = zip(*rows, strict=True) if rows else [[]] * len(head)
+    return {name.strip(): [field or "nan" for field in column] for name, column in zip(head, columns_, strict=True)}
+
+
+def _npz(file: Path) -> Mapping[str, Any]:
+    with np.load(file, allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def _parquet(file: Path) -> Mapping[str, Any]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MismatchError(f"{file} needs pyarrow: pip install pyarrow, or write a .csv or .npz.") from None
+    names = dict.fromkeys(pq.read_schema(file).names)
+    found = pq.read_table(file, columns=[name for theirs in NAMES.values() for name in theirs if name in names])
+    return names | {name: found[name].to_numpy() for name in found.column_names}
+
+
+def _safetensors(file: Path) -> Mapping[str, Any]:
+    """A bundle's tensors: eight bytes for the header's length, the header in JSON, the numbers."""
+    data, types = file.read_bytes(), {"F32": "<f4", "F64": "<f8", "I64": "<i8", "F16": "<f2", "BOOL": "?"}
+    begins = 8 + int.from_bytes(data[:8], "little")
+    return {
+        name: np.frombuffer(data[begins:][slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in json.loads(data[8:begins]).items()
+        if entry.get("dtype") in types
+    }
+
+
+READERS: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".npz": _npz,
+    ".parquet": _parquet,
+    ".safetensors": _safetensors,
+}

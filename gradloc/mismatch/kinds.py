@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of disagreement: what each is, how it shows, what people did about it. The words: words/mismatch.ini."""
+
+from dataclasses import dataclass
+
+from ..words.advice import read_table
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One section of the table."""
+
+    title: str
+    sentence: str
+    shows: str
+    helps: str
+    threads: str
+    """Public threads in which this was found, or mended."""
+
+
+_TABLE = read_table("mismatch.ini")
+DOUBTS = _TABLE.pop("doubts")
+"""What else is said where a kind alone would not show what is seen."""
+KINDS = {name: Kind(**section) for name, section in _TABLE.items()}
+NOTHING = "cannot tell"

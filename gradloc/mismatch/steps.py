@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While a run trains: the kind at every so many steps, on the driver, from what the batch has anyway."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..record.store import plain
+from .columns import MismatchError, columns
+from .verdict import judge
+
+logger = logging.getLogger(__name__)
+TOKENS = 50_000
+"""Looked at of a batch: whole rows, evenly spread."""
+
+
+class StepJudge:
+    """Judges a step's batch; no forward, no collective. What fails is logged, and training goes on.
+
+    Args:
+        every: steps between two looks; 0: never.
+        folder: where ``mismatch.jsonl`` is written.
+    """
+
+    def __init__(self, every: int, folder: str | os.PathLike[str]):
+        self.every, self.path = every, os.path.join(folder, "mismatch.jsonl")
+
+    def __call__(self, tensors: Mapping[str, Any], labels: Mapping[str, Sequence[Any]], step: int) -> dict[str, float]:
+        """Metrics of a step that is looked at, else none.
+
+        Args:
+            tensors: (R, T) on the host: ``rollout_log_probs``, ``old_log_probs``, ``response_mask``, ``responses``.
+            labels: ``uid`` of each row, where there is one.
+            step: the global step.
+        """
+        names = ("rollout_log_probs", "old_log_probs", "response_mask")
+        if not self.every or step % self.every or not set(names) <= set(tensors.keys()):
+            return {}
+        try:
+            return self._judged(tensors, labels, step)
+        except MismatchError as error:
+            logger.warning("gradloc: the log-probs of step %d cannot be compared: %s", step, error)
+        except Exception:
+            logger.exception("gradloc: step %d's log-probs were not compared; training goes on", step)
+        return {}
+
+    def _judged(self, tensors: Mapping[str, Any], labels: Mapping[str, Sequence[Any]], step: int) -> dict[str, float]:
+        mask = tensors["response_mask"]
+        wanted = max(1, round(len(mask) * min(1.0, TOKENS / max(float(mask.sum()), 1.0))))
+        rows = np.linspace(0, len(mask) - 1, wanted).astype(int).tolist()
+
+        def of(name: str) -> Any:
+            return tensors[name][rows].detach().cpu().numpy()
+
+        rollout, trainer = of("rollout_log_probs"), of("old_log_probs")
+        if np.array_equal(rollout, trainer):  # the trainer was told to take the engine's
+            return {}
+        known: dict[str, Any] = {}
+        if "responses" in tensors.keys():
+            known["ids"] = of("responses")
+        if labels.get("uid") is not None:
+            known["group"] = [labels["uid"][row] for row in rows]
+        verdict = judge(columns(rollout, trainer, of("response_mask"), **known))
+        line = {"step": step, "kind": verdict.name, **vars(verdict)}
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(line), allow_nan=False) + "\n")
+        numbers = {"noise": verdict.noise, "ratio": verdict.ratio, "k3": verdict.kl, "is_noise": verdict.is_healthy}
+        return {f"gradloc/mismatch_{name}": float(value) for name, value in numbers.items()}

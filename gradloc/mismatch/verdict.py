@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what is seen in two columns to the name of their disagreement, or "cannot tell".
+
+Looks go from the local to the whole: each takes out, or mends, the tokens that it explains. One table, `WHOLE`, names
+what the rest has in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import seen
+from .columns import FEW, Columns, Floats, columns
+from .kinds import DOUBTS, NOTHING
+from .seen import Tokens
+
+FLOOR = 0.14
+"""Noise of logits that bfloat16 kernels have, nats: of real forwards, times about two."""
+FADED_KL = 0.005
+"""What a tail still does to the tokens above it."""
+FADES = 3.0
+"""Nats above the likeliest token of a tail at which it has faded."""
+EFFECT = 0.04
+"""Of the variance: less of it is no sign of other weights, however many tokens there are."""
+LEAST = 0.02
+"""Nats of logits: below it two columns agree, whatever the rest looks like."""
+UPPER = 0.25
+"""Nats of logits, of one token in a hundred: cut sampling alone raises none, and noise none so far."""
+SMALL_KL = 0.028
+"""Below it, per token, another version of a policy; above it another model."""
+FEW_OUTLIERS = 0.04
+"""Of the tokens: so many may stand out where the weights differ, without a kind of their own."""
+GAIN = 2.0
+"""Ranks' differences, summed over a stretch of a row, by which a shift must mend it: of six unrelated tokens."""
+FOLLOWS = 0.85
+"""Correlation of the rows' differences with what padding or packing would do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why two columns of log-probs differ."""
+
+    kinds: tuple[str, ...]
+    """Names in :data:`~.kinds.KINDS`, the one on the most tokens first; empty where nothing can be told."""
+    tokens: int
+    rows: int
+    noise: float
+    """Spread of d / (1 - p) over the tokens that no local kind explains, nats."""
+    ratio: float
+    """Mean of exp(d) over all tokens, each at most e^20."""
+    ratio_error: float
+    kl: float
+    """Mean of exp(d) - 1 - d over all tokens: the k3 estimate, nats a token."""
+    worst: float
+    """Largest |d|."""
+    evidence: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By kind, the numbers that it was named by."""
+    why_not: str = ""
+    """Where nothing can be told: what stood in the way."""
+
+    @property
+    def name(self) -> str:
+        """The kind, two joined by " + ", or "cannot tell"."""
+        return " + ".join(self.kinds) or NOTHING
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.kinds == ("noise",)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A kind, how many of the tokens show it, the evidence, and the tokens that still need a name."""
+
+    kind: str
+    share: float
+    numbers: dict[str, float]
+    rest: Columns
+
+
+def judge(given: Columns) -> Verdict:
+    """Names the disagreement of two columns.
+
+    Takes time in proportion to the tokens, about a microsecond each.
+    """
+    whole = tokens = Tokens(given)
+    evidence: dict[str, dict[str, float]] = {}
+    why_not = ""
+    for look in (gaps, shifted, strange_rows, strange_tokens, in_common):
+        if len(tokens) < max(FEW, 0.1 * len(given)):
+            break
+        if look is in_common and "tail" in evidence and seen.identity(tokens.d)["kl"] < FADED_KL:
+            break
+        found = look(tokens)
+        if isinstance(found, str):
+            why_not = found
+        elif found and not (evidence and found.kind == "noise"):
+            told = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
+            told.update(found.numbers)
+            tokens = Tokens(found.rest)
+    if evidence.keys() & {"stale", "other_weights"}:  # whose largest differences are many
+        few = {kind for kind in ("routing", "never_sampled") if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
+        evidence = {kind: told for kind, told in evidence.items() if kind not in few}
+    if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort, of which no stretch was long enough
+        evidence.pop("few_rows", None)
+    numbers = seen.identity(whole.d)
+    return Verdict(
+        kinds=() if why_not else tuple(sorted(evidence, key=lambda kind: -evidence[kind]["token_share"])),
+        tokens=len(given),
+        rows=int(given.row[-1]) + 1,
+        noise=tokens.scale,
+        ratio=numbers["mean_ratio"],
+        ratio_error=numbers["ratio_error"],
+        kl=numbers["kl"],
+        worst=float(np.abs(whole.d).max()),
+        evidence=evidence,
+        why_not=why_not,
+    )
+
+
+def beyond_noise(rollout: Floats, trainer: Floats, mask: Floats) -> tuple[NDArray, float]:
+    """Tokens (R, T) at which two columns (R, T) differ by more than noise, and the noise, nats of logits: the batch's
+    own, and at most what bfloat16 kernels have.
+
+    Raises:
+        MismatchError: as :func:`~.columns.columns`.
+    """
+    tokens = Tokens(columns(rollout, trainer, mask))
+    noise, marks = min(tokens.scale, FLOOR), np.zeros(rollout.shape, bool)
+    marks[tokens.columns.order, tokens.columns.place] = tokens.beyond(noise)
+    return marks, noise
+
+
+def gaps(tokens: Tokens) -> Found | None:
+    """Tokens at which the engine's log-prob is missing, or one constant while the trainer's varies."""
+    columns, kind = tokens.columns, "never_sampled"
+    missing = ~np.isfinite(columns.rollout)
+    marks, large = missing, ~missing & (np.abs(tokens.d) > 0.3)
+    values, counts = np.unique(columns.rollout[large], return_counts=True)
+    if len(values) and counts.max() >= max(4, 0.002 * len(large)):
+        value = values[counts.argmax()]
+        same = columns.rollout == value
+        if value == columns.rollout[~missing].min() and np.median(columns.trainer[same]) < value / 2 < -2.5:
+            kind, large = "tail", same  # the constant is a bound from below
+        # a log-prob that is written in few bits repeats, too: then those tokens agree elsewhere
+        if np.mean(large[same]) > 0.3 or (value == 0 and np.median(columns.trainer[same & large]) < -1):
+            marks = marks | same & large
+    if marks.sum() < 4:
+        return None
+    numbers = {"constants": float((marks & ~missing).sum()), "missing": float(missing.sum())}
+    return Found(kind, float(marks.mean()), numbers, columns.only(~marks))
+
+
+def shifted(tokens: Tokens) -> Found | None:
+    """Stretches of rows that agree once a column is moved: by one number everywhere, or by several."""
+    columns = tokens.columns
+    lags, gains = seen.moves(tokens)
+    sure = (lags != 0) & (gains > GAIN)[tokens.row]
+    if sure.mean() < 0.01 or (gains > GAIN).sum() < min(3, len(gains)):
+        return None
+    moved = (lags != 0) & (gains > GAIN / 4)[tokens.row]  # where some are, others are likely
+    values, counts = np.unique(lags[sure], return_counts=True)
+    top = int(values[counts.argmax()])
+    good = moved & (lags == top)
+    there = seen.partners(columns, top)
+    healed = np.where(good, np.where(there >= 0, columns.rollout[there], np.nan), columns.rollout)
+    numbers = {
+        "lag": float(top),
+        "lags": float((counts > 0.05 * counts.sum()).sum()),
+        "before": float(np.median(np.abs(tokens.d[good]))),
+        "after": float(np.nanmedian(np.abs(columns.trainer - healed)[good])),
+    }
+    if counts.max() < 0.7 * counts.sum():  # from the first of them to the row's end
+        begins = np.full(len(gains), len(moved))
+        np.minimum.at(begins, tokens.row[moved], np.flatnonzero(moved))
+        marks = np.arange(len(moved)) >= begins[tokens.row] - 3
+        return Found("never_sampled", float(marks.mean()), numbers, columns.only(~marks))
+    ends = np.convolve(np.diff(good, prepend=good[0]), np.ones(13), "same") > 0  # known to a few tokens
+    kept = np.isfinite(healed) & ~ends & (good | ~moved)
+    return Found("shift", float(moved.mean()), numbers, replace(columns, rollout=healed).only(kept))
+
+
+def strange_rows(tokens: Tokens) -> Found | None:
+    """Rows that differ where others agree: as padding or packing would have it, or some prompts'."""
+    columns, row = tokens.columns, tokens.row
+    if row[-1] < 7:
+        return None
+    first = np.flatnonzero(np.diff(row, prepend=-1))
+    is_early = columns.place - columns.place[first][row] < seen.EARLY
+    scales = np.maximum(seen.row_scales(tokens, np.ones(len(row), bool)), seen.row_scales(tokens, is_early))
+    low = max(float(np.quantile(scales, 0.15)), LEAST)
+    strange = scales > 2.5 * low
+    if strange.sum() < 2:
+        return None
+    follows = seen.layouts(tokens, np.maximum(scales, LEAST))
+    layout = max(follows, key=lambda name: abs(follows[name]))
+    marks = strange[row]
+    late = columns.place > np.median(columns.place)
+    sizes = [np.abs(tokens.z[marks & part]).mean() if (marks & part).any() else 0.0 for part in (~late, late)]
+    numbers = {
+        "rows": float(strange.mean()),
+        "times": float(np.median(scales[strange]) / low),
+        "early_over_late": float(sizes[0] / max(sizes[1], 1e-9)),
+        layout: follows[layout],
+    }
+    if columns.group is not None:
+        groups = columns.group[first]
+        numbers["whole_prompts"] = float(np.mean([strange[groups == g].mean() for g in np.unique(groups[strange])]))
+    is_layout = abs(follows[layout]) > FOLLOWS
+    # of a mixture, the rows between the two parts are few
+    if not is_layout and ((scales > 1.6 * low) & ~strange).sum() > 0.5 * strange.sum():
+        return None
+    if is_layout:
+        marks = (scales > 1.6 * low)[row]
+    return Found("padding" if is_layout else "few_rows", float(marks.mean()), numbers, columns.only(~marks))
+
+
+def strange_tokens(tokens: Tokens) -> Found | None:
+    """Single tokens, runs of them, or all unlikely ones, that differ where others agree."""
+    marks = tokens.beyond(tokens.scale)
+    if not max(8, 0.003 * len(marks)) <= marks.sum() <= 0.4 * len(marks):
+        return None
+    share, kind = float(marks.mean()), "routing"
+    least = np.minimum(tokens.columns.trainer, tokens.columns.rollout)
+    lower, after = float((tokens.d[marks] < 0).mean()), tokens.next & marks[:-1]
+    numbers = {
+        "share": share,
+        "together": float(marks[1:][after].mean()) if after.any() else 0.0,
+        "one_sided": max(lower, 1 - lower),
+        "size": float(np.median(np.abs(tokens.d[marks]))),
+        "pure": float(marks[least <= np.quantile(least[marks], 0.9)].mean()),
+    }
+    if numbers["pure"] > 0.8 and numbers["one_sided"] > 0.93:
+        numbers["below"] = float(np.quantile(least[marks], 0.99) + FADES)
+        kind, marks = "tail", least <= numbers["below"]
+    elif numbers["together"] > max(0.3, 3 * share):
+        kind = "never_sampled"
+    return Found(kind, share, numbers, tokens.columns.only(~marks))
+
+
+Numbers = dict[str, float]
+WHOLE: dict[str, Callable[[Numbers], bool]] = {
+    "truncated": lambda n: n["mean_ratio"] < 1 - max(5 * n["ratio_error"], 0.004) and n["upward"] < 0.35,
+    "temperature": lambda n: (
+        (abs(n["slope"] - 1) > max(0.06, 6 * n["error"]) and n["r"] > 0.94)
+        or (abs(n["along"]) > 0.75 and n["noise"] > LEAST)
+    ),
+    "stale": lambda n: n["kl"] < SMALL_KL and stays(n),
+    "other_weights": lambda n: stays(n),
+    "noise": lambda n: n["noise"] <= FLOOR,
+}
+"""By which numbers a whole batch's kinds are told; the first that fits."""
+
+
+MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
+    "nothing": ("", lambda n: True),
+    "upper": ("truncated", lambda n: n["upper"] > UPPER),
+    "bend": ("temperature", lambda n: not -0.1 < n["bend"] * np.sign(n["along"]) < 0.5),
+    "ratio": ("stale other_weights", lambda n: abs(n["mean_ratio"] - 1) > 4 * n["ratio_error"]),
+    "rows": (
+        "stale other_weights noise",
+        lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.12,
+    ),
+    "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.8),
+}
+"""What a kind alone would not show, by the names of its sentences in words/mismatch.ini."""
+
+
+def stays(n: Numbers) -> bool:
+    """Whether the difference is of weights: it depends on what the token is, or nothing else could be so large."""
+    depends = any(n[f"{by}_sigma"] > 5 and n[by] > EFFECT for by in ("neighbours", "by_id") if by in n)
+    return (depends and n["noise"] > LEAST) or (n["noise"] > FLOOR and not n["has_ids"])
+
+
+def in_common(tokens: Tokens) -> Found | str:
+    """What the tokens that no local kind explains have in common, or why that cannot be told."""
+    numbers = {
+        "noise": tokens.scale,
+        **seen.identity(tokens.d),
+        "upward": float(np.maximum(tokens.d, 0).mean() / max(np.abs(tokens.d).mean(), 1e-12)),
+        "upper": float(np.quantile(np.maximum(tokens.z, 0), 0.99)),
+        **seen.temperature(tokens),
+        **seen.dependence(tokens),
+        **seen.unevenness(tokens),
+        "has_ids": float(tokens.columns.ids is not None),
+    }
+    kind = next((kind for kind, fits in WHOLE.items() if fits(numbers)), "")
+    doubt = next((name for name, (kinds, holds) in MORE.items() if kind in kinds.split(" ") and holds(numbers)), None)
+    return DOUBTS[doubt].format(**numbers) if doubt else Found(kind, 1.0, numbers, tokens.columns)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gradloc-report check RUN_CONFIG``: what a run will have on, what it would be refused for, and what a search takes.
+
+Imports neither torch nor a trainer: the refusals are those of the trainer's start, the forecast is the search's own.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from ...core.forecast import MODELS, WAYS, Forecast, Model, Plan, forecast, model_of
+from ...search.limit import Limit
+from ...words.text import one_line, plural
+from ..errors import ReportError
+from ..pages import terminal
+
+CARD_GIB = 79.6
+EPILOG = """\
+examples:
+  gradloc-report check run.yaml                              a config that a run has written, or one with defaults
+  gradloc-report check mine.yaml +gradloc=on trainer.nnodes=8  with overrides, as main_ppo takes them
+  gradloc-report check +gradloc=mask trainer.nnodes=8        verl's own config with these
+  gradloc-report check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
+"""
+_TOLD = (
+    "everything stays on the device",
+    "the optimizer's state moves to the host",
+    "so do saved weights and gradients",
+    "bisection only",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="RUN_CONFIG", help="YAML or JSON; or the first override of verl's own config")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, as the trainer takes it")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"a model's folder or config.json, or a size: {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="of the run, on TRL, whose arguments do not say (default: 1)"
+    )
+    parser.add_argument(
+        "--card", type=float, default=CARD_GIB, metavar="GIB", help="memory of a device (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help="how long one of the run's updates takes")
+
+
+class Checked(NamedTuple):
+    """A run's config, read."""
+
+    trainer: str
+    settings: Any
+    """``GradLocConfig``; None where it is off."""
+    features: list[str]
+    """What is on, by the setting that switches it on."""
+    refusal: str
+    """The sentence that would end the run at its start; empty where there is none."""
+    plan: Plan | None
+
+
+def run(args: argparse.Namespace) -> int:
+    if not all(value > 0 for value in (args.card, args.gpus, args.seconds) if value is not None):
+        raise ReportError("--card, --gpus and --seconds must be positive numbers.")
+    try:
+        checked = _read(args.config, args.overrides, args.gpus)
+    except ModuleNotFoundError as error:
+        raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
+    out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
+    told = [("refused", checked.refusal or "nothing: the run would start")]
+    if not checked.refusal:
+        told.append(("on", ", ".join(checked.features) or "nothing"))
+        if checked.settings is not None and checked.settings.enable and checked.plan is not None:
+            told += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
+    for name, text in told:
+        table.add_row(name, one_line(text, 2000))
+    out.print(table)
+    return 1 if checked.refusal else 0
+
+
+# ---- what the config says
+
+
+def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
+    is_file = "=" not in first or Path(first).is_file()
+    if is_file and not Path(first).is_file():
+        raise ReportError(f"{first} is no file: name the run's config, or an override KEY=VALUE of verl's own.")
+    if is_file:
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(first).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            content = None
+        if not isinstance(content, dict):
+            raise ReportError(f"{first} is no YAML or JSON of settings by name.")
+        if "actor_rollout_ref" not in content and "defaults" not in content:
+            return _read_trl(content, overrides, gpus or 1)
+    return _read_verl(Path(first) if is_file else None, overrides if is_file else [first, *overrides])
+
+
+def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from ...adapters.verl_common.needs import asked_of, tables_for
+    from ...adapters.verl_common.plan import is_engine, plan_of
+    from ...names import refuse_unknown_overrides
+
+    spec = find_spec("verl")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    verl_configs = Path(places[0], "trainer", "config") if places else None
+    if path is None and verl_configs is None:
+        raise ReportError("verl is not installed here: name a config that a run has written.")
+    folder, name = (verl_configs, "ppo_trainer") if path is None else (path.resolve().parent, path.stem)
+    search = path is not None and verl_configs is not None and "searchpath" not in path.read_text(encoding="utf-8")
+    given = [f"hydra.searchpath=[file://{verl_configs}]"] * search + list(overrides)
+    try:
+        refuse_unknown_overrides(overrides)
+        with initialize_config_dir(str(folder), version_base=None):
+            config = compose(name, given)
+    except SystemExit as error:
+        return Checked("verl", None, [], str(error), None)
+    except (HydraException, OmegaConfBaseException) as error:
+        why = str(error).partition("\n")[0]
+        raise ReportError(f"Hydra cannot make a config of this: {one_line(why, 300)}") from None
+    if "actor_rollout_ref" not in config:
+        raise ReportError(f"{path} has no actor_rollout_ref: it is no config of verl's PPO trainer.")
+    trainer = f"verl {'0.9' if is_engine(config) else '0.7'}, {config.actor_rollout_ref.actor.strategy}"
+    try:
+        asked = asked_of(config, tables_for(config) if is_engine(config) else ["0.7"])
+        on = [*asked.features, *["trainer.health.enable"] * (asked.health is not None)]
+        return Checked(trainer, asked.settings, on, "", plan_of(config))
+    except OmegaConfBaseException as error:
+        why = str(error).partition("\n")[0]
+        raise ReportError(f"{path or 'the config'} cannot be read: {one_line(why, 300)}.") from None
+    except ValueError as error:
+        return Checked(trainer, None, [], str(error), None)
+
+
+def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
+    import yaml
+
+    from ...adapters.trl.config import health_of, refuse, settings_of
+    from ...adapters.trl.plan import plan_of, setup_of
+
+    for override in overrides:
+        key, is_set, value = override.partition("=")
+        if not is_set:
+            raise ReportError(f"an override must be KEY=VALUE, found {override}.")
+        content[key.lstrip("-")] = yaml.safe_load(value)
+    try:
+        settings = settings_of(content.get("gradloc", "observe"), str(content.get("output_dir", "trainer_output")))
+        health = health_of(content.get("health", False))
+        if settings is not None or health is not None:
+            refuse(setup_of(content, gpus), settings)
+    except (ValueError, TypeError) as error:
+        return Checked("TRL", None, [], str(error), None)
+    on = ["gradloc"] * (settings is not None) + ["health"] * (health is not None)
+    return Checked("TRL", settings, on, "", plan_of(content, gpus, min(gpus, 8)))
+
+
+# ---- what a search takes
+
+
+def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[str, str]]:
+    model = _model(args.model or plan.model)
+    said = [("action", f"{settings.action.mode}; {_trigger(settings)}; search {settings.search.strategy}")]
+    if isinstance(model, str):
+        said.append(("memory", f"not told: {model}"))
+    else:
+        trained = model.adapted(plan.adapters) if plan.adapters else 1.0
+        told = forecast(model, replace(plan.layout, trained=trained), plan.load)
+        said += _memory(model, plan, told, args.card * 2**30)
+    return [*said, ("stall", _stall(plan, settings, args.seconds))]
+
+
+def _model(name: str) -> Model | str:
+    """The model's sizes, or why they are not known."""
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        return f"no config.json at {name or 'the model'}: name a folder or a size by --model"
+    try:
+        return model_of(path.parent.name, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError) as error:
+        return str(error)
+
+
+def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple[str, str]]:
+    """What training takes of a device, and a search in each way, of a node as well."""
+    chosen, layout = told.way(card), plan.layout
+    fits = "" if told.trained <= card else ", and does not fit"
+    said = [
+        (
+            "model",
+            f"{model.name}: {model.weights / 1e9:.1f}B weights on {plural(layout.gpus, 'GPU')}, a copy on each "
+            f"{layout.shards * layout.tensor * layout.pipeline}; "
+            f"{plural(plan.load.micro_batches, 'micro-batch')} of {plan.load.tokens:,} tokens in an optimizer step",
+        ),
+        ("training", f"{_gib(told.trained)} of {_gib(card)} at an update's peak{fits}"),
+    ]
+    for number, (way, what) in enumerate(zip(WAYS, _TOLD, strict=True), 1):
+        host = f", {_gib(told.node(way))} of each node's memory" if told.node(way) else ""
+        moved = f", {told.seconds(way):.1f} s over PCIe" if told.seconds(way) >= 0.05 else ""
+        mark = " <- the first that fits" if way == chosen else ""
+        said.append((f"search {number}", f"{_gib(told.device(way))}: {what}{host}{moved}{mark}"))
+    none = ("search", "no way fits: the log will say so, and the step be taken as it was")
+    return said if chosen else [*said, none]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _trigger(settings: Any) -> str:
+    tau = settings.trigger.tau
+    return "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
+
+
+def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
+    """The longest that searches hold up one update."""
+    budget = settings.budget if settings.search.strategy == "bisect" else None
+    step = None if seconds is None else seconds / plan.optimizer_steps
+    limit = Limit(plan.load.micro_batches, settings.search.max_steps, step, budget)
+    most = settings.action.max_searches_per_step or plan.optimizer_steps
+    searches = most if settings.action.mode in ("mask", "heal") else min(settings.trigger.max_events_per_step, most)
+    time = f", {limit.seconds * searches:,.0f} s at most" if math.isfinite(limit.seconds) else ""
+    return (
+        f"{plural(searches, 'search')} in an update of {plural(plan.optimizer_steps, 'optimizer step')}, "
+        f"each of {limit.most:,.0f} forwards of a micro-batch at most (search.max_steps={settings.search.max_steps:g})"
+        f"{time}; ranks meet at every pass"
+    )
+
+
+def _written(settings: Any) -> list[tuple[str, str]]:
+    """What goes to disk and elsewhere."""
+    evidence, notify = settings.evidence, settings.notify
+    kept = f"{settings.trigger.max_events} events at most, text {evidence.text}, bundle {evidence.bundle}"
+    weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
+    told = [name for name in ("command", "webhook") if getattr(notify, name)] + [
+        "trackers' alerts"
+    ] * notify.tracker_alerts
+    return [
+        ("written", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
+        ("told", f"the console and the run's trackers{''.join(f', {name}' for name in told)}"),
+    ]

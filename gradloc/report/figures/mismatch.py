@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two columns of log-probs in three pictures: one against the other, the difference by place and by log-prob."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ...mismatch import Columns
+from .palette import LIGHT
+from .style import dress
+
+DOTS, BINS = 3000, 24
+
+
+def figure_of(columns: Columns, title: str) -> Figure:
+    """Dots are a sample of the tokens, the lines 5 %, 50 % and 95 % of the differences of all."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    both, place, likely = figure.subplots(1, 3)
+    known = np.flatnonzero(np.isfinite(columns.difference))
+    some = known[:: max(1, len(known) // DOTS)]
+    a, b, d = columns.trainer, columns.rollout, columns.difference
+    both.scatter(b[some], a[some], s=3, color=LIGHT.calm, alpha=0.4, linewidths=0, rasterized=True)
+    low = float(np.quantile(np.concatenate([a[some], b[some]]), 0.01))
+    both.plot([low, 0], [low, 0], color=LIGHT.muted, linewidth=0.8)
+    both.set(title="One column against the other", xlabel="rollout, nats", ylabel="trainer, nats", xlim=(low, 0.1))
+    both.set_ylim(low, 0.1)
+    _bands(place, columns.place[known].astype(float), d[known])
+    place.set(title="Trainer minus rollout, by place in the row", xlabel="place")
+    _bands(likely, (a + b)[known] / 2, d[known])
+    likely.set(title="Trainer minus rollout, by log-prob", xlabel="log-prob, nats")
+    dress(figure, title)
+    return figure
+
+
+def _bands(axes: Axes, x: np.ndarray, d: np.ndarray) -> None:
+    """The spread of d over equally many tokens each."""
+    order = np.argsort(x, kind="stable")
+    parts = [part for part in np.array_split(order, BINS) if len(part)]
+    middles = [float(np.median(x[part])) for part in parts]
+    lows, medians, highs = np.array([np.quantile(d[part], (0.05, 0.5, 0.95)) for part in parts]).T
+    axes.fill_between(middles, lows, highs, color=LIGHT.calm, alpha=0.25, linewidth=0)
+    axes.plot(middles, medians, color=LIGHT.spike, linewidth=1.2)
+    axes.axhline(0, color=LIGHT.muted, linewidth=0.8)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of explosion a run's norms show: a spike and back, a new level, growth, clipped before logging, zeros."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import linear_regression, median
+
+from ...words.numbers import number
+from ...words.text import plural
+from ..logs.segments import Segment
+from .health import ranges
+from .trigger import Judged
+
+KINDS = {
+    "back": "a spike, and back",
+    "collapse": "a spike, and the run did not recover",
+    "level": "a new level",
+    "growth": "growth",
+    "lost": "not finite from there on",
+    "end": "the log ends there",
+    "start": "the first steps",
+    "clipped": "clipped before logging",
+    "zero": "zero norms",
+}
+"""The kinds, as a title says them."""
+LEVEL = 3.0
+"""Norms that stay above so many times what was normal are a new level."""
+LASTING = 8
+"""Values that a level or a growth lasts at least."""
+GROWTH = 10.0
+"""Norms that grow so many times, without a step of their own, have grown."""
+
+
+@dataclass(frozen=True)
+class Explosion:
+    """Steps in a row that are spikes, or in which norms grow."""
+
+    segment: Segment
+    steps: tuple[Judged, ...]
+    is_start: bool = False
+    """Whether the run begins with it: norms often start high."""
+    kind: str = "back"
+    """Of :data:`KINDS`."""
+    level: float | None = None
+    """Of a new level: the median norm after it."""
+    doubling: float | None = None
+    """Of growth: in how many steps a norm doubles."""
+
+    @property
+    def first(self) -> int:
+        return self.steps[0].step
+
+    @property
+    def peak(self) -> Judged:
+        """The largest finite norm; the first step, where none is finite."""
+        finite = [j for j in self.steps if math.isfinite(j.norm)]
+        return max(finite, key=lambda j: j.norm, default=self.steps[0])
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        return tuple(j.step for j in self.steps if not math.isfinite(j.norm))
+
+    @property
+    def times(self) -> float:
+        """The peak in multiples of what was normal; inf where no norm is finite."""
+        return self.peak.times or math.inf
+
+    @property
+    def sentence(self) -> str:
+        peak = self.peak
+        if self.doubling is not None:
+            return (
+                f"The gradient norm grows from step {self.first} on: {number(peak.typical, 3)} to "
+                f"{number(peak.norm, 3)} at step {peak.step}, doubling every {number(self.doubling, 2)} steps."
+            )
+        parts = [f"Step {peak.step}: gradient norm {number(peak.norm, 3)}"]
+        if peak.times is not None:
+            parts[0] += f", {number(peak.times, 3)} times normal ({number(peak.typical, 3)})"
+        if self.first != peak.step:
+            parts.append(f"It began at step {self.first}")
+        if self.kind == "lost":
+            count = plural(len(self.lost), "step")
+            parts.append(f"No norm is finite from step {self.lost[0]} on, to the end of the log ({count})")
+        elif self.lost and math.isfinite(peak.norm):
+            verb = "was" if len(self.lost) == 1 else "were"
+            parts.append(f"The norm {verb} not finite at {ranges(self.lost)}".replace("norm were", "norms were"))
+        elif len(self.lost) > 1:
+            parts.append(f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})")
+        if self.level is not None:
+            parts.append(f"The norm stayed high: {number(self.level, 3)} in the median of the steps after it")
+        return f"{'. '.join(parts)}."
+
+
+def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
+    """A segment's explosions, each with its kind as far as the norms alone tell it."""
+    groups: list[list[Judged]] = []
+    is_open = False
+    for step in judged:
+        if step.stands_out and is_open:
+            groups[-1].append(step)
+        elif step.stands_out:
+            groups.append([step])
+        is_open = step.stands_out
+    is_begun = segment.before is None
+    found = [Explosion(segment, tuple(g), is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
+    grown = growth(segment, judged)
+    if grown is not None:
+        within = range(grown.first, grown.steps[-1].step + 1)
+        rate = 1 / (grown.doubling or 1.0)
+        begin = grown.peak.typical or 0.0
+
+        def is_part(explosion: Explosion) -> bool:
+            trend = begin * 2 ** (rate * (explosion.peak.step - grown.first))
+            return explosion.first in within and explosion.peak.norm < GROWTH * trend
+
+        found = [grown, *(explosion for explosion in found if not is_part(explosion))]
+    return [explosion if explosion is grown else _with_kind(explosion, judged) for explosion in found]
+
+
+def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
+    last = explosion.steps[-1]
+    after = [step.norm for step in judged if step.step > explosion.peak.step and math.isfinite(step.norm)]
+    if last is judged[-1] and len(explosion.lost) > 1 and not math.isfinite(last.norm):
+        return replace(explosion, kind="lost")
+    if explosion.is_start:
+        return replace(explosion, kind="start")
+    if not after:
+        return replace(explosion, kind="end")
+    typical = explosion.peak.typical  # while norms stay high, the rule goes on calling them spikes
+    stretch = after[:30]
+    if typical and len(stretch) >= LASTING:
+        level = median(stretch[-LASTING:])
+        if level > LEVEL * typical and min(stretch) > typical:
+            return replace(explosion, kind="level", level=level)
+    return explosion
+
+
+def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
+    """Norms that grow exponentially, each too little more than the last to be a spike; None where they do not.
+
+    Over medians of five of the norms' logarithms: from the last low one to the highest they must follow a line, and
+    stay near its end.
+    """
+    known = [step for step in judged if 0 < step.norm < math.inf]
+    logs = [math.log2(step.norm) for step in known]
+    smooth = [median(logs[max(at - 2, 0) : at + 3]) for at in range(len(logs))]
+    if len(smooth) <= LASTING:
+        return None
+    top = max(range(len(smooth)), key=lambda at: smooth[at])
+    low = min(smooth[: top + 1])
+    rise = smooth[top] - low
+    onset = max(at for at in range(top + 1) if smooth[at] <= low + 0.1 * rise)
+    if rise < math.log2(GROWTH) or top - onset < LASTING or median(smooth[top:]) < smooth[top] - 1:
+        return None
+    x, y = [known[at].step for at in range(onset, top + 1)], smooth[onset : top + 1]
+    slope, intercept = linear_regression(x, y)
+    middle = sum(y) / len(y)
+    left = sum((value - slope * step - intercept) ** 2 for step, value in zip(x, y, strict=True))
+    if left > 0.1 * sum((value - middle) ** 2 for value in y):
+        return None
+    at = max(range(onset, len(known)), key=lambda at: known[at].norm if at <= top + 2 else -1.0)
+    begin = 2 ** smooth[onset]
+    steps = tuple(replace(step, typical=begin) for step in known[onset : at + 1])
+    return Explosion(segment, steps, kind="growth", doubling=1 / slope)
+
+
+def ceiling(steps: Sequence[Judged]) -> str:
+    """That norms were clipped before they were logged; empty where nothing says so.
+
+    A clipped norm is a round number up to rounding, and is the largest. Among norms of many digits one such is enough;
+    among coarse ones it must be far commoner than any other.
+    """
+    norms = [step.norm for step in steps if 0 < step.norm < math.inf]
+    if len(norms) < LASTING:
+        return ""
+    top = max(norms)
+    limit = float(f"{top:.1g}")
+    at_it = [step.step for step in steps if math.isclose(step.norm, limit, rel_tol=1e-5)]
+    below = [norm for norm in norms if not math.isclose(norm, limit, rel_tol=1e-5)]
+    if not math.isclose(top, limit, rel_tol=1e-5):
+        return ""
+    fine = sum(float(f"{norm:.3g}") != norm for norm in below)
+    commonest = max(Counter(below).values(), default=0)
+    is_plain = fine >= 0.8 * len(below) and len(below) >= LASTING
+    if not is_plain and len(at_it) < max(5, 3 * commonest, len(norms) // 10):
+        return ""
+    where = f"{plural(len(at_it), 'step')} ({ranges(at_it)})"
+    verb = "is" if len(at_it) == 1 else "are"
+    return (
+        f"The norms look clipped before they were logged: {where} {verb} at {number(limit, 3)} and none is above it, "
+        "so spikes cannot be told apart. Log the norm that clipping returns, which is the one before it."
+    )
+
+
+def zeros(steps: Sequence[Judged]) -> str:
+    """That norms are 0, always or from a step on; empty where they are not."""
+    if steps and all(step.norm == 0 for step in steps):
+        return f"All {plural(len(steps), 'gradient norm')} are 0: nothing is learned."
+    count = next((at for at, step in enumerate(reversed(steps)) if step.norm != 0), 0)
+    if count < LASTING:
+        return ""
+    return (
+        f"The gradient norm is 0 from step {steps[-count].step} on, to the end of the log ({plural(count, 'step')}): "
+        "nothing is learned there. Advantages that are all 0, or a mask that is empty, do that."
+    )
+
+
+def clipped_or_zero(judged: Sequence[Sequence[Judged]]) -> tuple[str, str]:
+    """The kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
+    if sentence := zeros(judged[-1] if judged else []):
+        return "zero", sentence
+    sentence = ceiling([step for segment in judged for step in segment])
+    return ("clipped", sentence) if sentence else ("", "")

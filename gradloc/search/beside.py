@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Was it the tokens at all, and where in the model did it begin? What a search finds beside tokens.
+
+The checks cost far less than a search, and most of them are made before it.
+
+In this order: do replicas hold the same weights; does the spike come back (on request); are all weights finite; is only
+a padded position's loss not finite; is the whole batch scaled beside this run's past. Later, if shares do not add up:
+does a part of the gradient pass through no token; is the gradient the log-probs' derivative. docs/method.md, "A spike
+that no token made".
+
+At last, of a gradient that is not finite: the module where NaN or inf first appears, forward or backward, by hooks
+during a replay of one micro-batch. Each module's output, and the gradient that comes back to it, is measured by its
+largest absolute value, which stays on the device until the end. The last values before the first that is not finite
+show whether numbers grew until they overflowed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..core.certificate import judge
+from ..core.gradients import Gradient, GradientSpace, total_of
+from ..core.history import excess
+from ..core.ranks import PeerFailure, Ranks
+from ..core.tracker import median_size
+from ..record import Certificate, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..words.text import plural
+from .share import ShareMap, ShareMeasurement
+from .task import SearchResult, Task
+
+TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
+
+_STABLE = 1.5  # a factor: closures of two step sizes that are closer do not depend on the step
+_REPEATS = 0.1  # of the norm: two runs of the same micro-batches differ by less, however badly kernels repeat
+_MOST_NAMES = 8  # parameters named in an event
+_MOST_PLACES = 8  # positions named in an event
+_TINY = 1e-30  # instead of a usual square of 0
+_SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
+_NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
+_ALIKE = 0.1  # of the norm: a rehearsal, without a threshold, comes back if it differs by less
+_NUM_BEFORE = 3  # modules told of before the first that is not finite
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_WAYS = ("forward", "backward")
+
+
+def rerun(task: Task) -> Rerun:
+    """Run all micro-batches again as they were, one probe each, and compare with the spike."""
+    spike, (norm, difference) = task.spike, _again(task)
+    if not math.isfinite(spike.grad_norm):
+        is_reproduced = not math.isfinite(norm)
+    elif spike.threshold is None:
+        is_reproduced = difference <= _ALIKE
+    else:
+        is_reproduced = not norm <= spike.threshold
+    return Rerun(norm, difference if math.isfinite(difference) else math.nan, is_reproduced)
+
+
+def _again(task: Task) -> tuple[float, float]:
+    """(norm when all micro-batches are run again, how far that gradient is from the spike, as a part of its norm)"""
+    prober = task.prober
+    prober.compute((index, None) for index in range(prober.step.num_micro_batches))
+    norm = prober.space.norm()
+    prober.add(task.gradient, alpha=-1.0 / task.scale)
+    return norm, prober.space.norm() / task.spike.grad_norm
+
+
+def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
+    """What made the spike, if no token did; None if only a search can tell.
+
+    Args:
+        task: what would be searched.
+        typical: what is usual in this run, from :meth:`..core.history.ScaleHistory.typical`.
+        reran: the spike run again; None if that was not asked for.
+    """
+    parted = parted_replicas(task.prober.space, task.prober.ranks)
+    if parted:
+        return _by_weights(task, "replicas_differ", parted, ("has", "have"), "other weights on some replicas")
+    if reran is not None and not reran.is_reproduced:
+        return _result(task, "transient", StepCause("transient", TRANSIENT, {"rerun_norm": reran.norm}))
+    if not math.isfinite(task.spike.grad_norm):
+        bad = non_finite_weights(task.prober.space)
+        if bad:
+            return _by_weights(task, "non_finite_weights", bad, ("holds", "hold"), "weights that are not finite")
+        return _padding(task)
+    return scaled_batch(task, typical)
+
+
+def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
+    """Names of the parameters, trained or frozen, that hold a NaN or inf on any rank: one reduction."""
+    named = space.named_weights()
+
+    def local() -> torch.Tensor:
+        # The sum of absolute values is finite if all of them are. isfinite() would allocate the size of a parameter.
+        sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
+        return (~torch.stack(sums).isfinite()).double()
+
+    bad = space.reduce(local)
+    return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
+
+
+def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
+    """Names of the parameters, trained or frozen, whose replicas hold different weights.
+
+    All ranks call this together: one pass over the weights and one reduction, or nothing if there are no replicas. Two
+    float64 sums per parameter are compared, of the weights and of their absolute values. One optimizer step that a
+    replica did not take moves them by far more than their rounding.
+    """
+    if space.num_replicas == 1 or type(space) is not GradientSpace:  # other engines have their own layout of copies
+        return ()
+    named = space.named_weights()
+    shape = (2, ranks.num_processes // space.num_replicas, len(named), 2)
+
+    def local() -> list[float]:
+        sums = [total_of(shard) for _, shard in named]
+        sizes = [total_of(shard, order=1) for _, shard in named]
+        mine = torch.stack([torch.stack(sums), torch.stack(sizes)], 1).nan_to_num(nan=0.0).cpu()
+        both = torch.full(shape, -math.inf, dtype=torch.float64)
+        both[:, space.shard_index] = torch.stack([mine, -mine])  # one maximum then gives largest and smallest
+        return both.flatten().tolist()
+
+    most, negated = torch.tensor(ranks.max(ranks.agree(local)), dtype=torch.float64).view(shape)
+    is_parted = (most + negated > _SAME * most[..., 1:]).any(-1).any(0)
+    return tuple(name for (name, _), flag in zip(named, is_parted.tolist(), strict=True) if flag)
+
+
+def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """The parameters with a notable part of a squared norm, most suspect first.
+
+    Args:
+        squares: squared norms by name.
+        usual: the same of a gradient that nothing is wrong with; the parameter that is furthest above comes first.
+            None: the largest comes first.
+    """
+    least = _NOTABLE_SHARE * math.fsum(squares.values())
+    kept = [name for name in squares if squares[name] >= least]
+    return tuple(
+        sorted(kept, key=lambda name: -squares[name] / (max(usual[name], _TINY) if usual else 1))[:_MOST_NAMES]
+    )
+
+
+def _by_weights(task: Task, label: str, names: tuple[str, ...], verbs: tuple[str, str], what: str) -> SearchResult:
+    """The result if these parameters are the cause; ``verbs`` of a single one and of several."""
+    why = f"{plural(len(names), 'parameter')} {verbs[len(names) > 1]} {what}"
+    return _result(task, "weights", StepCause(label, why, {"parameters": len(names)}, names[:_MOST_NAMES]))
+
+
+def _padding(task: Task) -> SearchResult | None:
+    """The result if only positions outside of the response mask have coefficients that are not finite, and the gradient
+    without them is finite; else None."""
+    prober = task.prober
+    step, ranks = prober.step, prober.ranks
+
+    def local() -> tuple[int, list[tuple[int | None, int]]]:
+        num_bad, places = 0, []
+        for index in range(step.num_micro_batches):
+            bad, mask, rows = ~torch.isfinite(step.coefficients(index)[0]), step.token_mask(index), step.rows(index)
+            num_bad += int((bad & mask).sum())
+            for row, position in (bad & ~mask).nonzero()[:_MOST_PLACES].tolist():
+                places.append((rows[row] if rows else None, position))
+        return num_bad, places[:_MOST_PLACES]
+
+    gathered = ranks.gather(ranks.agree(local))
+    places = [place for _, part in gathered for place in part]
+    if not places or any(num_bad for num_bad, _ in gathered):
+        return None
+    prober.compute((index, step.token_mask(index)) for index in range(step.num_micro_batches))
+    norm = prober.space.norm()
+    if not math.isfinite(norm):
+        return None
+    why = "only positions outside of the response mask have a loss that is not finite"
+    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
+    bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
+    threshold = task.spike.threshold
+    verdict, reason = judge(norm, bound, threshold, was_finite=False)
+    measured = Certificate(task.spike.grad_norm, norm, bound, threshold, "recompute", verdict, reason)
+    return replace(_result(task, "coefficients", source), certificate=measured)
+
+
+def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+    """The result if the batch's median coefficient is unusual in this run, and the norm over that factor would be under
+    the threshold; else None."""
+    spike = task.spike
+    if spike.threshold is None or "coefficient" not in typical:
+        return None
+    ranks, step = task.prober.ranks, task.prober.step
+    local = ranks.agree(lambda: median_size(step.coefficients(i)[0] for i in range(step.num_micro_batches)))
+    present = sorted(value for value in ranks.gather(local) if value > 0)
+    if not present:
+        return None
+    factor = excess(present[len(present) // 2] * task.unit, typical["coefficient"])
+    if factor is None or spike.grad_norm / factor > spike.threshold:
+        return None
+    numbers: dict[str, float | None] = {"coefficient_over_typical": factor}
+    times = f"{factor:,.{0 if factor >= 100 else 1}f}"
+    why = f"the loss weighs the batch's typical token {times} times as much as in the steps before"
+    return _result(task, "scale", StepCause("batch_scale", why, numbers))
+
+
+def nothing_found(task: Task, reason: str) -> Certificate:
+    """The certificate if no token is named, for this reason."""
+    return replace(task.certify([]), reason=reason)
+
+
+def _result(task: Task, phase: str, source: StepCause) -> SearchResult:
+    path = [PathEntry(phase, verdict="measured", note=source.reason)]
+    certificate = nothing_found(task, source.reason)
+    return SearchResult(path=path, stop_reason=source.reason, certificate=certificate, source=source)
+
+
+def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
+    """Measure the gradient that is left when all tokens are detached, such as a router's loss or a regulariser's.
+
+    Returns:
+        What passes through tokens' log-probs and entropies, the rest, and the cause with both norms. None, mostly after
+        a single probe of the first micro-batch, if the rest is smaller than a culprit's.
+    """
+    prober, space = task.prober, task.prober.space
+    num = prober.step.num_micro_batches
+    if task.unit != 1.0 or not task.can_afford(backwards=num):  # then coefficients alone explain the norm
+        return None
+    prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
+    if num * space.norm() < task.culprit_norm:  # as if all micro-batches were alike
+        return None
+    prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
+    squares, others = space.squares_by_name(), space.keep()
+    others_norm = math.fsum(squares.values()) ** 0.5
+    if others_norm < task.culprit_norm:
+        return None
+    prober.add(task.gradient, alpha=1.0 / task.scale)
+    prober.add(others, alpha=-1.0)
+    from_tokens = space.squares_by_name()
+    tokens_norm = math.fsum(from_tokens.values()) ** 0.5
+    bound = torch.finfo(prober.step.numerics.dtype).eps * others_norm  # the backward added both up and rounded the sum
+    why = (
+        f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
+        f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
+    )
+    numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
+    source = StepCause("not_tokens", why, numbers, suspects(squares, from_tokens))
+    return space.keep(), others, source
+
+
+def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:
+    """If the gradient is not the derivative of the tokens' log-probs: (why, norm when all is run again). Else None.
+
+    It is not if it does not come back. It is not, either, if two step sizes agree on how far closure is off: a wrong
+    step would show in that. Then something scales the gradient on its way, a hook or a custom backward. Costs one or
+    two passes over all micro-batches.
+    """
+    prober, space = task.prober, task.prober.space
+    everything = range(prober.step.num_micro_batches)
+    if shares.unseen or task.unit != 1.0 or not task.can_afford(backwards=len(everything), is_certificate=True):
+        return None  # no certificate follows, so none is kept back
+    norm, difference = _again(task)
+    if difference > _REPEATS:
+        return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
+    if not task.can_afford(forwards=2 * len(everything), is_certificate=True):
+        return None
+    readouts = prober.ranks.agree(lambda: task.readouts([]))
+    half = replace(shares, step=shares.step / 2)
+    second = ShareMeasurement(prober, readouts, task.gradient, task.scale, everything, half).run()
+    if not (second.closure and 1 / _STABLE < shares.closure / second.closure < _STABLE):
+        return None
+    why = "the gradient is not the derivative of the tokens' log-probs: something scales it in the backward"
+    numbers: dict[str, float | None] = {"closure": shares.closure, "tokens_norm": shares.closure * task.spike.grad_norm}
+    return StepCause("not_tokens", why, numbers, suspects(space.squares_by_name(task.gradient))), norm
+
+
+# ---- where it began
+
+
+def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
+    """Replay micro-batches, one probe each, until one of them shows it. All ranks call this together.
+
+    Returns:
+        Where, and in which micro-batch. (None, None) if none shows it, if the loss's own derivative is not finite, or
+        if the search may not cost as much.
+    """
+    prober, ranks = task.prober, task.prober.ranks
+    if prober.step.is_scheduled:  # no process of a pipeline sees all modules
+        return None, None
+    broken, to_replay = _to_replay(task)
+    for index in to_replay:
+        if not task.can_afford(backwards=1, is_certificate=True):
+            break
+        sizes = _Sizes()
+        try:
+            with sizes.of(prober.space.model):
+                prober.compute([(index, None)])
+            mine = ranks.agree(partial(sizes.first, _WAYS if broken else _WAYS[1:]))
+            found = [first for first in ranks.gather(mine) if first is not None]
+        except PeerFailure:  # all ranks heard of it, and go on without
+            break
+        if found:
+            return min(found, key=lambda first: _WAYS.index(first.way)), index
+    return None, None
+
+
+def _to_replay(task: Task) -> tuple[bool, list[int]]:
+    """(whether a log-prob is not finite, which micro-batches to replay): the first with such a log-prob, none if only
+    the loss is not finite, else all."""
+    step, ranks = task.prober.step, task.prober.ranks
+    num = step.num_micro_batches
+
+    def local() -> list[float]:
+        masks = [step.token_mask(index) for index in range(num)]
+        forwards = [step.recorded(index).log_prob[mask] for index, mask in enumerate(masks)]
+        losses = [step.coefficients(index)[0][mask] for index, mask in enumerate(masks)]
+        return [float(not values.isfinite().all()) for values in forwards + losses]
+
+    flags = ranks.max(ranks.agree(local))
+    broken = [index for index in range(num) if flags[index]]
+    return bool(broken), broken[:1] if broken else [] if any(flags) else list(range(num))
+
+
+class _Sizes:
+    """The largest |value| of every module's output and of its gradient, in the order of computation."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[str, torch.Tensor]]] = {way: [] for way in _WAYS}
+
+    @contextmanager
+    def of(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context in which runs of this model are noted."""
+        named = {_plain(name): module for name, module in model.named_modules()}  # without wrappers
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in named.items() if name]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def first(self, ways: tuple[str, ...]) -> FirstNotFinite | None:
+        """The first on these ways that is not finite on this rank, with the last ones before it; None if all are."""
+        for way in ways:
+            found = self._found[way]
+            values = torch.stack([size.float() for _, size in found]).tolist() if found else []
+            at = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
+            if at is not None:
+                before = {name: values[number] for number, (name, _) in enumerate(found[:at])}
+                return FirstNotFinite(found[at][0], way, dict(list(before.items())[-_NUM_BEFORE:]))
+        return None
+
+    def _note(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by checkpointing, within the backward
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if not is_recomputed:
+                self._add("forward", name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._add, "backward", name))
+
+    def _add(self, way: str, name: str, tensor: torch.Tensor) -> None:
+        self._found[way].append((name, torch.linalg.vector_norm(tensor.detach(), math.inf)))
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would have healed the step: its norm under other settings, measured by one pass each (docs/cures.md).
+
+Which settings are tried follows from their coefficients alone, which cost no forward. With s_t a token's share of the
+gradient G and r_t what a setting makes of its coefficient, the step's gradient under it, G', has <G', G> / ||G||^2 =
+sum of r_t s_t, so its norm is at least that part of G's. What cannot come under the threshold is not tried.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..core.certificate import fullest, judge, recompute
+from ..core.gradients import Gradient
+from ..core.step import Groups, HostStep, Recorded, to_host
+from ..record import Cured
+from ..words.advice import lines_of
+from ..words.cures import MILDEST_FIRST, OF_BATCH, settings_in
+from .share import ShareMap
+from .task import SearchResult, Task
+
+logger = logging.getLogger(__name__)
+
+_CERTAIN = 3.0  # standard errors
+_VERDICTS = {"explained": "healed", "not_explained": "not_healed", "undecided": "undecided"}
+_ORDER = ("healed", "undecided", "not_healed", "no_change")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting that this trainer has and the run has not."""
+
+    name: str
+    line: str
+    settings: Mapping[str, Any]
+    is_of_batch: bool
+
+    def record(self, step: Any, micro_batch: int, groups: Groups | None) -> Recorded:
+        """What this rank's micro-batch would have left under it; see :meth:`..core.step.OwnLoss.recorded_under`."""
+        if not self.is_of_batch:
+            return step.recorded_under(micro_batch, self.settings)
+        return step.recorded_under(micro_batch, {}, step.tensors_under(self.name, micro_batch, groups))
+
+
+def candidates(step: HostStep, groups: Groups | None = None) -> list[Candidate]:
+    """What may be tried on this step, the mildest first; the same on every rank.
+
+    Args:
+        step: a trainer's that cannot ask its own loss has none.
+        groups: how the batch's advantages were made, as the driver tells.
+    """
+    if not step.has_own_loss:
+        return []
+    found, is_critics = [], step.recorded(0).is_value
+    refused = groups.refused_cures if groups else ()
+    for name in (name for name in MILDEST_FIRST if step.trainer_name and name not in refused):
+        for line in lines_of(name, step.trainer_name).values():
+            settings = settings_in(line, step.trainer_name)
+            if line.startswith("critic.") != is_critics:
+                continue
+            if name in OF_BATCH:
+                is_there = step.tensors_under(name, 0, groups) is not None
+            else:
+                is_there = step.would_change(settings)
+            if is_there:
+                found.append(Candidate(name, line, settings, name in OF_BATCH))
+    return found
+
+
+def records_under(step: HostStep, name: str, groups: Groups | None) -> dict[int, Recorded]:
+    """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name."""
+    (option,) = (option for option in candidates(step, groups) if option.name == name)
+    return {index: option.record(step, index, groups) for index in range(step.num_micro_batches)}
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What a candidate's coefficients alone tell, over all ranks."""
+
+    changed: float
+    """Share of the tokens whose coefficient is another one."""
+    is_finite: bool
+    left: float
+    """Of the gradient, at least, by the shares; or by the coefficients' size."""
+    surely_left: float
+    """The same less three standard errors; 0 where the shares are no measure."""
+
+
+def try_cures(task: Task, result: SearchResult, groups: Groups | None, max_cures: int) -> list[Cured] | None:
+    """Measure settings, most likely first, until one heals the step. All ranks call this together.
+
+    Args:
+        task: the spike; ``.grad`` is overwritten.
+        result: of its search.
+        groups: how the batch's advantages were made.
+        max_cures: how many may be measured.
+
+    Returns:
+        The measured, and those that a glance at their coefficients has settled; most useful first. None on a rehearsal,
+        and where there is nothing to try.
+    """
+    spike, threshold = task.spike, task.spike.threshold
+    step, was_finite = task.prober.step, math.isfinite(spike.grad_norm)
+    if threshold is None and was_finite:
+        return None
+    options = task.prober.ranks.agree(lambda: candidates(step, groups))
+    if not options:
+        return None
+    limit = threshold / spike.grad_norm if threshold is not None and was_finite else 1.0
+    found, likely, num_tried = [], [], 0
+    for option, outlook in zip(options, _outlooks(task, options, result.shares, groups), strict=True):
+        if outlook is None:
+            continue
+        cured = Cured(option.name, option.line, changed_tokens=outlook.changed)
+        if not outlook.changed:
+            found.append(replace(cured, norm_after=spike.grad_norm, error_bound=0.0, verdict="no_change"))
+        elif not outlook.is_finite or outlook.surely_left > limit:
+            least = outlook.left * spike.grad_norm if outlook.is_finite and was_finite else math.inf
+            found.append(replace(cured, norm_after=least, verdict="not_healed"))
+        else:
+            likely.append((outlook.left > limit, option, cured))
+    for _, option, cured in sorted(likely, key=lambda each: each[0]):
+        if num_tried == max_cures or not task.can_afford(backwards=step.num_micro_batches, is_certificate=True):
+            break
+        num_tried += 1
+        found.append(_measured(task, option, cured, result.rest, groups))
+        if found[-1].verdict == "healed":
+            break
+    return sorted(found, key=lambda cured: (_ORDER.index(cured.verdict), cured.forwards == 0))
+
+
+def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None, groups: Groups | None) -> Cured:
+    prober, space, threshold = task.prober, task.prober.space, task.spike.threshold
+    forwards, backwards = prober.num_forwards, prober.num_backwards
+
+    def compute(micro_batches: Sequence[int]) -> None:
+        prober.compute_recorded(
+            prober.ranks.agree(lambda: {i: option.record(prober.step, i, groups) for i in micro_batches})
+        )
+
+    def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, beside the rest
+        return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
+
+    everything = range(prober.step.num_micro_batches)
+    norm, bound, _ = recompute(prober, compute, everything, lambda: fullest(prober, []), threshold, can_afford)
+    verdict, _ = judge(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
+    against = task.gradient if rest is None else rest
+    dot = math.fsum(space.squares_and_dots(against)[1].tolist())
+    sizes = norm * space.norm(against)
+    return replace(
+        cured,
+        norm_after=norm,
+        error_bound=bound,
+        verdict=_VERDICTS[verdict],
+        kept=dot / sizes if 0 < sizes < math.inf else None,
+        forwards=prober.num_forwards - forwards,
+        backwards=prober.num_backwards - backwards,
+    )
+
+
+def _outlooks(
+    task: Task, options: Sequence[Candidate], shares: ShareMap | None, groups: Groups | None
+) -> list[_Outlook | None]:
+    """Of each; None where some rank's loss cannot be asked so."""
+    step, ranks = task.prober.step, task.prober.ranks
+
+    def local() -> list[float]:
+        found = [_records(step, option, groups) for option in options]
+        names = ("log_prob_coefficient", "entropy_coefficient")
+        read = to_host([getattr(each, name) for records in found for each in records for name in names])  # all at once
+        under = iter(zip(read[::2], read[1::2], strict=True))
+        sums = [_sums(step, [next(under) for _ in records], shares) for records in found]
+        return [number for option_sums in sums for number in option_sums]
+
+    numbers = torch.tensor(ranks.sum(ranks.agree(local)), dtype=torch.float64).view(len(options), -1)
+    return [_outlook(row.tolist(), shares) for row in numbers]
+
+
+def _outlook(sums: Sequence[float], shares: ShareMap | None) -> _Outlook | None:
+    failed, num_tokens, num_changed, num_bad, square, square_before, carried = sums
+    if failed:
+        return None
+    left = math.sqrt(square / square_before) if square_before > 0 and math.isfinite(square_before) else 1.0
+    surely = 0.0
+    if shares is not None and shares.is_trusted:
+        left = abs(carried) / shares.square
+        surely = max(left - _CERTAIN * shares.closure_error, 0.0)
+    return _Outlook(num_changed / max(num_tokens, 1), num_bad == 0, left, surely)
+
+
+def _records(step: HostStep, option: Candidate, groups: Groups | None) -> list[Recorded]:
+    """Of this rank's micro-batches; none where the loss cannot be asked so."""
+    try:
+        return [option.record(step, index, groups) for index in range(step.num_micro_batches)]
+    except Exception as error:
+        logger.info("gradloc: what %s would have done is not known: %s", option.line, error)
+        return []
+
+
+def _sums(
+    step: HostStep, under: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], shares: ShareMap | None
+) -> list[float]:
+    """This rank's sums: whether it failed, tokens, those changed, those not finite, squares of the coefficients under
+    the setting and as they were, and the sum of r_t <g_t, G>.
+
+    Args:
+        step: as it was.
+        under: of each micro-batch, the coefficients of log-probs and entropies under the setting, (B, T).
+        shares: of the step's tokens.
+    """
+    sums = torch.zeros(7, dtype=torch.float64)
+    sums[0] = not under
+    for index, coefficients in enumerate(under):
+        mask, own = step.token_mask(index), step.recorded(index)
+        before = (own.log_prob_coefficient, own.entropy_coefficient)
+        pairs = [_pair(*both, mask) for both in zip(coefficients, before, strict=True)]
+        changed = torch.stack([(new != old) & ~(new.isnan() & old.isnan()) for new, old in pairs]).any(0)
+        new, old = (torch.stack(both) for both in zip(*pairs, strict=True))
+        leading = old.abs().nan_to_num(nan=math.inf).argmax(0, keepdim=True)
+        ratio = (new.gather(0, leading) / old.gather(0, leading)).squeeze(0).nan_to_num(0.0, 0.0, 0.0)
+        sums[1] += mask.sum()
+        sums[2] += changed.sum()
+        sums[3] += (~new.isfinite()).any(0).sum()
+        sums[4] += new.square().sum()
+        sums[5] += old.square().sum()
+        if shares is not None:
+            sums[6] += (shares.products[index][mask].double() * ratio).sum()
+    return sums.tolist()
+
+
+def _pair(new: torch.Tensor | None, old: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on the host, float64 (tokens,); zeros where the loss does not reach the output."""
+    zeros = torch.zeros(int(mask.sum()), dtype=torch.float64)
+    first, second = (zeros if each is None else each[mask].double() for each in (new, old))
+    return first, second

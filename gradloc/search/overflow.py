@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A norm that overflowed though every coefficient is finite, as with an advantage of 1e22: searched in another unit.
+
+All coefficients are divided by the largest one, rounded up to a power of two, which changes no digit. The step's
+gradient is then finite, and the search goes on with a threshold in the same unit. Only the certificate is measured in
+training's own unit, since a healthy gradient divided by 1e37 would leave float32's range at its other end.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from ..core.certificate import Removal
+from ..core.gradients import Gradient
+from ..core.selection import Token
+from ..record import Certificate
+from .task import SearchResult, Task
+
+_LARGE = 2.0**30
+"""From here on a coefficient may overflow a norm by itself: squares do from 2^64, and no log-prob's gradient has a norm
+of 2^34."""
+
+
+@dataclass(frozen=True)
+class RescaledTask(Task):
+    """The spike in a unit in which its gradient is finite: norms here are training's divided by ``unit``."""
+
+    original: Task | None = None
+
+    def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+        """As in training's unit, where the norm was not finite; if it still is not, in this one."""
+        assert self.original is not None
+        step, space, unit = self.prober.step, self.prober.space, self.unit
+        (alone or []).clear()
+        step.rescale(1.0)
+        found = self.original.certify(culprits, None, goes_on)
+        step.rescale(unit)
+        after, bound = found.norm_after, found.error_bound
+        if not culprits:
+            return found
+        if after is not None and math.isfinite(after):
+            space.scale(1.0 / unit)
+            return replace(found, norm_after=after / unit, error_bound=None if bound is None else bound / unit)
+        removal = Removal(self.prober, self.gradient, 1.0, math.inf, self.spike.threshold, culprits)
+        found = removal.certify(goes_on=True)
+        if found.norm_after is None or not math.isfinite(found.norm_after):
+            return found
+        reason = "without the culprits the norm still overflows"
+        return replace(found, norm_before=math.inf, verdict="not_explained", reason=reason)
+
+
+def rescaled(task: Task) -> RescaledTask | None:
+    """The same spike in another unit if its coefficients alone made its norm overflow; else None.
+
+    All ranks call this together. One pass over the micro-batches, and only where a coefficient is that large.
+
+    Args:
+        task: a spike whose norm is not finite.
+    """
+    prober, step = task.prober, task.prober.step
+
+    def local() -> list[float]:
+        sizes = [0.0]
+        for index in range(step.num_micro_batches):
+            for values in step.coefficients(index):
+                if values is not None:
+                    sizes.append(float(values.abs().nan_to_num(nan=math.inf).max()))
+        return [max(sizes)]
+
+    (largest,) = prober.ranks.max(prober.ranks.agree(local))
+    if not _LARGE <= largest < math.inf or not task.can_afford(backwards=step.num_micro_batches):
+        return None
+    unit = 2.0 ** math.frexp(largest)[1]
+    step.rescale(unit)
+    prober.compute((index, None) for index in range(step.num_micro_batches))
+    norm = prober.space.norm()
+    if not math.isfinite(norm):  # the backward makes it so from any coefficients
+        step.rescale(1.0)
+        return None
+    threshold = task.spike.threshold
+    spike = replace(task.spike, grad_norm=norm, threshold=None if threshold is None else threshold / unit)
+    return RescaledTask(
+        prober,
+        prober.space.keep(),
+        1.0,
+        spike,
+        task.tau / unit,
+        task.max_culprits,
+        task.limit,
+        unit=unit,
+        original=task,
+    )
+
+
+def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
+    """What was found, with norms as training has them."""
+    unit = task.unit
+    task.prober.step.rescale(1.0)
+
+    def times(value: float | None, power: int = 1) -> float | None:
+        return None if value is None else value * unit**power
+
+    result.culprits = [
+        replace(
+            culprit,
+            norm=culprit.norm * unit,
+            threshold=culprit.threshold * unit,
+            squares=None if culprit.squares is None else culprit.squares * unit**2,
+        )
+        for culprit in result.culprits
+    ]
+    result.path = [replace(entry, norm=times(entry.norm), threshold=times(entry.threshold)) for entry in result.path]
+    result.more_norm = times(result.more_norm)
+    shares, found = result.shares, result.certificate
+    if shares is not None:
+        result.shares = replace(
+            shares,
+            products=[each * unit**2 for each in shares.products],
+            errors=[each * unit**2 for each in shares.errors],
+            square=shares.square * unit**2,
+        )
+    if found is not None and math.isfinite(found.norm_after or 0.0):
+        assert task.original is not None
+        result.certificate = replace(
+            found,
+            norm_after=times(found.norm_after),
+            error_bound=times(found.error_bound),
+            replay_difference=times(found.replay_difference),
+            threshold=task.original.spike.threshold,
+        )
+    return result

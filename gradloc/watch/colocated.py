@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer whose processes are all alike: each has the rank's side of a search, and the first the driver's, too.
+
+They exchange two small messages an optimizer step.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.gradients import GradientSpace
+from ..core.ranks import Ranks
+from ..core.step import TrainingStep
+from ..loop.batch import BatchView, Rows
+from ..loop.driver import AbortedBySpike, Driver
+from ..loop.localizer import Localizer
+from ..loop.wire import Policy
+from .rows import brief_view
+
+logger = logging.getLogger(__name__)
+
+
+class ColocatedStep(TrainingStep, Protocol):
+    """A step that can also say what its own rows are."""
+
+    first_row: int
+    """Where this rank's first row stands among all ranks': set here once that is known."""
+
+    def counts(self) -> tuple[int, int]:
+        """How many tokens are trained on, and how many rows there are, on this rank."""
+
+    def brief(self) -> list[tuple[int, float]]:
+        """Of each row how many tokens it has and their median advantage, or what stands in its place: enough where
+        nothing spiked."""
+
+    def release(self) -> None:
+        """The search is over: what is asked of coefficients from now on may be read from the host."""
+
+    def all_rows(self) -> Rows:
+        """Everything about the rows that an event may say, on the host: see :func:`~..loop.batch.joined`."""
+
+
+class Colocated:
+    """Looks into the steps of one trainer; subclasses add the powers that the localizer asks for.
+
+    Args:
+        ranks: the trainer's processes.
+        settings: of spikes; None: none are looked for.
+        make_driver: called on the first process.
+    """
+
+    def __init__(self, ranks: Ranks, settings: Any, make_driver: Callable[[], Driver]):
+        self.ranks, self.settings = ranks, settings
+        self.step: Any = None
+        """The optimizer step that is being made; None between two."""
+        self.localizer = None if settings is None else Localizer(self, ranks, settings)  # type: ignore[arg-type]
+        self.driver = None if settings is None or not ranks.is_first else make_driver()
+        self._is_uneven_told = False
+
+    def begin_step(self, step: ColocatedStep, module: torch.nn.Module) -> None:
+        """Before the first micro-batch's forward."""
+        self.step = step
+        if self.localizer is not None:
+            self.space = GradientSpace(module, self.ranks)
+            self.localizer.begin_update(None, self.space)
+            self.localizer.begin_mini_batch(step)
+
+    def end_step(self, norm: Any, global_step: int) -> tuple[Any, dict[str, float]]:
+        """After the last micro-batch's backward and clipping: ask the driver, look, tell the driver.
+
+        Args:
+            norm: of the gradient, before clipping.
+            global_step: the trainer's number of this step, from 1.
+
+        Returns:
+            The norm of the gradient that the optimizer is given, and on the first process our metrics.
+
+        Raises:
+            AbortedBySpike: on every process, where a spike is to stop the run.
+        """
+        step, localizer, ranks = self.step, self.localizer, self.ranks
+        assert localizer is not None
+        policy, norm = self._policy(step, global_step), whole(norm)
+        if policy is not None:
+            self.before_look(norm)
+        taken = localizer.before_step(norm, policy)
+        localizer.end_update()
+        step.release()
+        is_written = any(spike.is_written for spike in localizer.outcomes)
+        by_rank = ranks.gather_first((localizer.report(), self.rows(step) if is_written else step.brief()))
+        metrics: dict[str, float] = {}
+        if by_rank is not None and self.driver is not None:
+            reports, rows = zip(*by_rank, strict=True)
+            batch = self.view(rows) if is_written else brief_view(rows, self.signal)
+            ours = self.driver.after_update(reports, batch)
+            metrics = {name: float(value) for name, (value,) in ours.items()}
+        if any(spike.taken == "abort" for spike in localizer.outcomes):
+            raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
+        is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
+        return taken if is_other else norm, metrics
+
+    def before_look(self, norm: torch.Tensor) -> None:
+        """The step can be run again: ranks have as many micro-batches. All ranks call it together."""
+
+    signal = "advantages"
+    """What :meth:`ColocatedStep.brief` tells beside the number of tokens, by the batch's names."""
+
+    def rows(self, step: ColocatedStep) -> Rows:
+        """This rank's, where an event is written; all ranks call it together."""
+        return step.all_rows()
+
+    def view(self, by_rank: Sequence[Rows]) -> BatchView:
+        """All ranks' rows as one batch."""
+        raise NotImplementedError
+
+    def _policy(self, step: ColocatedStep, global_step: int) -> Policy | None:
+        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+        ranks, size = self.ranks, self.ranks.size
+        mine = [float(value) for value in (*step.counts(), step.num_micro_batches)]
+        everyones = [0.0] * (len(mine) * size)
+        everyones[ranks.rank :: size] = mine
+        counts = ranks.sum(everyones)
+        tokens, rows, micro_batches = (counts[first : first + size] for first in range(0, len(counts), size))
+        step.first_row = int(sum(rows[: ranks.rank]))
+        policy = None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step)
+        policy = ranks.sent_by(0, policy)
+        if len(set(micro_batches)) == 1:
+            return policy
+        if ranks.is_first and not self._is_uneven_told:
+            self._is_uneven_told = True
+            found = ", ".join(f"{number:.0f}" for number in micro_batches)
+            logger.warning("gradloc: steps are looked into where all ranks run as many micro-batches, found %s", found)
+        return None
+
+
+def whole(norm: Any) -> torch.Tensor:
+    """A gradient norm as a plain scalar tensor."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step of a loop that nobody wrote for us, as a step that can be run again.
+
+The loop gives a function for each micro-batch's log-probs. The function is kept, and is the forward; the loss is never
+seen: what its backward put on the log-probs says all that a search asks.
+
+Shapes: B rows of a micro-batch, T positions.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from ..core.precise import head_of, precise_readout
+from ..core.sharding import reduction_deferred
+from ..core.step import Details, Numerics, Outputs, Recorded, RngState, record, to_host
+from ..loop.batch import Rows, joined
+from .log_probs import token_log_probs
+from .rows import brief_of
+
+Forward = Callable[[], Any]
+"""Gives log-probs (B, T), or a tuple of these, entropies (B, T) or None, and a scalar of what else the loss is made of
+or None."""
+
+
+@dataclass
+class LoopMicroBatch:
+    """What the loop said of one micro-batch, and what its passes left."""
+
+    mask: torch.Tensor
+    """bool (B, T)."""
+    ids: torch.Tensor
+    """(B, T)."""
+    tensors: dict[str, torch.Tensor]
+    """(B, T), by the names of :class:`~..loop.batch.BatchView`; those that the loop gave."""
+    recorded: Recorded
+    autocast: Callable[[], AbstractContextManager[Any]]
+    dtype: torch.dtype
+    """Of the forward."""
+    names: Sequence[str] | None = None
+    """Of the rows."""
+    is_deferred: bool = False
+    """Whether its backward left the sum over ranks to a later one."""
+    forward: Forward = field(init=False)
+    on_host: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a backward came to its log-probs."""
+        found = self.recorded
+        return found.log_prob_coefficient is not None or found.entropy_coefficient is not None
+
+
+class LoopStep:
+    """All micro-batches of one optimizer step: see :class:`~..core.step.TrainingStep`.
+
+    Args:
+        module: as the loop calls it: plain, DDP, FSDP1 or FSDP2.
+        num_ranks: processes that the gradient is averaged over.
+        scale: gives what the loss was multiplied by (fp16).
+    """
+
+    first_row = 0
+
+    def __init__(self, module: torch.nn.Module, num_ranks: int, scale: Callable[[], float]):
+        self.module, self.num_ranks, self._scale = module, num_ranks, scale
+        self.micro_batches: list[LoopMicroBatch] = []
+        self._loss_scale: float | None = None
+
+    def run(self, forward: Forward, made: LoopMicroBatch) -> Any:
+        """Training's forward of the next micro-batch; what it gave. Without a graph nothing is kept."""
+        given = forward()
+        outputs, made.forward = outputs_of(given), frozen(forward)
+        if outputs.log_prob.requires_grad:
+            record(made.recorded, outputs)
+            self.micro_batches.append(made)
+        return given
+
+    def forget(self, is_done: bool) -> None:
+        """Let go of the micro-batches that had their backward, or of those that had none."""
+        self.micro_batches = [each for each in self.micro_batches if each.is_done != is_done]
+
+    # ---- what the search may ask
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def numerics(self) -> Numerics:
+        if self._loss_scale is None:
+            self._loss_scale = self._scale()
+        weight = 1.0 / (self.num_ranks * self._loss_scale)
+        return Numerics(self.micro_batches[0].dtype, self._loss_scale, weight, reduces_once=self.reduces_once)
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self.micro_batches[micro_batch].recorded
+
+    def rows(self, micro_batch: int) -> list[int]:
+        sizes = [len(each.mask) for each in self.micro_batches]
+        first = self.first_row + sum(sizes[:micro_batch])
+        return list(range(first, first + sizes[micro_batch]))
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return self.micro_batches[micro_batch].mask
+
+    def details(self, micro_batch: int) -> Details:
+        given = self.micro_batches[micro_batch].tensors
+        return Details(given.get("old_log_probs"), given.get("weights"))
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
+
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        made = self.micro_batches[micro_batch]
+        with ExitStack() as stack:
+            stack.enter_context(made.autocast())
+            torch.clear_autocast_cache()  # weights may have moved since it was filled
+            if not torch.is_grad_enabled():
+                stack.enter_context(precise_readout(self.module, made.dtype))
+            return outputs_of(made.forward())
+
+    def forward_bytes(self) -> int:
+        """The logits in float32, and as much again; of a head that is not known nothing."""
+        head = getattr(head_of(self.module), "out_features", 0)
+        return 8 * head * max(each.mask.numel() for each in self.micro_batches)
+
+    # ---- what the driver is told
+
+    def _settle(self) -> None:
+        """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
+        on_device: list[Any] = []
+        for each in self.micro_batches:
+            on_device += [each.mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
+        read = to_host(on_device)
+        for index, each in enumerate(self.micro_batches):
+            mask, coefficient, advantages = read[3 * index : 3 * index + 3]
+            each.on_host = {"mask": mask, "coefficient": coefficient}
+            if coefficient is None:
+                each.on_host["coefficient"] = torch.zeros(mask.shape)
+            if advantages is not None:
+                each.on_host["advantages"] = advantages
+
+    def release(self) -> None:
+        """After the search: what is asked of coefficients from now on is read from the host."""
+        for each in self.micro_batches:
+            each.recorded.log_prob_coefficient = each.on_host["coefficient"]
+
+    def counts(self) -> tuple[int, int]:
+        self._settle()
+        masks = self._on_host("mask")
+        return sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
+
+    def brief(self) -> list[tuple[int, float]]:
+        masks = self._on_host("mask")
+        if self.has_advantages:
+            return brief_of(masks, self._on_host("advantages"))
+        return brief_of(masks, [self.loss_weights(index) for index in range(len(masks))])
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loop said them."""
+        return all("advantages" in each.tensors for each in self.micro_batches)
+
+    def loss_weights(self, micro_batch: int) -> torch.Tensor:
+        """(B, T), on the host: minus d loss / d log_prob; still over the number of tokens, which all ranks know."""
+        return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
+
+    def all_rows(self) -> Rows:
+        parts = []
+        for index, each in enumerate(self.micro_batches):
+            mask, ids = each.on_host["mask"], each.ids.cpu()
+            names = [str(name) for name in each.names] if each.names is not None else [""] * len(mask)
+            parts.append(
+                {name: value.detach().cpu() for name, value in each.tensors.items()}
+                | {"responses": ids, "attention_mask": _shown(mask), "response_mask": mask.long()}
+                | {"loss_weights": self.loss_weights(index), "log_probs": each.recorded.log_prob.float().cpu()}
+                | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
+                | {"names": names}
+            )
+        shared = set.intersection(*(set(part) for part in parts))
+        return joined([{name: part[name] for name in part if name in shared} for part in parts])
+
+    @torch.no_grad()
+    def read_logits(self) -> None:
+        """Run every forward once more, and note of each token how many the model finds likelier, and how likely the
+        labels would be if they were moved by one. Where the logits are not the head's output, nothing is noted."""
+        head, rng, seen = head_of(self.module), RngState(self.micro_batches[0].mask.device), []
+        hook = None if head is None else head.register_forward_hook(lambda *given: seen.append(given[-1]))
+        try:
+            for index, each in enumerate(self.micro_batches):
+                seen.clear()
+                each.recorded.rng.restore()
+                now = self.forward(index).log_prob
+                ids = each.ids.clamp(min=0)  # labels that are not trained on
+                found = None if not seen else _aligned(seen[-1], ids, now, each.mask)
+                if found is not None:
+                    own = found.gather(-1, ids[..., None])
+                    moved = [token_log_probs(found, ids.roll(by, 1)) for by in (1, -1)]
+                    means = torch.stack([(values * each.mask).sum(1) for values in moved])
+                    shifted = torch.where((means[0] > means[1]).unsqueeze(1), *moved)
+                    each.on_host |= {"ranks": (found > own).sum(-1).cpu(), "shifted": shifted.cpu()}
+        finally:
+            if hook is not None:
+                hook.remove()
+            rng.restore()
+
+    # ---- inside
+
+    def _on_host(self, name: str) -> list[torch.Tensor]:
+        return [each.on_host[name] for each in self.micro_batches]
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether ranks sum the gradient after the last micro-batch alone."""
+        return any(each.is_deferred for each in self.micro_batches[:-1])
+
+
+def _aligned(logits: Any, ids: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    """The logits (B, T, V) of the positions that these log-probs (B, T) are of; None where there are none."""
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or len(logits) != len(ids):
+        return None
+    for start in range(logits.shape[1] - ids.shape[1] + 1):
+        part = logits[:, start : start + ids.shape[1]]
+        if torch.allclose(token_log_probs(part, ids)[mask], log_probs[mask].float(), atol=0.01):
+            return part
+    return None
+
+
+def outputs_of(given: Any) -> Outputs:
+    """What a loop's function gave, as a search reads it."""
+    return Outputs(*given) if isinstance(given, tuple | list) else Outputs(given)
+
+
+def frozen(forward: Forward) -> Forward:
+    """The function with the values that its variables have now: a loop gives them others before it is run again."""
+    if not isinstance(forward, FunctionType):
+        return forward
+    cells = tuple(CellType(cell.cell_contents) if _is_filled(cell) else cell for cell in forward.__closure__ or ())
+    kept = FunctionType(forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, cells)
+    kept.__kwdefaults__ = forward.__kwdefaults__
+    return kept
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (raises where the variable has no value yet)
+    except ValueError:
+        return False
+    return True
+
+
+def autocast_now(device: torch.device) -> tuple[Callable[[], AbstractContextManager[Any]], torch.dtype | None]:
+    """The autocast that is on, to be entered again, and its dtype; None where it is off."""
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=dtype is not None), dtype
+
+
+def _shown(mask: torch.Tensor) -> torch.Tensor:
+    """Up to the last token that is trained on: what follows is padding."""
+    positions = torch.arange(mask.shape[1]) * mask
+    return (torch.arange(mask.shape[1]) <= positions.amax(1, keepdim=True)).long()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a token of a supervised loop has a large gradient: what its document is like beside the batch's others. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..record import Cause, Culprit
+
+_LEAST_PADDING = 4  # equal tokens at the end of a row
+_FAR = 2.0  # nats by which a document's mean log-prob is below the batch's where it is odd as a whole
+_SHIFTED = 2.0  # nats by which labels moved by one are likelier
+_ODD = 3.0  # times the batch's, of a share in the document's text
+_LEAST_SHARE = 0.2
+_UNLIKELY = math.log(1e-3)
+_MANY = 0.2  # of the batch's rows: copies of one document
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is known of a culprit's row, and of the batch's typical one."""
+
+    tokens: float = 0.0
+    """Trained on."""
+    tokens_of_batch: float = 0.0
+    log_prob: float | None = None
+    """Mean over its tokens."""
+    log_prob_of_batch: float | None = None
+    log_prob_shifted: float | None = None
+    """The same of labels moved by one; None where the logits were not seen."""
+    repeats: float = 0.0
+    """Share of its runs of three tokens that came before in it."""
+    repeats_of_batch: float = 0.0
+    foreign: float = 0.0
+    """Share of its characters that are neither ASCII nor of the batch's usual scripts, or are control characters."""
+    foreign_of_batch: float = 0.0
+    unspaced: float = 0.0
+    """Characters of its longest word."""
+    unspaced_of_batch: float = 0.0
+    copies: int = 0
+    """Other rows that are the same, token by token."""
+    rows: int = 1
+    padding: int = 0
+    """Equal tokens in a row at its end, all trained on, the culprit among them."""
+    rank: int | None = None
+    """How many tokens the model finds likelier there; None where the logits were not seen."""
+
+
+def repeats_in(ids: Sequence[int]) -> float:
+    """Share of runs of three tokens that came before.
+
+    >>> repeats_in([1, 2, 3, 1, 2, 3])
+    0.25
+    """
+    runs = Counter(zip(ids, ids[1:], ids[2:], strict=False))
+    total = sum(runs.values())
+    return (total - len(runs)) / total if total else 0.0
+
+
+def foreign_in(text: str) -> float:
+    """Share of characters beyond ASCII, and of control characters but white space."""
+    odd = sum(ord(char) > 126 or (ord(char) < 32 and not char.isspace()) for char in text)
+    return odd / len(text) if text else 0.0
+
+
+def unspaced_in(text: str) -> float:
+    """Length of the longest word, in characters: of base64 it is the whole."""
+    return float(max((len(word) for word in text.split()), default=0))
+
+
+def cause_in(culprit: Culprit, cause: Cause, document: Document) -> Cause:
+    """The cause, with what the document says in the place of what its factors say."""
+    log_prob = culprit.log_prob
+    known = {name: value for name, value in asdict(document).items() if value is not None}
+    numbers = {**cause.numbers, **{f"document_{name}": float(value) for name, value in known.items()}}
+    if log_prob is not None and math.isfinite(log_prob):
+        numbers["probability"] = math.exp(min(log_prob, 0.0))
+    if cause.label.startswith("non_finite") or cause.label == "layer_heterogeneity":
+        return Cause(cause.label, numbers)
+    return Cause(_label(culprit, cause, document), numbers)
+
+
+def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
+    own, usual, shifted = document.log_prob, document.log_prob_of_batch, document.log_prob_shifted
+    if document.padding >= _LEAST_PADDING:
+        return "padding_trained"
+    if cause.label == "loss_weight":
+        return "loss_weight"
+    if own is not None and shifted is not None and shifted > own + _SHIFTED:
+        return "shifted_labels"
+    if document.copies + 1 > max(1, _MANY * document.rows) and document.copies:
+        return "duplicate_document"
+    is_unlikely = own is not None and usual is not None and own < usual - _FAR
+    if culprit.span != "token" and (is_unlikely or oddities(document)) or is_unlikely and oddities(document):
+        return "odd_document"
+    if cause.label in ("low_probability", "large_jacobian", "unknown") and (culprit.log_prob or 0.0) < _UNLIKELY:
+        return "unexpected_token"
+    return cause.label
+
+
+def oddities(document: Document) -> list[str]:
+    """In what the document is unlike the batch's others, in words."""
+    pairs = (
+        ("repeats", f"{document.repeats:.0%} of it repeats (others: {document.repeats_of_batch:.0%})"),
+        (
+            "foreign",
+            f"{document.foreign:.0%} of its characters are not ASCII (others: {document.foreign_of_batch:.0%})",
+        ),
+    )
+    found = [words for name, words in pairs if _is_odd(document, name, _LEAST_SHARE)]
+    if _is_odd(document, "unspaced", 40.0):
+        found.append(
+            f"its longest word has {document.unspaced:.0f} characters (others: {document.unspaced_of_batch:.0f})"
+        )
+    if _is_odd(document, "tokens", 0.0):
+        found.append(f"it has {document.tokens:.0f} tokens (others: {document.tokens_of_batch:.0f})")
+    return found
+
+
+def _is_odd(document: Document, name: str, least: float) -> bool:
+    value, usual = getattr(document, name), getattr(document, f"{name}_of_batch")
+    return value >= least and value > _ODD * usual
+
+
+def document_of(numbers: dict[str, float | None]) -> Document:
+    """The document that :func:`cause_in` kept among a cause's numbers."""
+    prefix = "document_"
+    known = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+    return Document(**{name: value for name, value in known.items() if name in Document.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+def document_words(culprit: Culprit) -> str:
+    """What the document says of its cause, in a sentence; empty where there is none, or it says nothing."""
+    numbers = culprit.cause.numbers
+    if "document_rows" not in numbers:
+        return ""
+    document = document_of(numbers)
+    if culprit.cause.label == "duplicate_document":
+        return f"{document.copies:.0f} other rows of the batch's {document.rows:.0f} are the same."
+    if culprit.cause.label == "padding_trained":
+        return f"The row ends in {document.padding:.0f} equal tokens that the mask has in the loss."
+    if culprit.cause.label == "shifted_labels" and document.log_prob_shifted is not None:
+        return (
+            f"Its tokens have a mean log-prob of {document.log_prob or 0.0:.3g}; moved by one they have "
+            f"{document.log_prob_shifted:.3g}."
+        )
+    said = []
+    probability = numbers.get("probability")
+    if culprit.cause.label == "unexpected_token" and probability is not None:
+        behind = f", behind {document.rank:,.0f} others" if document.rank is not None else ""
+        said.append(f"The model gives the token a probability of {probability:.2g}{behind}.")
+    if culprit.cause.label == "odd_document" and document.log_prob is not None:
+        usual = f" (others: {document.log_prob_of_batch:.3g})" if document.log_prob_of_batch is not None else ""
+        said.append(f"Its mean log-prob is {document.log_prob:.3g}{usual}.")
+    odd = oddities(document)
+    if odd and culprit.cause.label in ("odd_document", "unexpected_token"):
+        words = "; ".join(odd)
+        said.append(f"{words[0].upper()}{words[1:]}.")
+    return " ".join(said)

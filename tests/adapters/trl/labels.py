@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's SFT and DPO trainers on the tiny model that spells, one token's log-prob spoiled in the loss of one step."""
+
+from typing import Any
+
+import torch
+import transformers
+import trl
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+
+from gradloc.adapters.trl.trainer import WatchedLabels, attach
+from tests.adapters.trl import harness
+from tests.detached import let_through
+
+WORTH = 3e4
+TEXTS = [" ".join(harness.LETTERS[(5 * i + j) % 30] for j in range(6 + i % 4)) for i in range(64)]
+
+
+class Spoiling:
+    """What the loss does with one token's log-prob, at one step; it is a part of the loss, behind the forward."""
+
+    is_cut = False
+    """Whether nothing flows back through that token: what ``mask`` must agree with."""
+    num_calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        def spoiled(**named: Any) -> Any:
+            outputs = model(**named)
+            if not torch.is_grad_enabled() or not named.get("fused_lm_head"):
+                return outputs
+            self.num_calls += 1
+            is_here = self.num_calls == 1 + 2 * (harness.SPIKE - 1) and self.accelerator.process_index == 0
+            factor = torch.ones_like(outputs.log_probs)
+            row, position = (named["labels"][:, 1:] != -100).nonzero()[3].tolist()
+            if is_here:
+                self.where = [(harness.SPIKE, row, position)]
+                factor[row, position] = WORTH
+                outputs.log_probs = let_through(factor == 1.0, outputs.log_probs) if self.is_cut else outputs.log_probs
+            outputs.log_probs = outputs.log_probs * factor
+            return outputs
+
+        return super().compute_loss(spoiled, inputs, *args, **given)
+
+
+def run(kind: str, folder: str, base: str, gradloc: Any = None, **config: Any) -> dict[str, Any]:
+    """Train; what that leaves behind. ``kind`` is ``stock``, ``without`` (the token), ``watched`` or ``attached``."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(7)
+    made = harness.save_model(f"{folder}-model")
+    fronts = (WatchedLabels,) if kind == "watched" else ()
+    trainer_type = type(f"Own{base}", (*fronts, Spoiling, getattr(trl, base)), {"is_cut": kind == "without"})
+    columns = {"text": TEXTS}
+    if base == "DPOTrainer":
+        columns = {"prompt": [t[:5] for t in TEXTS], "chosen": TEXTS, "rejected": TEXTS[::-1]}
+    arguments = dict(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        seed=11,
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        max_length=32,
+    )
+    kind_of_args = {"SFTTrainer": trl.SFTConfig, "DPOTrainer": trl.DPOConfig}[base]
+    noted = harness.Noted()
+    settings = {"trigger": {"tau": 60.0}, **(gradloc or {})}
+    more = {"gradloc": settings} if kind == "watched" else {}
+    trainer = trainer_type(
+        model=transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32),
+        args=kind_of_args(**{**arguments, **config}),
+        processing_class=harness.tokenizer(),
+        train_dataset=Dataset.from_dict(columns),
+        callbacks=[noted],
+        **more,
+    )
+    if kind == "attached":
+        attach(trainer, settings)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return {
+        "weights": harness.digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
+        "optimizer": harness.digest(trainer.optimizer.state_dict()),
+        "norms": [log["grad_norm"] for log in noted.logs if "grad_norm" in log],
+        "logs": noted.logs,
+        "where": getattr(trainer, "where", []),
+    }

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bundle of TRL's, replayed on a plain model: the same culprits and the same norm."""
+
+import json
+
+import pytest
+
+from gradloc.replay.__main__ import main
+from tests.adapters.trl.conftest import events_in
+
+TOKEN = {"what": "token", "factor": 1e3}
+BEFORE = {"evidence": {"checkpoint": "before_step", "bundle": "full"}}
+CASES = {
+    "dapo": {},
+    "KL and old log-probs": {"beta": 0.05, "num_iterations": 2, "loss_type": "dr_grpo"},
+    "RLOO": {"base": "RLOOTrainer", "plant": {"what": "sequence", "factor": 1e3}},
+    "experts and their balancing loss": {"experts": True, "router_aux_loss_coef": 0.02},
+    "DDP": {"plant": {**TOKEN, "rank": 1}, "loss_type": "grpo"},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(request, run, tmp_path, case):
+    on_two = "rank" in case.get("plant", {})
+    run = request.getfixturevalue("run_on_two") if on_two else run
+    run("watched", **{"plant": TOKEN, "gradloc": BEFORE, **case})
+    event = events_in(tmp_path / "watched")[0]
+    folder = tmp_path / "watched" / "gradloc"
+    model, out = next(folder.glob("weights/*/actor")), tmp_path / "replay.json"
+    assert main([str(folder / event["folder"]), "--model", str(model), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["verdict"] == "same" and found["weights"]["verdict"] == "same", found["weights"]["sentence"]
+    slack = 1e-3 if "experts" in case else 1e-5  # a router's own loss is in no coefficient
+    assert found["has_beside"] is ("experts" in case)
+    assert found["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=slack)
+    assert found["certificate"]["verdict"] == "explained"
+
+
+def test_other_weights_are_told_and_a_folder_without_a_model_is_refused(run, tmp_path, capsys):
+    run("watched", plant=TOKEN)
+    folder = tmp_path / "watched" / "gradloc"
+    bundle = str(folder / events_in(tmp_path / "watched")[0]["folder"])
+    assert main([bundle, "--model", str(tmp_path / "nothing")]) == 2
+    assert "is neither a Hugging Face model folder" in capsys.readouterr().err
+    assert main([bundle, "--model", str(tmp_path / "watched-model")]) in (0, 1)
+    assert "The weights differ from those of the event" in capsys.readouterr().out

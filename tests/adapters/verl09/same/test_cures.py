@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+from tests.adapters.verl07.test_cures import *  # noqa: F403

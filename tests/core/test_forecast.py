@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forecast by sizes alone, against bytes that are counted and against what a search reckons with."""
+
+import pytest
+import torch
+
+from gradloc.core.forecast import WAYS, Layout, Load, forecast, model_of
+from tests.world import World
+
+BASE = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+DEEP = BASE | {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
+TIED = BASE | {"tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+EXPERTS = BASE | EXPERTS | {"model_type": "qwen3_moe"}
+HALF = {"dtype": "bfloat16"}
+AGAIN = {"is_checkpointed": True}
+SHARDS = {"plain": 1, "ddp": 1, "hsdp": 2}
+MOST = 0.1
+
+CASES = [
+    (1, "plain", BASE, {"length": 256} | AGAIN),
+    (2, "ddp", DEEP, {}),
+    (2, "fsdp1", EXPERTS, {}),
+    (2, "fsdp2", DEEP, HALF | AGAIN),
+    (2, "fsdp2", BASE, {"adapters": 4}),
+]
+MORE = [
+    (1, "plain", BASE, {}),
+    (1, "plain", DEEP, AGAIN),
+    (1, "plain", TIED, {}),
+    (1, "plain", BASE, {"adapters": 4} | AGAIN),
+    (2, "fsdp1", BASE, {}),
+    (2, "fsdp2", BASE, {}),
+    (2, "fsdp2", TIED, HALF),
+    (2, "fsdp2", BASE, {"length": 256} | AGAIN),
+    (4, "fsdp2", DEEP, {}),
+    (4, "hsdp", BASE, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def world_of(bare_world):
+    """A world of so many ranks."""
+    made = {2: bare_world}
+    yield lambda size: made.setdefault(size, World(size))
+    for size, world in made.items():
+        if size != 2:
+            world.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "layout", "config", "given"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_it_is_within_a_tenth_of_what_is_counted(world_of, size, layout, config, given):
+    counted = world_of(size).run("tests.core.counted.count", config=config, layout=layout, **given)[0]
+    assert counted["events"] == 1
+    model, half = model_of("the model", config), given.get("dtype") == "bfloat16"
+    rank = given.get("adapters", 0)
+    told = forecast(
+        model,
+        Layout(
+            size,
+            SHARDS.get(layout, size),
+            whole=4 if layout == "ddp" else 0,
+            trained=model.adapted(rank) if rank else 1.0,
+        ),
+        Load(2 * given.get("length", 64), 2, 2 if half else 4, "is_checkpointed" in given),
+    )
+    wanted = {"held": told.held, "trained": told.trained, "searched": told.device(WAYS[0])}
+    off = {name: size / counted[name] - 1 for name, size in wanted.items()}
+    print(size, layout, {name: f"{each:+.1%}" for name, each in off.items()})
+    assert max(map(abs, off.values())) <= MOST, off
+    reckoned = counted["need"]
+    for name in ("shards", "state", "pinned_state") if not rank else ("shards", "state"):
+        assert getattr(told.need, name) == pytest.approx(getattr(reckoned, name), rel=MOST), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [BASE, DEEP, TIED, EXPERTS], ids=["base", "deep", "tied", "experts"])
+def test_a_model_has_as_many_weights_as_its_config_says(config):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert model_of("the model", config).weights == pytest.approx(sum(p.numel() for p in made.parameters()), rel=0.005)
+
+
+def test_a_config_without_a_size_is_refused_by_name():
+    with pytest.raises(ValueError, match="config.json must name vocab_size, and does not: name a size by --model"):
+        model_of("mine", {name: value for name, value in BASE.items() if name != "vocab_size"})
+
+
+def test_what_moves_to_the_host_leaves_the_device_and_takes_its_time():
+    told = forecast(model_of("the model", BASE), Layout(16, shards=16), Load(1024))
+    assert told.device(WAYS[0]) - told.device(WAYS[1]) == told.need.state
+    assert told.device(WAYS[1]) - told.device(WAYS[2]) == 2 * told.need.shards
+    assert told.node(WAYS[0]) == 0 and told.node(WAYS[2]) == 8 * (told.need.pinned_state + told.need.pinned_copies)
+    assert 0 == told.seconds(WAYS[0]) < told.seconds(WAYS[1]) < told.seconds(WAYS[2])
+    offloaded = forecast(model_of("the model", BASE), Layout(16, shards=16, is_offloaded=True), Load(1024))
+    assert offloaded.held == 0 < offloaded.node(WAYS[0]) and offloaded.device(WAYS[0]) < told.device(WAYS[0])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns from files as trainers write them, and the command."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from gradloc.mismatch import MismatchError
+from gradloc.mismatch.files import read
+from gradloc.report.cli import main
+
+RANDOM = np.random.default_rng(0)
+B = np.round(-RANDOM.exponential(1.0, (16, 40)), 4)
+A = np.round(np.minimum(B + 0.05 * RANDOM.standard_normal(B.shape) * -np.expm1(B), 0), 4)
+IDS = RANDOM.integers(1000, size=B.shape)
+PROMPT = 6
+MASK = np.arange(40) >= PROMPT
+
+
+def shifted():
+    return np.roll(B, 1, axis=1)
+
+
+def prime_rl(folder, b=B):
+    """As trainer.enable_token_export writes, schema 1: no spaces, a record for each sequence."""
+    file = folder / "token_exports" / "step_4" / "rank_0.jsonl"
+    file.parent.mkdir(parents=True)
+    lines = [
+        {"schema_version": 1, "step": 4, "rank": 0, "micro_step": 0, "micro_sequence_idx": row,
+         "env_name": 'a "token_ids": [1] env', "token_ids": IDS[row].tolist(), "loss_mask": MASK.tolist(),
+         "advantages": [0.5] * 40,
+         "inference_logprobs": b[row].tolist(), "trainer_logprobs": A[row].tolist(),
+         "entropy": [1.0] * 40, "is_masked": None}
+        for row in range(16)
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return folder
+
+
+def nemo_rl(folder, b=B):
+    """As log_batched_dict_as_jsonl writes: a batch of one row on each line, padded."""
+    pad = [0.0] * 5
+    lines = [
+        {"content": [["text"]], "rewards": [1.0], "input_lengths": [40], "token_ids": [IDS[row].tolist() + [0] * 5],
+         "token_loss_mask": [[*MASK.astype(int).tolist(), 1, 1, 1, 1, 1]], "sample_loss_mask": [1.0],
+         "generation_logprobs": [b[row].tolist() + pad], "prev_logprobs": [A[row].tolist() + pad], "idx": row}
+        for row in range(16)
+    ]  # fmt: skip
+    file = folder / "train_data_step7.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def table(folder, b=B, gap=False):
+    lines = ["uid,row,rollout_log_probs,old_log_probs,response_mask,token_id"]
+    for row in range(16):
+        for at in range(40):
+            value = "" if gap and at == 20 else b[row, at]
+            lines.append(f"p{row // 4},r{row},{value},{A[row, at]},{int(MASK[at])},{IDS[row, at]}")
+    file = folder / "columns.csv"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def numpy_file(folder, b=B):
+    file = folder / "step_9.npz"
+    np.savez(file, rollout_log_probs=b, old_log_probs=A, response_mask=np.broadcast_to(MASK, B.shape), responses=IDS)
+    return file
+
+
+def bundle(folder, b=B):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    file = folder / "event-1" / "bundle" / "batch.safetensors"
+    file.parent.mkdir(parents=True)
+    mask = np.ascontiguousarray(np.broadcast_to(MASK, B.shape)).astype(np.int64)
+    tensors = {"rollout_log_probs": b.astype(np.float32), "old_log_probs": A.astype(np.float32), "response_mask": mask}
+    safetensors.save_file({**tensors, "responses": IDS, "input_ids": np.hstack([IDS, IDS])}, file)
+    return folder / "event-1"
+
+
+def parquet(folder, b=B):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {"sampling_per_token_logps": b, "old_per_token_logps": A, "completion_mask": np.broadcast_to(MASK, B.shape)}
+    file = folder / "rows.parquet"
+    pq.write_table(pa.table({name: values.tolist() for name, values in rows.items()}), file)
+    return file
+
+
+@pytest.mark.parametrize("write", [prime_rl, nemo_rl, table, numpy_file, bundle, parquet])
+def test_the_columns_are_what_was_written(tmp_path, write):
+    ((_, made),) = read(write(tmp_path)).items()
+    np.testing.assert_allclose(made.rollout, B[:, MASK].ravel(), atol=1e-6)
+    np.testing.assert_allclose(made.trainer, A[:, MASK].ravel(), atol=1e-6)
+    assert made.place[0] == PROMPT and made.row.max() == 15
+    if made.ids is not None:
+        np.testing.assert_array_equal(made.ids, IDS[:, MASK].ravel())
+    if write in (prime_rl, nemo_rl):
+        assert set(made.prompt) == {PROMPT} and made.group.max() == 15, "prompts are told by their tokens"
+    if write is table:
+        assert made.group.max() == 3
+
+
+def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
+    ((_, made),) = read(table(tmp_path, gap=True)).items()
+    assert np.isnan(made.rollout).sum() == 16
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.txt", "x", "is none of .jsonl"),
+        ("a.csv", "rollout_log_probs,b\n-1,2\n", r"has no column of the trainer's log-probs \(found: rollout\)"),
+        ("a.jsonl", "no json\n", r"a.jsonl cannot be read \(Expecting value"),
+        ("a.jsonl", "", "a.jsonl cannot be read"),
+        ("a.csv", "", "a.csv cannot be read"),
+        ("a.csv", "rollout_log_probs,old_log_probs\n", "a.csv cannot be read"),
+        ("a.csv", "rollout_log_probs,old_log_probs\n-1,-1\n-1\n", "a.csv cannot be read .*cut short"),
+        ("a.csv", "rollout_log_probs,old_log_probs\n-1,x\n", "a.csv cannot be read .*'x'"),
+        ("a.npz", "no numbers", "a.npz cannot be read"),
+        ("a.safetensors", "x", "a.safetensors cannot be read"),
+        (
+            "0.jsonl",
+            '{"input": "a", "output": "b", "gts": 1, "score": 0.5, "step": 1}\n',
+            "is verl's rollout dump: text",
+        ),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "advantage": 1}\n', "is TRL's completions"),
+    ],
+)
+def test_a_file_that_does_not_serve_is_told_of_in_a_sentence(tmp_path, capsys, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(MismatchError, match=said):
+        read(tmp_path / name)
+    assert main(["mismatch", str(tmp_path / name)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["mismatch", str(tmp_path / "none")]) == 2
+
+
+def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):
+    prime_rl(tmp_path, shifted())
+    assert main(["mismatch", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "step_4: a shift" in said and "ms-swift #8196" in said and "What helps" in said
+    assert main(["mismatch", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_4"]["evidence"]["shift"]["lag"] == 1
+    page = tmp_path / "page.html"
+    assert main(["mismatch", str(tmp_path), "-o", str(page)]) == 0
+    text = page.read_text("utf-8")
+    assert "<title>GradLoc: rollout and trainer differ by a shift</title>" in text and text.count("<svg") == 1
+    assert main(["mismatch", str(tmp_path), "--step", "step_9"]) == 2
+
+
+def test_of_several_steps_each_is_told(tmp_path, capsys):
+    nemo_rl(tmp_path)
+    (tmp_path / "train_data_step7.jsonl").rename(tmp_path / "train_data_step12.jsonl")
+    nemo_rl(tmp_path, shifted())
+    assert main(["mismatch", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("train_data_step12: the noise of two kernels") and "train_data_step7 shift" in said
+
+
+def test_a_million_tokens_are_judged_in_ten_seconds(tmp_path, capsys):
+    row = json.dumps({"inference_logprobs": B.ravel().tolist(), "trainer_logprobs": A.ravel().tolist()})
+    (tmp_path / "all.jsonl").write_text(f"{row}\n" * (1_000_000 // B.size))
+    began = time.process_time()
+    assert main(["mismatch", str(tmp_path / "all.jsonl")]) == 0
+    assert time.process_time() - began < 10

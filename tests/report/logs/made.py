@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs of one run as people have it at hand, and of every kind of explosion; tests/data/golden/logs.json says what is
+told of each. The run has 120 steps and a spike at step 73.
+"""
+
+import json
+import math
+
+NORMS = {step: 903.0 if step == 73 else round(0.4873 + 0.0137 * math.sin(step), 4) for step in range(1, 121)}
+ROWS = [{"step": step, "grad_norm": norm, "reward": 0.5} for step, norm in NORMS.items()]
+CONSOLE = [f"step:{step} - actor/grad_norm:{norm} - critic/score/mean:0.5" for step, norm in NORMS.items()]
+TQDM = "(TaskRunner pid=7) Training Progress:  {at:.0f}%|███   | {step}/120 [01:10<00:45,  1.18it/s]"
+BARS = "Step: {at:3.0f}%|███   | {step}/120 [01:10<00:45,  1.18it/s, loss=0.1, grad_norm={norm}]"
+
+
+def frame(rows, named=False):
+    """Rows as pandas prints them."""
+    names = list(rows[0])
+    head = "   " + " ".join(f"{name:>10}" for name in names)
+    if named:
+        head = "     " + " ".join(f"{name:>10}" for name in names[1:]) + "\nstep" + " " * 20
+        return "\n".join([head, *(f"{row['step']:<5}" + " ".join(f"{row[n]:>10}" for n in names[1:]) for row in rows)])
+    return "\n".join([head, *(f"{at:<3}" + " ".join(f"{row[n]:>10}" for n in names) for at, row in enumerate(rows))])
+
+
+def german(value):
+    return str(value).replace(".", ",")
+
+
+def shuffled():
+    lines = [f"{step},{norm}" for step, norm in NORMS.items()]
+    return "\n".join(["step,grad_norm", *lines[1::2], *lines[::4], *lines[2::4][::-1]])
+
+
+FILES = {
+    "docker.json": "\n".join(json.dumps({"log": f"{line}\n", "stream": "stdout", "time": "x"}) for line in CONSOLE),
+    "journald.json": "\n".join(json.dumps({"MESSAGE": line, "_PID": "7"}) for line in CONSOLE),
+    "bytes.json": "\n".join(json.dumps({"MESSAGE": list(line.encode()), "_PID": "7"}) for line in CONSOLE),
+    "gcp.json": json.dumps(
+        [{"textPayload": line, "timestamp": f"{at:05}"} for at, line in reversed(list(enumerate(CONSOLE)))]
+    ),
+    "pretty.json": json.dumps([{"jsonPayload": {"message": line}} for line in CONSOLE], indent=2),
+    "aws.json": json.dumps({"events": [{"timestamp": at, "message": line} for at, line in enumerate(CONSOLE)]}),
+    "loki.json": json.dumps({"data": {"result": [{"values": [[str(at), line] for at, line in enumerate(CONSOLE)]}]}}),
+    "frame.txt": frame(ROWS),
+    "named.txt": frame(ROWS, named=True),
+    "r.csv": "step,grad_norm\n" + "\n".join(f'"{at}",{at},{norm}' for at, norm in NORMS.items()),
+    "german.csv": "step,grad_norm,reward\n" + "\n".join(f'{s},"{german(n)}","0,5"' for s, n in NORMS.items()),
+    "tabs.tsv": "step\tgrad_norm\n" + "\n".join(f"{step}\t{norm:,}" for step, norm in NORMS.items()),
+    "history.txt": repr(ROWS) + "\n",
+    "named-history.txt": f"log_history = {ROWS!r}\n",
+    "pretty-history.txt": "[" + ",\n ".join(json.dumps(row, indent=1).replace('"', "'") for row in ROWS) + "]\n",
+    "ray-tqdm.log": "\n".join(TQDM.format(at=s / 1.2, step=s) + line for s, line in enumerate(CONSOLE, 1)),
+    "bars.log": "\r".join(
+        BARS.format(at=s / 1.2, step=s, norm=shown) for s, n in NORMS.items() for shown in (NORMS.get(s - 1, 0.4), n)
+    ),
+    "slashes.log": "\n".join(f"[{step}/120] loss=0.1 | grad_norm={norm}" for step, norm in NORMS.items()),
+    "batches.log": "\n".join(f"Epoch {s // 50} Batch {s % 50}: gnorm={norm} loss=0.1" for s, norm in NORMS.items()),
+}
+"""One run, in the formats that people have it in."""
+
+CUT_BY_COMMAS = "\n".join(f"{s},{german(n)}" for s, n in NORMS.items())
+STRANGE = [f"step {s // 10} begins" if s % 10 else f"step 1 grad_norm: {n} " * 40 for s, n in NORMS.items()]
+REFUSED = {
+    "shifted.csv": ("step,grad_norm\n" + "\n".join(f"{s},{n},1,2" for s, n in NORMS.items()), "2 columns in its head"),
+    "cut-by-commas.csv": (f"step,grad_norm\n{CUT_BY_COMMAS}", "in its rows"),
+    "cut-norms.csv": ("grad_norm\n" + "\n".join(german(n) for n in NORMS.values()), "in its rows"),
+    "batches.log": (FILES["batches.log"].replace("Epoch 1 Batch 10:", "Epoch 1:"), "batches are missing"),
+    "swapped.csv": ("grad_norm,step\n" + "\n".join(f"{s},{n}" for s, n in NORMS.items()), "no whole numbers"),
+    "mixed.csv": ('step,grad_norm,loss\n1,"0,49",0.1\n2,"0,48",0.2\n', "one decimal sign"),
+    "strange.log": ("\n".join(STRANGE), "--pattern"),
+}
+"""What would be misread, and a part of why it is refused."""
+
+
+def console(norms, reward=None, **others) -> str:
+    """A console log of these norms, from step 1 on, with other metrics as lists."""
+    if reward:
+        others["critic/score/mean"] = reward
+    columns = [f" - {name}:{{{at}}}" for at, name in enumerate(others)]
+    rows = zip(*others.values(), strict=True) if others else [()] * len(norms)
+    lines = [f"step:{step} - actor/grad_norm:{norm}" for step, norm in enumerate(norms, 1)]
+    return "\n".join(line + "".join(columns).format(*row) for line, row in zip(lines, rows, strict=True))
+
+
+QUIET = [1.0, 1.1, 0.9, 1.05, 0.95] * 6
+EXACT = [0.4873 + 0.0137 * math.sin(at) for at in range(60)]
+SPIKE = [*QUIET, 300.0, *QUIET]
+NAN = float("nan")
+HELD = [0.6, 0.62] * 30 + [0.6]
+CUT = "{'actor_rollout_ref': {'rollout': {'top_p': 0.9}}}\n"
+LENGTHS = {"response_length/mean": [4096] * 60, "response_length/clip_ratio": [0.0] * 40 + [0.9] * 20}
+HISTORY = [{"step": s, "grad_norm": 500.0 if s == 50 else 0.5, "loss": 0.1, "epoch": 0.1} for s in range(1, 51)]
+
+EXPLOSIONS = {
+    "quiet": console([*QUIET, 1.6]),
+    "quiet, rounded": console([round(norm, 2) for norm in EXACT]),
+    "quiet, of two values": console([0.9 + 0.09 * (at % 2) for at in range(60)]),
+    "a warm-up that rises": console([0.05 * (at + 1) for at in range(15)] + [0.75] * 60),
+    "one that grows": console([*QUIET, 20.0, 200.0, 50.0, *QUIET]),
+    "no number to the end": console([*QUIET, 50.0, *QUIET, *[NAN] * 5]),
+    "no number, then well": console([*EXACT, NAN, *EXACT]),
+    "the reward fell": console(SPIKE, [0.6] * 31 + [0.5, 0.3, 0.05] + [0.02] * 27),
+    "the reward fell and came back": console(SPIKE, [0.6] * 31 + [0.3, 0.1] + [0.6] * 28),
+    "the reward held": console(SPIKE, HELD),
+    "growth, slow": console([0.4 * 2 ** (at / 14) for at in range(121)]),
+    "growth, late": console([*EXACT, *(0.5 * 2 ** (at / 5) for at in range(40))]),
+    "a new level": console([*EXACT, 300.0, *([9.5] * 40)]),
+    "a new level from step 5": console([0.5, 0.51, 0.49, 0.5, 903.0, *[9.54] * 55]),
+    "clipped once": console([*EXACT, 1.0, *EXACT]),
+    "clipped often": console([1.0 if at % 4 == 3 else round(0.3 + 0.2 * math.sin(7 * at), 2) for at in range(60)]),
+    "zero": console([*EXACT, *[0.0] * 20]),
+    "the last step": console([*EXACT, 300.0]),
+    "in the warm-up": console([*QUIET[:11], 903.0, *QUIET]),
+    "a short log": console([0.5, 0.5, 0.5, 0.5, 903, 0.5, 0.5]),
+    "a critic's start": console([950.0, 820.0, 176.0, 117.0, 85.0, *[60.0] * 30]),
+    "a cut of the sampling": CUT + console([0.5] * 60),
+    "lengths at their limit": console([0.5] * 60, **LENGTHS),
+    "another trainer's": "\n".join(f"step {row['step']} loss: 0.1 grad_norm: {row['grad_norm']}" for row in HISTORY),
+    "lines that say no step": "\n".join([*CONSOLE, "actor/grad_norm: 5.0"]),
+    "out of order.csv": shuffled(),
+    "a row that is none.csv": "step,grad_norm\n" + "\n".join(f"{s},{n}" for s, n in NORMS.items()) + "\nx,1\n",
+    "trainer_state.json": json.dumps({"log_history": HISTORY}),
+}
+"""Logs by what they show."""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people name besides a log: an archive of one, a page of a tracker, a form of their own; and what they write."""
+
+import io
+import tarfile
+import zipfile
+
+import pytest
+
+from tests.report.logs.made import CONSOLE, NORMS
+
+LOG = "\n".join(CONSOLE) + "\n"
+
+
+def archived(path, name="logs/train.log"):
+    """An archive with the log in it, under this name."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, LOG)
+        return path
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        entry = tarfile.TarInfo(name)
+        entry.size = len(LOG)
+        archive.addfile(entry, io.BytesIO(LOG.encode()))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["zip", "tar.gz", "tar"])
+def test_an_archives_log_is_read(ending, tmp_path, shown):
+    said = shown(archived(tmp_path / f"run.{ending}"))
+    assert f"run.{ending}, logs/train.log (verl's console log)" in said and "Step 73: gradient norm 903" in said
+
+
+OWN = "\n".join(f"<{step}> gn~{norm:.4f}; r~0.5;" for step, norm in NORMS.items())
+
+
+def test_a_pattern_reads_a_form_of_ones_own(tmp_path, shown):
+    (tmp_path / "own.txt").write_text(OWN)
+    said = shown(tmp_path / "own.txt", "--pattern", r"<(?P<step>\d+)> gn~(?P<value>\S+) r~(?P<reward>\S+)")
+    assert "Step 73: gradient norm 903" in said and "120 of 120 lines" in said and "2 metrics" in said
+    assert "counted" in shown(tmp_path / "own.txt", "--pattern", r"gn~(?P<value>\S+)")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a.tar", "cannot be unpacked"),
+        ("a.xlsx", "is a spreadsheet: save it as a CSV"),
+        ("https://wandb.ai/me/grpo/runs/ab12?nw=x", "scan_history()]' me/grpo/ab12 > run.jsonl"),
+        ("https://mlflow.corp/#/experiments/1", "mlruns/"),
+        ("https://example.com/a.log", "Save the file first"),
+        ("own.txt --pattern gn~(?P<value>", "no regular expression"),
+        ("own.txt --pattern gn~(.*)", "no group for the norm"),
+        ("own.txt --pattern x(?P<value>y)", "no number"),
+        *((f"train.log -o x.{kind}", "would hold HTML") for kind in ("pdf", "png", "csv")),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_refused(words, said, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    archived(tmp_path / "a.tar", "../evil.log")
+    with zipfile.ZipFile("a.xlsx", "w") as archive:
+        archive.writestr("[Content_Types].xml", "")
+    (tmp_path / "own.txt").write_text(OWN)
+    (tmp_path / "train.log").write_text(LOG)
+    assert said in refused(*words.split()) and not list(tmp_path.glob("x.*"))

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's config before the run: what is said of it, what is refused, and that nothing heavy is imported for it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from gradloc.core.forecast import MODELS
+from gradloc.report.cli import main
+from gradloc.search.limit import Limit
+from tests.adapters.test_needs import refusals
+from tests.report.builder import REPO
+
+ACTOR = "actor_rollout_ref.actor"
+ON = ["+gradloc=observe", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "trainer.default_local_dir=/runs/x"]
+TRL = {"output_dir": "/runs/x", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+
+
+@pytest.fixture
+def verl(patched_tree, monkeypatch):
+    """The patched verl, as it is found where it is installed; a test that imports it fails."""
+    monkeypatch.syspath_prepend(str(patched_tree))
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture
+def trl(tmp_path):
+    """``trl(**settings)``: a file with TRL's arguments."""
+
+    def write(**settings):
+        path = tmp_path / "grpo.yaml"
+        path.write_text(yaml.safe_dump(TRL | settings))
+        return path
+
+    return write
+
+
+def lines(text):
+    """What is said, by its name."""
+    pairs = [re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines()[1:]]
+    return {name: said.strip() for name, said in pairs}
+
+
+@pytest.mark.full
+def test_a_run_of_verl_is_told_on_a_page(verl, shown):
+    out = shown("check", *ON, "trainer.nnodes=4", f"{ACTOR}.gradloc.action.mode=mask", "--model", "7B", columns=80)
+    assert len(out.splitlines()) < 40 and max(map(len, out.splitlines())) <= 80
+    told = lines(shown("check", *ON, "trainer.nnodes=4", "--model", "7B", "--seconds", "60", columns=1000))
+    assert told["refused"] == "nothing: the run would start" and told["on"] == f"{ACTOR}.gradloc.enable"
+    assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, a copy on each 32; 2 micro-batches of 4,096 tokens")
+    assert told["search 1"].endswith("everything stays on the device <- the first that fits")
+    seconds = Limit(2, 4.0, 60 / 4).seconds  # an update of four optimizer steps
+    assert "1 search in an update of 4 optimizer steps" in told["stall"] and f"{seconds:.0f} s at most" in told["stall"]
+    assert told["written"].startswith("/runs/x/gradloc on the driver: 100 events at most")
+
+
+@pytest.mark.full
+def test_what_a_run_has_written_gives_the_same_as_the_overrides_that_it_was_started_with(verl, shown, tmp_path):
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        OmegaConf.save(compose("ppo_trainer", ON), tmp_path / "config.yaml")
+    written = shown("check", tmp_path / "config.yaml", "trainer.nnodes=2", "--model", "7B")
+    assert lines(written) == lines(shown("check", *ON, "trainer.nnodes=2", "--model", "7B"))
+
+
+REFUSED = dict(list(refusals("0.7", "all").items())[::6]) | {
+    f"{ACTOR}.gradloc.triger.tau=1": "did you mean actor_rollout_ref.actor.gradloc.trigger",
+    "+trainer.heath.enable=true": "did you mean trainer.health",
+    f"{ACTOR}.gradloc.trigger.floor=0.5": "trigger.floor must be a number greater than 1, found 0.5",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_the_trainer_refuses_at_start_is_refused_in_the_same_words(verl, capsys, overrides):
+    if "gradloc.critic" in overrides:
+        pytest.importorskip("verl.trainer.ppo.utils")
+    assert main(["check", *ON, *overrides.split(), "--model", "7B"]) == 1
+    told = lines(capsys.readouterr().out)
+    assert list(told) == ["refused"] and re.search(REFUSED[overrides], told["refused"])
+
+
+def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsys):
+    told = lines(shown("check", trl(gradloc="mask"), "per_device_train_batch_size=2", "--gpus", "8", "--model", "0.5B"))
+    assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, a copy on each 1; 8 micro-batches of 1,536 tokens")
+    assert told["action"].startswith("mask") and told["written"].startswith("/runs/x/gradloc on the driver")
+    assert list(lines(shown("check", trl(gradloc="off")))) == ["refused", "on"]
+    for wrong, said in (
+        ({"torch_compile": True}, "torch_compile must be false"),
+        ({"deepspeed": "zero3.json"}, "accelerate's distributed type must be one process, DDP or FSDP2"),
+        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "fsdp_version must be 2"),
+        ({"gradloc": {"trigger": {"tua": 1}}}, "unknown setting gradloc.trigger.tua: did you mean gradloc.trigger.tau"),
+    ):
+        assert main(["check", str(trl(**wrong)), "--gpus", "2"]) == 1
+        assert lines(capsys.readouterr().out)["refused"].startswith(said)
+
+
+def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_path):
+    model = MODELS["7B"]
+    sizes = {"hidden_size": model.width, "intermediate_size": model.inner, "num_hidden_layers": model.layers}
+    sizes |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": model.vocabulary}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    read = lines(shown("check", trl(model_name_or_path=str(tmp_path))))
+    named = lines(shown("check", trl(), "--model", "7B"))
+    for name in ("training", "search 1", "search 4"):
+        assert read[name] == named[name]
+    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not told: no config.json at")
+    none = lines(shown("check", trl(), "--model", "72B", "--card", "40"))
+    assert none["training"].endswith("does not fit") and none["search"].startswith("no way fits")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml is no file: name the run's config"),
+        (["LIST"], "is no YAML or JSON of settings by name"),
+        (["TRL", "--gpus", "0"], "must be positive numbers"),
+        (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
+    ],
+)
+def test_what_is_no_config_is_refused_with_a_sentence(trl, tmp_path, capsys, words, said):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    given = {"LIST": str(tmp_path / "list.yaml"), "TRL": str(trl())}
+    assert main(["check", *(given.get(word, word) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+ALONE = """
+import sys
+
+from gradloc.report.cli import main
+
+assert main(["check", *sys.argv[1:], "--model", "7B"]) == 0
+assert not {"torch", "verl", "trl", "transformers", "ray"} & sys.modules.keys()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["verl", "trl"])
+def test_neither_torch_nor_a_trainer_is_imported(patched_tree, trl, trainer):
+    words = ON if trainer == "verl" else [str(trl())]
+    path = {"PYTHONPATH": f"{patched_tree}:{REPO}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", ALONE, *words], env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A norm that only its coefficients' size made infinite is searched like any other, and told in training's own unit."""
+
+import math
+
+import pytest
+import torch
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.trigger import Spike
+from gradloc.search.find import localize
+from tests.bare import BareStep, Oracle, build, clip_gradient, random_batch
+from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
+
+ONE = {(3, 5): 1.0}
+SCALES = [1e22, 1e37]
+
+
+def norm_of_one(place):
+    model = build("tiny")
+    return Oracle(model, random_batch(model).planted({place: 1e4}), TERMS).norm(place) / 1e4
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("strategy", ["auto", "share"])
+def test_a_token_whose_advantage_overflows_the_norm_is_named_with_its_true_norm(strategy, scale):
+    found = search_planted("plain", {(3, 5): scale}, strategy=strategy, said=math.inf)
+    assert not math.isfinite(found["clipped_from"]), "float32 does not hold this norm"
+    assert found["places"] == [(3, 5)]
+    assert found["norms"] == pytest.approx([norm_of_one((3, 5)) * scale], rel=1e-4)
+    assert found["verdict"] == "explained"
+    without = Oracle(build("tiny"), random_batch(build("tiny")).planted({(3, 5): 0.0}), TERMS)
+    assert found["norm_after"] == pytest.approx(float(without.gradient().norm()), rel=0.05)
+    assert found["cost"] <= 12 * NUM_MICRO_BATCHES
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_so_are_several_of_very_different_sizes(scale):
+    plants = {(3, 5): scale, (9, 1): -scale / 3, (14, 0): 1e6}
+    found = search_planted("plain", plants, said=math.inf)
+    assert found["places"][:2] == [(3, 5), (9, 1)] and found["cost"] <= 12 * NUM_MICRO_BATCHES
+    assert (found["verdict"] == "explained") == (len(found["places"]) == 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_so_is_one_of_either_rank_s(bare_world, layout):
+    found, other = bare_world.run(
+        "tests.bare.scenarios.search_planted", layout=layout, plants={(3, 5): 1e22}, said=math.inf
+    )
+    assert found == other
+    assert found["places"] == [(3, 5)] and found["verdict"] == "explained" and found["restored"]
+
+
+def test_a_backward_that_is_not_finite_by_itself_is_traced_as_before():
+    model = build("tiny")
+    step = BareStep(model, random_batch(model), NUM_MICRO_BATCHES, loss=TERMS)
+    space, ranks = GradientSpace(model), Ranks()
+    model.head.weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    step.train()
+    assert not math.isfinite(float(clip_gradient(model, math.inf)))
+    finding = localize(step, space, ranks, Spike("non_finite", math.inf, 20.0, 100.0, 10), 1.0)
+    assert not finding.tokens and finding.certificate.verdict == "not_explained"
+    assert (finding.num_forwards, finding.num_backwards) == (12, 12), "no pass in another unit"

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``observe`` is the loop without a watch, and ``mask`` the loop with that token's weight at zero, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.watch import loops
+from tests.world import World
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "gradloc" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def named(event: dict[str, Any]) -> list[tuple[int, int]]:
+    """Row and position of every token that is named."""
+    return [(culprit["row"], position) for culprit in event["culprits"] for position in culprit["positions"]]
+
+
+def check(run: Any, tmp_path: Path, **case: Any) -> None:
+    stock, without = run(**case), run(worth=0.0, **case)
+    observed = run(folder=str(tmp_path / "observe"), **case)
+    masked = run(folder=str(tmp_path / "mask"), action="mask", **case)
+    for rank in range(len(stock)):
+        assert observed[rank]["norms"] == stock[rank]["norms"]
+        assert torch.equal(observed[rank]["weights"], stock[rank]["weights"])
+        assert masked[rank]["norms"] == without[rank]["norms"]
+        assert torch.equal(masked[rank]["weights"], without[rank]["weights"])
+        assert not torch.equal(masked[rank]["weights"], stock[rank]["weights"]), "the plant mattered"
+    for name in ("observe", "mask"):
+        (event,) = events_in(tmp_path / name)
+        assert named(event) == [loops.PLANT] and event["certificate"]["verdict"] == "explained"
+        assert event["step"]["global_step"] == loops.SPIKE and event["action"]["taken"] == name
+
+
+def alone(**given: Any) -> list[dict[str, Any]]:
+    return [loops.train(**given)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_in_one_process(tmp_path, precision):
+    check(alone, tmp_path, precision=precision)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{"is_checkpointed": True}, {"compiled": "inside"}], ids=["checkpointed", "compiled"])
+def test_recomputed_or_compiled(tmp_path, how):
+    check(alone, tmp_path, **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
+    check(on(bare_world), tmp_path, layout=layout, precision=precision)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ddp-once", "fsdp2-once", "fsdp1", "fsdp1-once"])
+def test_on_two_ranks_in_other_ways(bare_world: World, tmp_path, layout):
+    check(on(bare_world), tmp_path, layout=layout)
+
+
+def on(world: World) -> Any:
+    return lambda **given: world.run("tests.watch.loops.train", **given)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop may do beside the plain thing: each does what one expects, or says one sentence."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradloc
+from gradloc import token_log_probs
+from gradloc.watch.step import frozen
+from tests.bare.model import build
+from tests.watch.loops import PLANT, SPIKE, TAU, T, batches, flat, train
+from tests.watch.test_harmless import events_in, named
+
+WORTH = 4000.0
+
+
+class Loop:
+    """Supervised fine-tuning; what a test changes is a method of its own."""
+
+    def __init__(self, folder=None, action="observe", lr=1e-3, **settings):
+        torch.manual_seed(3)
+        self.model = build("tiny")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.watch = gradloc.Watch(self.model, self.optimizer, folder or ".", action if folder else "off", **settings)
+        self.norms = []
+
+    def log_probs(self, x, mask, **known):
+        return self.watch.log_probs(
+            lambda: token_log_probs(self.model(x[:, :-1], T), x[:, 1:]), mask, x[:, 1:], **known
+        )
+
+    def micro_batch(self, x, mask, weight):
+        (-(self.log_probs(x, mask) * mask * weight).sum() / 96).backward()
+
+    def step(self, ids, mask, weight, each=2):
+        self.optimizer.zero_grad()
+        for start in range(0, len(ids), each):
+            rows = slice(start, start + each)
+            self.micro_batch(ids[rows], mask[rows], weight[rows])
+        self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
+        self.optimizer.step()
+
+    def run(self, steps=4, worth=WORTH, **given):
+        for number, (ids, mask) in enumerate(batches(steps), 1):
+            weight = torch.ones(mask.shape)
+            if number == SPIKE:
+                weight[PLANT] = worth
+            self.step(ids, mask, weight, **given)
+        return self
+
+
+def both(kind, tmp_path, **given):
+    """The loop observed and masked, held against itself without a watch and without the token."""
+    observed, stock = kind(tmp_path / "observe", **TAU).run(**given), kind().run(**given)
+    masked, without = kind(tmp_path / "mask", "mask", **TAU).run(**given), kind().run(worth=0.0, **given)
+    assert observed.norms == stock.norms and torch.equal(flat(observed.model), flat(stock.model))
+    assert masked.norms == without.norms and torch.equal(flat(masked.model), flat(without.model))
+    (event,) = events_in(tmp_path / "observe")
+    assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
+    return event, observed
+
+
+def test_as_many_micro_batches_as_the_batch_takes(tmp_path):
+    class Varying(Loop):
+        def step(self, ids, mask, weight):
+            super().step(ids, mask, weight, each=2 + len(self.norms) % 3)  # 4, 3, 2, 4: the last may be short
+
+    both(Varying, tmp_path)
+
+
+def test_a_single_micro_batch(tmp_path):
+    both(Loop, tmp_path, each=8)
+
+
+def test_several_optimizer_steps_on_a_batch(tmp_path):
+    class Twice(Loop):
+        def step(self, ids, mask, weight, each=2):
+            super().step(ids, mask, weight, each)
+            super().step(ids, mask, torch.ones(mask.shape), each)
+
+    event, made = both(Twice, tmp_path)
+    assert event["step"]["global_step"] == 2 * SPIKE - 1 and made.watch.number == 8
+
+
+def test_evaluation_in_between_and_what_has_no_graph_leave_no_trace(tmp_path):
+    class Evaluating(Loop):
+        def micro_batch(self, x, mask, weight):
+            with torch.no_grad():
+                self.log_probs(x, mask)
+            self.watch.log_probs(lambda: torch.zeros(mask.shape), mask, x[:, 1:])
+            self.log_probs(x.flip(0), mask)  # a graph that no backward ever comes to
+            super().micro_batch(x, mask, weight)
+
+    both(Evaluating, tmp_path)
+
+
+def test_an_exception_between_the_calls_drops_what_zero_grad_drops(tmp_path):
+    class Failing(Loop):
+        def step(self, ids, mask, weight, each=2):
+            try:
+                self.optimizer.zero_grad()
+                self.micro_batch(ids[:2], mask[:2], weight[:2])
+                self.log_probs(ids[:, :0], mask)
+            except (IndexError, RuntimeError):
+                pass
+            super().step(ids, mask, weight, each)
+
+    both(Failing, tmp_path)
+
+
+def test_zero_grad_between_forward_and_backward(tmp_path):
+    class Late(Loop):
+        def step(self, ids, mask, weight):
+            loss = -(self.log_probs(ids, mask) * mask * weight).sum() / 96
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
+            self.optimizer.step()
+
+    both(Late, tmp_path)
+
+
+def test_two_backwards_through_the_same_log_probs_add_up(tmp_path):
+    class Split(Loop):
+        def micro_batch(self, x, mask, weight):
+            log_probs = self.log_probs(x, mask)
+            (-(log_probs * mask * weight).sum() / 96).backward(retain_graph=True)
+            (-(log_probs * mask).sum() / 96).backward()
+
+    made = Split(tmp_path, trigger={"tau": 40.0}).run()
+    (event,) = events_in(tmp_path)
+    assert named(event) == [PLANT] and event["culprits"][0]["loss_weight"] == pytest.approx((WORTH + 1) * 93 / 96)
+    assert made.norms == Split().run().norms
+
+
+def test_a_function_keeps_the_values_that_its_variables_had():
+    made, given = [], [1, 2]
+    for value in given:
+
+        def both(more=1):
+            nonlocal seen
+            seen = value  # noqa: B023
+            return value + more  # noqa: B023
+
+        seen = None
+        made.append(frozen(both))
+    assert [each() for each in made] == [2, 3] and seen is None, "the loop's own variable is left alone"
+    assert frozen(len) is len
+
+
+def test_a_checkpoint_carries_what_was_learned(tmp_path):
+    first = Loop(tmp_path / "a", trigger={"warmup": 2, "window": 8}).run(steps=4, worth=1.0)
+    state = json.loads(json.dumps(first.watch.state_dict()))
+    second = Loop(tmp_path / "b", trigger={"warmup": 2, "window": 8})
+    second.watch.load_state_dict(state)
+    second.run(steps=1)
+    assert second.watch.number == 5 and second.watch.metrics["gradloc/threshold"] > 0
+    assert second.watch.state_dict() != state
+
+
+def test_a_copy_of_the_optimizer_is_its_own(tmp_path):
+    made = Loop(tmp_path)
+    copied = copy.deepcopy(made.optimizer)
+    assert "zero_grad" in vars(made.optimizer) and "zero_grad" not in vars(copied)
+
+
+# ---- what passes by the log-probs
+
+
+class Smoothed(Loop):
+    """Label smoothing and a z-loss: both come by the logits. ``given`` to the watch, or kept from it."""
+
+    is_given = True
+
+    def micro_batch(self, x, mask, weight):
+        def forward():
+            logits = self.model(x[:, :-1], T)
+            smooth, z = logits.log_softmax(-1).mean(-1), logits.logsumexp(-1)
+            beside = (-(0.1 * smooth) + 0.1 * z.square()) * mask
+            found.append(beside.sum())
+            log_probs = token_log_probs(logits, x[:, 1:])
+            return (log_probs, None, found[-1]) if self.is_given else log_probs
+
+        found = []
+        log_probs = self.watch.log_probs(forward, mask, x[:, 1:])
+        log_probs = log_probs[0] if self.is_given else log_probs
+        (-(0.9 * log_probs * mask * weight).sum() / 96 + found[0] / 96).backward()
+
+
+def test_a_part_beside_the_log_probs_is_given_third(tmp_path):
+    both(Smoothed, tmp_path)
+
+
+def test_a_part_that_passes_by_is_said_and_not_masked_away(tmp_path, caplog):
+    class Silent(Smoothed):
+        is_given = False
+
+    made = Silent(tmp_path, "mask", **TAU).run()
+    (said,) = [each.getMessage() for each in caplog.records if "passes by" in each.getMessage()]
+    assert "% of its norm" in said and "mask becomes skip" in said
+    (event,) = events_in(tmp_path)
+    assert event["action"]["taken"] == "skip" and made.norms[SPIKE - 1] == 0.0
+
+
+def test_a_forward_that_is_not_the_same_again_is_said(tmp_path, caplog):
+    class Other(Loop):
+        def log_probs(self, x, mask, **known):
+            seen = iter([1.0, 2.0, 2.0, 2.0])
+
+            def forward():
+                return next(seen) * token_log_probs(self.model(x[:, :-1], T), x[:, 1:])
+
+            return self.watch.log_probs(forward, mask, x[:, 1:])
+
+    Other(tmp_path).run(steps=1)
+    assert any("does not give the same" in each.getMessage() for each in caplog.records)
+
+
+# ---- one sentence
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda x, mask: {"ids": x}, "the ids have shape (2, 13), the mask (2, 12)"),
+        (lambda x, mask: {"rows": ["one"]}, "rows has 1 names for 2 rows"),
+        (lambda x, mask: {"entropy": True}, "with entropy=True the function returns (log_probs, entropies)"),
+        (lambda x, mask: {"advantages": torch.ones(3)}, "advantages has shape (3, 1), the mask (2, 12)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(tmp_path, change, said):
+    made = Loop(tmp_path)
+    (x, mask), *_ = [(ids[:2], mask[:2]) for ids, mask in batches(1)]
+    given = {"mask": mask, "ids": x[:, 1:], **change(x, mask)}
+    with pytest.raises(ValueError) as caught:
+        made.watch.log_probs(lambda: token_log_probs(made.model(x[:, :-1], T), x[:, 1:]), **given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"action": "maks"}, "gradloc.action.mode must be one of observe, mask, heal, skip, abort, found 'maks'."),
+        ({"action": "heal"}, "gradloc.action.mode must be observe, mask, skip or abort in a loop"),
+        ({"triger": {}}, "unknown setting gradloc.triger: did you mean gradloc.trigger?"),
+        ({"critic": "mask"}, "gradloc.critic must be off with a loop, which has none"),
+        ({"evidence": {"bundle": "full"}}, "gradloc.evidence.bundle must be off in a loop of one's own"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_sentence(tmp_path, given, said):
+    with pytest.raises(ValueError) as caught:
+        Loop(tmp_path, **given)
+    assert str(caught.value).startswith(said)
+
+
+def test_fp16_without_its_scaler_is_refused(tmp_path):
+    made = Loop(tmp_path)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="scaler must be the loop's GradScaler"):
+        made.run(steps=1)
+
+
+def test_logits_and_ids_of_other_positions_are_refused():
+    with pytest.raises(ValueError, match=r"pass logits\[:, :-1\] and ids\[:, 1:\]"):
+        token_log_probs(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_a_clip_without_log_probs_is_torch_s(tmp_path):
+    made = Loop(tmp_path)
+    made.model(torch.zeros(1, 3, dtype=torch.long), 2).sum().backward()
+    wanted = copy.deepcopy(made.model)
+    for param, other in zip(made.model.parameters(), wanted.parameters(), strict=True):
+        other.grad = param.grad.clone()
+    assert made.watch.clip_grad_norm_(1.0) == torch.nn.utils.clip_grad_norm_(wanted.parameters(), 1.0)
+    assert made.watch.number == 0
+
+
+# ---- log-probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probs_in_pieces_are_those_of_the_whole(monkeypatch, dtype):
+    monkeypatch.setattr("gradloc.watch.log_probs._PART", 3 * 11)  # three positions at a time
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 5, 11, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    ids = torch.randint(11, (4, 5), generator=generator)
+    ids[1, 2] = -100
+    pulls = [torch.randn(4, 5, generator=generator) for _ in range(2)]
+    found = token_log_probs(logits, ids, entropy=True)
+    (gradient,) = torch.autograd.grad(sum((f * p).sum() for f, p in zip(found, pulls, strict=True)), logits)
+    wide = logits.detach().double().requires_grad_()
+    every = wide.log_softmax(-1)
+    own = torch.where(ids < 0, 0.0, every.gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1))
+    slow = own, -(every.exp() * every).sum(-1)
+    (wanted,) = torch.autograd.grad(sum((f * p).sum() for f, p in zip(slow, pulls, strict=True)), wide)
+    off = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for one, other in zip(found, slow, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), wanted, atol=off, rtol=off)
+    alone = token_log_probs(logits, ids)
+    assert torch.equal(alone, found[0]) and alone.dtype == torch.promote_types(dtype, torch.float32)
+    cross = -F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="none").view(4, 5)
+    torch.testing.assert_close(alone.double(), cross, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_logits_are_not_held_in_float32():
+    logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        token_log_probs(logits, torch.zeros(64, dtype=torch.long)).sum().backward()
+    assert {each.dtype for each in kept if each.numel() >= logits.numel()} == {torch.bfloat16}
+
+
+def test_lora_is_localized_by_its_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["qkv", "out"], r=4, init_lora_weights="gaussian")
+    model = peft.get_peft_model(build("tiny"), config)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    watch = gradloc.Watch(model, optimizer, tmp_path, "mask", trigger={"tau": 20.0})
+    for number, (ids, mask) in enumerate(batches(2), 1):
+        weight = torch.ones(mask.shape)
+        weight[PLANT] = WORTH if number == 2 else 1.0
+        optimizer.zero_grad()
+        found = watch.log_probs(lambda: token_log_probs(model(ids[:, :-1], T), ids[:, 1:]), mask, ids[:, 1:])  # noqa: B023
+        (-(found * mask * weight).sum() / 96).backward()
+        watch.clip_grad_norm_(1.0)
+        optimizer.step()
+    (event,) = events_in(tmp_path)
+    assert named(event) == [PLANT] and event["action"]["taken"] == "mask"
+    assert event["certificate"]["verdict"] == "explained"
+
+
+def test_off_calls_the_loop_s_own_alone(tmp_path):
+    assert train(action="off", folder=str(tmp_path))["norms"] == train()["norms"]
+    assert logging.getLogger("gradloc").name and not list(tmp_path.iterdir())
