@@ -35,7 +35,8 @@ _PART = 2**20  # elements per norm: 8 MiB in float64, which fits a CPU's cache
 _ROW = 2**12  # elements whose squares are summed in float32
 _SAMPLE = 64  # a rough norm reads one element in this many,
 _LEAST = 2**13  # but at least this many of a tensor,
-_ALIKE = 8  # and at most this many parameters of one shape
+_ALIKE = 8  # and at most this many parameters of one shape;
+_ALIKE_ON_CARD = 2  # there launching a kernel takes longer than reading
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,9 +103,14 @@ def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
     return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(_PART))
 
 
+def _sampled(size: int) -> int:
+    """How many elements of a tensor of this size are read."""
+    return min(size, max(_LEAST, size // _SAMPLE))
+
+
 def _slice(shard: torch.Tensor) -> torch.Tensor:
     """Consecutive elements from the middle of a tensor: consecutive for the cache's sake."""
-    count = min(shard.numel(), max(_LEAST, shard.numel() // _SAMPLE))
+    count = _sampled(shard.numel())
     return shard.flatten().narrow(0, (shard.numel() - count) // 2, count)
 
 
@@ -152,6 +158,7 @@ class GradientSpace:
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
         """How many processes hold the same shard: more than 1 with DDP and hybrid sharding."""
+        self._samples: dict[tuple[int, ...], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
         self.are_summed = True
         """Whether replicas' gradients are summed. FSDP1 forgets to when each process holds the whole model."""
         self.shard_index = sum(group.rank() for group in self._groups)
@@ -364,24 +371,36 @@ class GradientSpace:
         return squares
 
     def _rough_squares(self) -> torch.Tensor:
-        alike: dict[torch.Size, list[tuple[int, torch.Tensor]]] = {}
-        for index, param in enumerate(self.params):
-            if param.grad is not None:
-                alike.setdefault(param.shape, []).append((index, param.grad))
-        chosen, parts, factors = [], [], []
-        for those in alike.values():
-            kept = those[:: -(-len(those) // _ALIKE)]
-            shards = [local_shard(grad) for _, grad in kept]
-            runs = [_slice(shard) for shard in shards]
-            times = len(those) / len(kept)
-            chosen += [index for index, _ in kept]
-            parts += runs
-            factors += [times * shard.numel() / max(run.numel(), 1) for shard, run in zip(shards, runs, strict=True)]
+        shards = [None if param.grad is None else local_shard(param.grad) for param in self.params]
+        sizes = tuple(0 if shard is None else shard.numel() for shard in shards)
+        if sizes not in self._samples:
+            self._samples = {sizes: self._sample(sizes)}
+        chosen, places, factors = self._samples[sizes]
         squares = self._zeros(len(self.params))
-        if parts:
-            found = torch.stack(torch._foreach_norm(parts)).square_().double()
-            squares[chosen] = found * torch.tensor(factors).to(found)
+        runs = [_slice(shard) for index in chosen if (shard := shards[index]) is not None]
+        if runs:
+            squares[places] = torch.stack(torch._foreach_norm(runs)).square_().double() * factors
         return squares
+
+    def _sample(self, sizes: Sequence[int]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """The parameters that a rough norm reads, the same on the device, and for how much each run of elements stands.
+
+        Kept, since the host would wait for the device to take the two tensors.
+
+        Args:
+            sizes: elements of each parameter's shard of the gradient, 0 without one.
+        """
+        alike: dict[torch.Size, list[int]] = {}
+        for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
+            if size:
+                alike.setdefault(param.shape, []).append(index)
+        most = _ALIKE if is_slow(self.params[0].device) else _ALIKE_ON_CARD
+        kept = [(those[:: -(-len(those) // most)], len(those)) for those in alike.values()]
+        factors = [
+            count / len(those) * sizes[index] / _sampled(sizes[index]) for those, count in kept for index in those
+        ]
+        chosen, device = [index for those, _ in kept for index in those], self.params[0].device
+        return chosen, torch.tensor(chosen, device=device), torch.tensor(factors, dtype=torch.float64, device=device)
 
     def _zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)

@@ -23,7 +23,7 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_MAX_COST = 0.002  # of an update's time. Beyond it, norms per parameter are skipped and the running norm is given up
+_MAX_COST = 0.002  # of an update's time. Beyond it the running norm is read from a sample, then given up
 _NO_MATTER = 0.002  # seconds an update: less is no loss, and a device that waits for its host seems to take longer
 _NUM_TRIALS = 3  # updates before the running norm is judged
 
@@ -73,6 +73,8 @@ class NormTracker:
 
     def __init__(self, window: int):
         self.is_on = True
+        self.is_rough: bool | None = None
+        """Whether the running norm is read from a sample: on a CPU, and where the whole takes too long."""
         self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
         """(step number, squares). On a slow device ranks skip steps, each rank other ones, hence the number."""
         self._num_steps = 0
@@ -86,11 +88,15 @@ class NormTracker:
         self._update_started = time.perf_counter()
 
     def end_update(self) -> None:
-        """Give up the running norm if it costs too much; later updates then pay nothing."""
+        """Read a sample if the running norm costs too much, then nothing; later updates pay for that alone."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         cost, seconds = self._watch.seconds / self._update_seconds, self._watch.seconds / self._num_updates
-        if self.is_on and self._num_updates >= _NUM_TRIALS and cost > _MAX_COST and seconds > _NO_MATTER:
+        if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NO_MATTER:
+            return
+        if not self.is_rough:  # a small model on a large card: each reading takes a gradient's way through its memory
+            self.is_rough, self._watch, self._update_seconds, self._num_updates = True, _Watch(), 0.0, 0
+        else:
             self.is_on = False
             logger.warning(
                 "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: a "
@@ -103,14 +109,14 @@ class NormTracker:
         self._running = []
 
     def after_backward(self, space: GradientSpace) -> None:
-        """Note the squared norms of what ``.grad`` has accumulated so far: no communication, no synchronisation.
-
-        On a CPU, where reading a whole gradient takes long, from a sample.
-        """
+        """Note the squared norms of what ``.grad`` has accumulated so far: no communication, no synchronisation."""
         if not self.is_on:
             return
-        with self._watch.on(space.params[0].device):
-            self._running.append(space.local_squares(self._is_rough(space)))
+        device = space.params[0].device
+        if self.is_rough is None:
+            self.is_rough = is_slow(device)
+        with self._watch.on(device):
+            self._running.append(space.local_squares(self.is_rough))
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
         """Remember the norms per parameter of a step that did not spike; on a slow device, of as many as time allows.
@@ -125,7 +131,7 @@ class NormTracker:
         if not self.is_on or is_spike or not self._history.maxlen:
             return
         with self._layer_watch.on(space.params[0].device):
-            if self._running and not self._is_rough(space):  # after the last micro-batch .grad was the step's gradient
+            if self._running and not self.is_rough:  # after the last micro-batch .grad was the step's gradient
                 self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
             elif self.cost(time.perf_counter()) <= _MAX_COST:
                 self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
@@ -133,10 +139,6 @@ class NormTracker:
     def cost(self, now: float) -> float:
         """The fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
         return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
-
-    @staticmethod
-    def _is_rough(space: GradientSpace) -> bool:
-        return is_slow(space.params[0].device)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """About the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.

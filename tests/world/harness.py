@@ -221,7 +221,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     """sha256 over this rank's part of each."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(local_of(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(local_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
