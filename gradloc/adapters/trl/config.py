@@ -126,8 +126,8 @@ def _parsed(given: Any) -> Any:
     return json.loads(given) if is_json else given
 
 
-KNOWN = ("1.16.0",)
-"""The releases that were tested."""
+KNOWN, TRANSFORMERS = ("1.16.0",), "5.23.0"
+"""The releases that were tested; TRL itself asks for less of transformers."""
 TOUCHED = json.loads(Path(__file__).with_name("touched.json").read_text(encoding="utf-8"))["trainer"]
 
 
@@ -139,6 +139,7 @@ def check_trl() -> None:
     """
     if changed := differences(TOUCHED):
         raise RuntimeError(
-            f"TRL {version('trl')} or what it stands on changed what gradloc hangs on (it knows {', '.join(KNOWN)}): "
-            f'{changed[0]}; pip install trl=={KNOWN[-1]}, or train with gradloc="off".'
+            f"TRL {version('trl')} on transformers {version('transformers')} is not what gradloc hangs on (it knows "
+            f"{', '.join(KNOWN)} on {TRANSFORMERS}): {changed[0]}; pip install trl=={KNOWN[-1]} "
+            f'transformers=={TRANSFORMERS}, or train with gradloc="off".'
         )

@@ -143,6 +143,6 @@ def test_a_trl_that_has_changed_what_this_hangs_on_is_refused_by_name():
             config.check_trl()
     with mock.patch.object(config, "TOUCHED", {"trl.trainer.utils:gone": None}):
         with pytest.raises(
-            RuntimeError, match="trl.trainer.utils:gone is gone; pip install trl==1.16.0, or train with"
+            RuntimeError, match="trl.trainer.utils:gone is gone; pip install trl==1.16.0 transformers==5.23.0, or train"
         ):
             config.check_trl()
