@@ -2,6 +2,7 @@
 """MLflow's folder of files, and the SQLite files of MLflow and trackio."""
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -59,13 +60,21 @@ def _read_mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recor
 
 
 def is_mlflow_run(folder: Path) -> bool:
-    return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
+    """Whether a folder is a run of MLflow's file store, or that run's ``metrics``, copied without the rest."""
+    if folder.name != "metrics":
+        return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
+    first = next((file for file in sorted(folder.rglob("*")) if file.is_file()), None)
+    if first is None:
+        return False
+    with first.open(encoding="utf-8", errors="replace") as lines:
+        return re.fullmatch(r"\d{12,} \S+ \d+\s*", next(lines, "")) is not None
 
 
 def read_mlflow_run(folder: Path) -> Recording:
     """A run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
     values, notes = [], []
-    for name, text in _files(folder / "metrics").items():
+    metrics = folder if folder.name == "metrics" else folder / "metrics"
+    for name, text in _files(metrics).items():
         num_bad = 0
         for line in filter(str.strip, text.splitlines()):
             time, value, step = (*map(number, line.split()), None, None, None)[:3]
@@ -78,8 +87,8 @@ def read_mlflow_run(folder: Path) -> Recording:
             notes.append(f"{num_bad} lines of {name} cannot be read and were left out.")
     values.sort(key=lambda entry: entry[:2])
     rows = gather((step, metric, value) for _, step, metric, value in values)
-    params = {name: text.strip() for name, text in _files(folder / "params").items()}
-    run = _files(folder / "tags").get("mlflow.runName", "").strip()
+    params = {name: text.strip() for name, text in _files(metrics.parent / "params").items()}
+    run = _files(metrics.parent / "tags").get("mlflow.runName", "").strip()
     return Recording(folder.name, "MLflow", run, "", rows, _dotted(params), notes)
 
 
