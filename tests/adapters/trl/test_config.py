@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import transformers
 import trl
 from accelerate.utils import DistributedType
 
@@ -136,6 +137,7 @@ def test_attaching_to_something_else_is_refused():
 
 def test_a_trl_that_has_changed_what_this_hangs_on_is_refused_by_name():
     config.check_trl()
+    assert config.TRANSFORMERS == transformers.__version__
     with mock.patch.object(trl.GRPOTrainer, "_compute_loss", lambda self, batch: None):
         with pytest.raises(
             RuntimeError, match=r"trl:GRPOTrainer._compute_loss takes \(self, batch\), expected \(self, model"
