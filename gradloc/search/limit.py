@@ -49,15 +49,16 @@ class Limit:
         self._is_published = budget is not None
         self._started = time.perf_counter()
 
-    def left(self, prober: "Prober", certificate: int) -> float:
+    def left(self, prober: "Prober", certificate: int, counts_time: bool = True) -> float:
         """What may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
 
         Args:
             prober: whose cost counts.
             certificate: f kept back for the certificate; the published budget does not count that.
+            counts_time: if False, passes alone count.
         """
         spent = float(prober.cost)
-        if math.isfinite(self.seconds):
+        if counts_time and math.isfinite(self.seconds):
             (elapsed,) = prober.ranks.max([time.perf_counter() - self._started])
             by_time = elapsed / self.seconds * self.most
             if by_time > spent:

@@ -58,14 +58,16 @@ class Task:
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
         return [index for index in order if sizes[index] >= self.culprit_norm] or order
 
-    def can_afford(self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False) -> bool:
+    def can_afford(
+        self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False, counts_time: bool = True
+    ) -> bool:
         """Whether this much more stays within the limit; the same on every rank.
 
         A pass over all micro-batches is kept back for the certificate, unless ``is_certificate``: this is it, or none
-        will follow. A backward counts with its forward, as one probe.
+        will follow. A backward counts with its forward, as one probe. Without ``counts_time``, passes alone count.
         """
         certificate = 0 if is_certificate else 3 * self.prober.step.num_micro_batches
-        return forwards + 3 * backwards <= self.limit.left(self.prober, certificate)
+        return forwards + 3 * backwards <= self.limit.left(self.prober, certificate, counts_time)
 
     @property
     def affordable_forwards(self) -> int:

@@ -2,6 +2,7 @@
 """Which settings are measured, and that their norms are those of a step trained with them: on a bare model, whose loss
 has settings of its own. On real trainers: tests/adapters/verl07/test_cures.py."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,13 +18,15 @@ TOKEN, KL = ({(3, 2): 1e4}, Loss(kl=0.05, entropy=0.01)), ({}, Loss(kl=500.0, en
 """An advantage, or a KL term, that is far too large, and the loss."""
 
 
-def tried(monkeypatch, case, *settings, max_cures=2, max_steps=100.0):
+def tried(monkeypatch, case, *settings, max_cures=2, max_steps=100.0, max_seconds=math.inf):
     """What is said of these settings, by what they set, and the norms of steps trained with them."""
     plants, loss = case
     task, batch = task_of(plants, max_steps=max_steps, loss=loss)
     options = [Candidate(str(each), str(each), each, is_of_batch=False) for each in settings]
     monkeypatch.setattr(cures, "candidates", lambda step, groups: options)
-    found = try_cures(task, auto(task), None, max_cures)
+    result = auto(task)
+    task.limit.seconds = max_seconds
+    found = try_cures(task, result, None, max_cures)
     truths = {}
     for each in settings:
         if hasattr(loss, next(iter(each))):
@@ -69,6 +72,12 @@ def test_no_more_are_measured_than_may_be_and_the_first_that_heals_ends_it(monke
     given = {"max_cures": max_cures, "max_steps": max_steps}
     _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01}, {"kl": 0.02}, **given)
     assert sum(cured.forwards > 0 for cured in found) == num == len(found)
+
+
+def test_when_time_is_up_one_setting_is_still_measured_and_no_second(monkeypatch):
+    monkeypatch.setattr(cures, "judge", lambda *_: ("not_explained", ""))
+    _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01}, max_seconds=1e-9)
+    assert [cured.verdict for cured in found if cured.forwards] == ["not_healed"]
 
 
 def test_where_nothing_spiked_or_there_is_nothing_to_try_none_is(monkeypatch):

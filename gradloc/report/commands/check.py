@@ -235,7 +235,9 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
     limit = Limit(plan.load.micro_batches, settings.search.max_steps, step, budget)
     most = settings.action.max_searches_per_step or plan.optimizer_steps
     searches = most if settings.action.mode in ("mask", "heal") else min(settings.trigger.max_events_per_step, most)
-    time = f", {limit.seconds * searches:,.0f} s at most" if math.isfinite(limit.seconds) else ""
+    # the first setting is measured even when time is up
+    longest = limit.seconds * (1 + (settings.search.max_cures > 0) / settings.search.max_steps)
+    time = f", {longest * searches:,.0f} s at most" if math.isfinite(longest) else ""
     return (
         f"{plural(searches, 'search')} in an update of {plural(plan.optimizer_steps, 'optimizer step')}, "
         f"each of {limit.most:,.0f} forwards of a micro-batch at most (search.max_steps={settings.search.max_steps:g})"
