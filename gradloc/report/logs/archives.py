@@ -17,11 +17,13 @@ def unpack(path: Path, until: ExitStack) -> Path:
     """The folder with an archive's files, which lasts as long as ``until``; the path itself where it is none.
 
     Raises:
-        ReportError: when it is a spreadsheet, too large, damaged, or locked.
+        ReportError: when it is too large, damaged, or locked.
     """
     if not path.is_file():
         return path
     try:
+        if is_spreadsheet(path):
+            return path
         if zipfile.is_zipfile(path):
             return _unzip(path, until)
         if _is_tar(path):
@@ -29,6 +31,14 @@ def unpack(path: Path, until: ExitStack) -> Path:
     except (zipfile.BadZipFile, tarfile.TarError, RuntimeError, EOFError, ValueError, NotImplementedError) as error:
         raise ReportError(f"{path.name} cannot be unpacked ({error}): unpack it and name the log in it.") from None
     return path
+
+
+def is_spreadsheet(path: Path) -> bool:
+    """Whether a file is an .xlsx: a zip with a table of contents of its own."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return "xl/workbook.xml" in archive.namelist()
 
 
 def _is_tar(path: Path) -> bool:
@@ -41,8 +51,6 @@ def _is_tar(path: Path) -> bool:
 def _unzip(path: Path, until: ExitStack) -> Path:
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        if "[Content_Types].xml" in names:
-            raise ReportError(f"{path.name} is a spreadsheet: save it as a CSV and name that.")
         if "data.pkl" in {name.rpartition("/")[2] for name in names}:
             raise ReportError(f"{path.name} holds weights that torch saved, and no log.")
         _check(path, sum(entry.file_size for entry in archive.infolist()))

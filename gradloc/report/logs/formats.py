@@ -14,7 +14,8 @@ from sys import stdin
 from ...words.text import first_of, plural
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
-from .archives import unpack
+from .archives import is_spreadsheet, unpack
+from .boxes import is_boxed, read_boxes
 from .databases import is_mlflow_run, read_database, read_mlflow_run
 from .documents import is_document, read_document
 from .lines import read_lines
@@ -22,6 +23,7 @@ from .names import is_norm
 from .pattern import read_by_pattern
 from .recording import Recording
 from .segments import LoggedRun, runs_of
+from .sheets import is_parquet, read_parquet, read_spreadsheet
 from .source import Source
 from .stores import is_tensorboard, read_swanlab, read_tensorboard, read_wandb
 from .tables import is_table, read_table
@@ -30,15 +32,18 @@ FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording
     (lambda source: source.head.startswith(b":W&B"), read_wandb),
     (lambda source: source.head.startswith(b":SWL"), read_swanlab),
     (lambda source: source.head.startswith(b"SQLite format 3\0"), read_database),
+    (is_parquet, read_parquet),
+    (lambda source: is_spreadsheet(source.path), read_spreadsheet),
     (is_tensorboard, read_tensorboard),
     (is_document, read_document),
+    (is_boxed, read_boxes),
     (is_table, read_table),
     (lambda source: not source.is_binary, read_lines),
 )
 """What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
 KNOWN = (
     "a console log (verl, TRL, OpenRLHF, slime, NeMo-RL, AReaL, prime-rl, Megatron), verl's file logger, TensorBoard, "
-    "W&B, MLflow, SwanLab, trackio, trainer_state.json, or a CSV"
+    "W&B, MLflow, SwanLab, trackio, trainer_state.json, a printed table, or a CSV, parquet or .xlsx"
 )
 DEPTH = 6
 """How many folders down logs are looked for."""
@@ -49,7 +54,7 @@ _SKIPPED = re.compile(
 )
 """Folders that hold no logs."""
 _ENDINGS = re.compile(
-    r"\.(?:log|txt|out|err|jsonl?|ndjson|ipynb|csv|tsv|db|sqlite3?|wandb|swanlab)(?:\.\d+)?(?:\.(?:gz|xz|bz2|zst))?$|\.tfevents\.|^[^.]+$",
+    r"\.(?:log|txt|out|err|jsonl?|ndjson|ipynb|csv|tsv|parquet|xlsx|md|db|sqlite3?|wandb|swanlab)(?:\.\d+)?(?:\.(?:gz|xz|bz2|zst))?$|\.tfevents\.|^[^.]+$",
     re.IGNORECASE,
 )
 _SETTINGS = re.compile(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import ReportError
+from .archives import is_spreadsheet
 
 HEAD = 1 << 16
 """Bytes that say what a file is."""
@@ -44,7 +45,7 @@ class Source:
             self._stream = io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
         self.head = self._stream.peek(HEAD)[:HEAD]
         for magic, command in _ARCHIVES.items():
-            if self.head.startswith(magic) or self.head[257:262] == magic:
+            if (self.head.startswith(magic) or self.head[257:262] == magic) and not is_spreadsheet(path):
                 raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
         self.coding = _coding(self.head)
 

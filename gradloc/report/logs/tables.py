@@ -51,6 +51,13 @@ def read_table(source: Source) -> list[Recording]:
     columns = first.split()
     if delimiter != " ":
         columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter, skipinitialspace=True), [])]
+    return read_columns(source, columns, reader, delimiter)
+
+
+def read_columns(
+    source: Source, columns: list[str], reader: Iterator[list[str]], delimiter: str = ","
+) -> list[Recording]:
+    """The runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
     sample = list(islice(reader, SAMPLE))
     columns = _with_index(source, columns, sample)
     rows = chain(sample, reader)

@@ -5,6 +5,10 @@ told of each. The run has 120 steps and a spike at step 73.
 
 import json
 import math
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
 
 NORMS = {step: 903.0 if step == 73 else round(0.4873 + 0.0137 * math.sin(step), 4) for step in range(1, 121)}
 ROWS = [{"step": step, "grad_norm": norm, "reward": 0.5} for step, norm in NORMS.items()]
@@ -21,6 +25,33 @@ def frame(rows, named=False):
         head = "     " + " ".join(f"{name:>10}" for name in names[1:]) + "\nstep" + " " * 20
         return "\n".join([head, *(f"{row['step']:<5}" + " ".join(f"{row[n]:>10}" for n in names[1:]) for row in rows)])
     return "\n".join([head, *(f"{at:<3}" + " ".join(f"{row[n]:>10}" for n in names) for at, row in enumerate(rows))])
+
+
+def ruled(rows, sides="|", line="-"):
+    """Rows in frames; without ``line`` as Markdown does it."""
+    names = list(rows[0])
+    rule = f"+{line * 40}+"
+    lines = [
+        sides + sides.join(f" {cell:>10} " for cell in cells) + sides for cells in [names, *map(dict.values, rows)]
+    ]
+    under = sides + sides.join("---" for _ in names) + sides
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule] if line else [lines[0], under, *lines[1:]])
+
+
+def each_ruled(side="|"):
+    """A frame for each step, with a name and a value in each row."""
+    told = ({"time/": "", "   step": row["step"], "train/": "", "   grad_norm": row["grad_norm"]} for row in ROWS)
+    frames = (f"{side} {name:<15}{side} {value!s:>9} {side}" for row in told for name, value in row.items())
+    return "\n".join("-" * 29 + "\n" + line if "time/" in line else line for line in frames)
+
+
+def printed_by_rich(rows):
+    """As rich prints a table."""
+    table, out = Table(*rows[0]), StringIO()
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(file=out, width=80).print(table)
+    return f"training is over\n{out.getvalue()}\nsaved\n"
 
 
 def german(value):
@@ -50,6 +81,12 @@ FILES = {
     "history.txt": repr(ROWS) + "\n",
     "named-history.txt": f"log_history = {ROWS!r}\n",
     "pretty-history.txt": "[" + ",\n ".join(json.dumps(row, indent=1).replace('"', "'") for row in ROWS) + "]\n",
+    "ruled.txt": ruled(ROWS),
+    "unicode.txt": ruled(ROWS, "│", "─"),
+    "markdown.md": ruled(ROWS, line=""),
+    "frames.log": each_ruled(),
+    "frames-unicode.log": each_ruled("│"),
+    "rich.log": printed_by_rich(ROWS),
     "ray-tqdm.log": "\n".join(TQDM.format(at=s / 1.2, step=s) + line for s, line in enumerate(CONSOLE, 1)),
     "bars.log": "\r".join(
         BARS.format(at=s / 1.2, step=s, norm=shown) for s, n in NORMS.items() for shown in (NORMS.get(s - 1, 0.4), n)

@@ -47,7 +47,7 @@ def damaged(seed):
 
 def test_of_a_damaged_log_no_step_and_no_norm_is_told_that_is_not_so(tmp_path, capsys):
     told = []
-    for seed in range(120):
+    for seed in range(200):
         name, text = damaged(seed)
         (tmp_path / name).write_text(text, encoding="utf-8")
         if main([str(tmp_path / name)]) == 0:
