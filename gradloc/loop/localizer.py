@@ -190,10 +190,13 @@ class Localizer:
         Read when somebody asks, behind the step.
         """
         step, self._first_step = self._first_step, None
-        if step is not None:
-            weight = step.numerics.weight
-            on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
-            self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
+        try:
+            if step is not None:
+                weight = step.numerics.weight
+                on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
+                self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
+        except (torch.OutOfMemoryError, MemoryError):  # the one before will do
+            logger.warning("gradloc: there is no memory to read the coefficients of this step's log-probs")
         return self._coefficient
 
     # ---- inside
