@@ -325,7 +325,7 @@ class Trial:
         plain, masked, observed = self._run(is_on=False), self._run(Fault(mode="mask")), self._run()
         self._plain, self._masked = ([answer["weights"] for _, answer in run] for run in (plain, masked))
         assert self._weights(observed) == self._plain != self._masked, "observing changes nothing, masking does"
-        self.cases = cases_of([answer["counts"] for _, answer in masked])
+        self.cases = cases_of([answer["counts"] for _, answer in observed])
 
     def outcome(self, fault: Fault) -> str:
         """What became of the run, in words; what begins with BAD is none of the two that are promised."""
