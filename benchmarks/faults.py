@@ -70,6 +70,18 @@ PLACES = {
     "event's line": ("record.store", "EventStore.append"),
 }
 """Where a search can be, in order, and what is called when it comes there."""
+KINDS = {
+    "SIGKILL": "to one process",
+    "SIGTERM": "to one process",
+    "a rank stands still": "SIGSTOP, and SIGCONT three seconds later",
+    "dead tracker": "of four kinds",
+    "device memory": "one allocation fails, at a place or by its number",
+    "device memory, from here on": "a simulated device gives no more than what was taken",
+    "full disk": "ENOSPC where an event or weights are written; once a device that is really full",
+    "host memory": "a MemoryError",
+    "late file system": "each write answers three seconds late",
+}
+"""What may fail, and how."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save")}
 LIMIT_S, PATIENCE_S = 60.0, 5.0
@@ -399,7 +411,7 @@ def markdown(record: Record) -> str:
         found = sorted(places[kind, outcome], key=lambda place: order.get(place, len(order)))
         is_everywhere = len(set(found) & set(PLACES)) == len(PLACES)
         where = "everywhere" if is_everywhere else ", ".join(found)
-        rows.append([kind, outcome, where, *(group[name] or "" for name in names)])
+        rows.append([f"{kind}: {KINDS[kind]}", outcome, where, *(group[name] or "" for name in names)])
     return table(rows)
 
 
