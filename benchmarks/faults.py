@@ -340,13 +340,13 @@ class Trial:
         self._left: dict[tuple[bool, str], list[str]] = {}
 
     def outcome(self, fault: Fault) -> str:
-        """What became of the run, in words; what begins with BAD is none of the two that are promised."""
+        """What became of the run, in words; BAD: neither of the two that are promised; "": nothing failed in it."""
         found = self._run(fault)
         happened, fates = Path(f"{self._last}/happened"), {fate for fate, _ in found}
         if happened.exists():
             seconds = time.monotonic() - float(happened.read_text())
         elif fault.place in PLACES | COPIES | SAVES | {"allocation": ()}:
-            return "BAD: it never came there"
+            return ""
         if fates == {"went on"}:
             weights = self._weights(found)
             place = fault.place if fault.place in COPIES else ""
@@ -407,11 +407,16 @@ def markdown(record: Record) -> str:
     names = [name for name in TRAINERS if any(group[name] for group in groups.values())]
     order = {place: at for at, place in enumerate(PLACES)}
     rows: list[list[object]] = [["what fails", "the run", "where", *names]]
+    told: set[str] = set()
     for (kind, outcome), group in sorted(groups.items()):
         found = sorted(places[kind, outcome], key=lambda place: order.get(place, len(order)))
         is_everywhere = len(set(found) & set(PLACES)) == len(PLACES)
         where = "everywhere" if is_everywhere else ", ".join(found)
-        rows.append([f"{kind}: {KINDS[kind]}", outcome, where, *(group[name] or "" for name in names)])
+        what = kind if kind in told else f"{kind}: {KINDS[kind]}"
+        told.add(kind)
+        rows.append([what, outcome, where, *(group[name] or "" for name in names)])
+    totals = [sum(group[name] for group in groups.values()) for name in names]
+    rows.append(["", f"{sum(totals)} cases", "", *totals])
     return table(rows)
 
 
@@ -433,9 +438,10 @@ def main(arguments: list[str] | None = None) -> int:
             todo = [each for each in wanted if f"{trainer} | {each.key}" not in record["outcomes"]]
             progress = Progress(len(todo))
             for fault in todo:
-                outcome = record["outcomes"][f"{trainer} | {fault.key}"] = trial.outcome(fault)
-                progress.step(f"{trainer}, {fault.key}: {outcome}")
-                write({**record, "core_sha256": digest()}, parsed.out, "faults")
+                if outcome := trial.outcome(fault):
+                    record["outcomes"][f"{trainer} | {fault.key}"] = outcome
+                    write({**record, "core_sha256": digest()}, parsed.out, "faults")
+                progress.step(f"{trainer}, {fault.key}: {outcome or 'it did not come there'}")
             trial.close()
     print(markdown(record))
     return int(any("BAD" in outcome for outcome in record["outcomes"].values()))
