@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PATIENCE_S = 60.0  # how long a failed rank waits for news of its peers; they are at most one pass behind
+_PATIENCE_S = 40.0  # how long a failed rank waits for news of its peers, at most one pass behind: all end in a minute
 _MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
 _calls = itertools.count(1)  # numbers the calls of together(), alike on all ranks, for keys in the store

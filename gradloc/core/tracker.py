@@ -115,8 +115,12 @@ class NormTracker:
         device = space.params[0].device
         if self.is_rough is None:
             self.is_rough = is_slow(device)
-        with self._watch.on(device):
-            self._running.append(space.local_squares(self.is_rough))
+        try:
+            with self._watch.on(device):
+                self._running.append(space.local_squares(self.is_rough))
+        except (torch.OutOfMemoryError, MemoryError):  # training itself has room
+            self.is_on = False
+            logger.warning("gradloc: there is no memory to note each micro-batch's norm, so that stops")
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
         """Remember the norms per parameter of a step that did not spike; on a slow device, of as many as time allows.

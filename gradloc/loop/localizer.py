@@ -18,8 +18,10 @@ failure in here is logged, counted and steps aside, on all ranks together.
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -49,6 +51,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
+_HEARTBEAT_S = 30.0  # between lines that say that a search goes on
 
 
 class ActorPowers(Protocol):
@@ -190,10 +193,13 @@ class Localizer:
         Read when somebody asks, behind the step.
         """
         step, self._first_step = self._first_step, None
-        if step is not None:
-            weight = step.numerics.weight
-            on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
-            self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
+        try:
+            if step is not None:
+                weight = step.numerics.weight
+                on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
+                self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
+        except (torch.OutOfMemoryError, MemoryError):  # the one before will do
+            logger.warning("gradloc: there is no memory to read the coefficients of this step's log-probs")
         return self._coefficient
 
     # ---- inside
@@ -351,7 +357,8 @@ class Localizer:
             increments = None  # the gradient was reduced once, after the last micro-batch
         clip_scale = self._clip_scale(spike.grad_norm)
         typical, groups = policy.typical, policy.groups
-        return localize(step, space, ranks, spike, clip_scale, increments, typical, groups=groups, **way)
+        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
+            return localize(step, space, ranks, spike, clip_scale, increments, typical, groups=groups, **way)
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
@@ -411,3 +418,19 @@ class Localizer:
         zero = self.ranks.agree(lambda: torch.zeros((), device=device))
         self._space.clear()
         return zero
+
+
+@contextmanager
+def heartbeat(what: str) -> Iterator[None]:
+    """While this goes on the log says so every half minute, so that nobody takes the run for stuck."""
+    started, is_over = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not is_over.wait(_HEARTBEAT_S):
+            logger.warning("gradloc: %s, for %.0f s so far; training waits", what, time.perf_counter() - started)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()

@@ -185,7 +185,7 @@ def train(
     core_ranks._PATIENCE_S = patience_s
     with ExitStack() as stack:
         if card is not None:
-            stack.enter_context(_memory_is(card))
+            stack.enter_context(memory_is(card))
         model, localizer, num_events = _train(layout, place, number, failing, mode, dtype, around_search)
     digest = hashlib.sha256()
     for param in model.parameters():
@@ -227,7 +227,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
 
 
 @contextmanager
-def _memory_is(card: Card):
+def memory_is(card: Card):
     """What the search asks a device for, this one tells."""
     card.needs, card.ways = [], []
     least_way = Need.least_way

@@ -2,6 +2,7 @@
 """The localizer on a bare model: what it leaves alone, what it takes away, and what it does when something fails."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
 from tests.bare import BareStep, Powers, build, clip_gradient, random_batch, shard
 
+MODULE = "gradloc.loop.localizer"
 NUM_MICRO_BATCHES = 4
 PLANT = {(3, 2): 1e4}
 
@@ -249,6 +251,35 @@ def test_a_record_that_fails_costs_itself_and_not_the_search(caplog, monkeypatch
     assert failed.localizer.num_failures == 1 and failed.localizer.events == [] and "for the record" in caplog.text
     (outcome,) = failed.localizer.outcomes
     assert outcome.taken == "mask" and not outcome.is_written
+
+
+def test_a_long_search_says_every_half_minute_that_it_goes_on(caplog, monkeypatch):
+    search = loop_localizer.localize
+
+    def slow(*given, **named):
+        time.sleep(0.2)
+        return search(*given, **named)
+
+    monkeypatch.setattr(loop_localizer, "localize", slow)
+    monkeypatch.setattr(loop_localizer, "_HEARTBEAT_S", 0.05)
+    Run().step(PLANT)
+    assert "searching step 7, for 0 s so far; training waits" in caplog.text
+    num_lines = len(caplog.records)
+    time.sleep(0.2)
+    assert len(caplog.records) == num_lines, "and no longer when it is over"
+
+
+@pytest.mark.parametrize("place", ["gradloc.core.gradients.GradientSpace.local_squares", f"{MODULE}.median_size"])
+def test_no_memory_for_what_is_only_noted_ends_nothing(caplog, monkeypatch, place):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    plain, run = Run(), Run()
+    norm = plain.step({}, is_watched=False)
+    monkeypatch.setattr(place, full)
+    assert run.step({}) == norm and same(run.gradient(), plain.gradient())
+    run.localizer.report()
+    assert run.localizer.num_failures == 0 and "no memory to" in caplog.text
 
 
 def test_an_optimizer_s_state_that_does_not_come_back_ends_the_process(monkeypatch, caplog):

@@ -94,16 +94,29 @@ class World:
 
         The ranks are ended, and the next call starts new ones.
         """
+        found = self.outcomes(function, timeout_s=timeout_s, **kwargs)
+        self.close()
+        return [fate for fate, _ in found]
+
+    def outcomes(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[tuple[str, Any]]:
+        """Call what may end a rank: each one's fate, see :meth:`fates`, and its answer.
+
+        Unless all went on the ranks are ended, and the next call starts new ones.
+        """
         self._call(function, kwargs)
         deadline = time.monotonic() + timeout_s
-        found = []
+        found: list[tuple[str, Any]] = []
         for pipe in self._pipes:
             try:
-                hangs = not pipe.poll(max(deadline - time.monotonic(), 0.0))
-                found.append("hangs" if hangs else "went on" if pipe.recv()[0] else "raised")
+                if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                    found.append(("hangs", None))
+                    continue
+                is_ok, answer = pipe.recv()
+                found.append(("went on" if is_ok else "raised", answer))
             except (EOFError, OSError):
-                found.append("ended")
-        self.close()
+                found.append(("ended", None))
+        if any(fate != "went on" for fate, _ in found):
+            self.close()
         return found
 
     def close(self) -> None:
