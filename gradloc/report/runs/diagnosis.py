@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ...words.advice import sampling_cut
+from ...words.hurt import Aftermath
 from ...words.numbers import number
 from ...words.text import plural
 from ..logs.segments import LoggedRun, surviving
@@ -26,6 +27,9 @@ EFFECTS = (
     ("response length", ("response_length/mean",), 0.5, 1.5),
 )
 """What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
+_LOSS = ("loss", ("actor/loss", "train/loss", "train_loss", "loss", "actor/pg_loss"), None, None)
+_CURVES, _NEAR = 3, 20
+"""Small curves around an explosion at most, and the values before and after it that each has."""
 
 
 @dataclass
@@ -187,6 +191,25 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     else:
         effects = "reward and entropy are not in the log, or not for long enough: its effect is unknown"
     return f"{effects[0].upper()}{effects[1:]}.", hurt
+
+
+def aftermath(worst: Explosion) -> list[Aftermath]:
+    """What metrics did around an explosion, for small curves: reward and entropy, then what changed, then the rest."""
+    metrics, made = surviving(worst.segment), []
+    last = worst.steps[-1].step
+    for title, names, fall, rise in (*EFFECTS, _LOSS):
+        known = next(filter(None, map(metrics.known, names)), [])
+        before = [value for at, value in known if at < worst.first][-_NEAR:]
+        near = [point for point in known if point[0] < worst.first][-_NEAR:]
+        near += [point for point in known if worst.first <= point[0] <= last]
+        after = [point for point in known if point[0] > last][:_NEAR]
+        change = _change(known, worst.first, fall, rise)
+        if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
+            now = median(value for _, value in after[-AROUND:])
+            is_worse = bool(change) and not change.endswith("came back")
+            made.append(Aftermath(title, (*near, *after), median(before[-AROUND:]), now, is_worse))
+    made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
+    return made[:_CURVES]
 
 
 def _change(known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None) -> str:
