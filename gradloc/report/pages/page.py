@@ -24,11 +24,11 @@ from ...record import Event
 from ...words.hurt import Aftermath
 from ...words.numbers import bounded, number, percent
 from ...words.text import one_line, plural, spoken, visible
-from ..analyses.buckets import read_analyses
 from ..errors import ReportError
 from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
+from ..runs.buckets import read_analyses
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis, aftermath, diagnose
 from ..runs.health import judge, ranges

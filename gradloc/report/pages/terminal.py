@@ -143,7 +143,7 @@ def diagnosis(folder: RunFolder) -> None:
     if first.command:
         out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
     out.print()
-    for line in curve(first, max(out.width - 12, 20)):
+    for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics.own_norm):
         out.print(line)
     health = judge(first.run.parts)
     if health:
@@ -180,12 +180,11 @@ def _head(first: Diagnosis) -> str:
     )
 
 
-def curve(diagnosis: Diagnosis, width: int) -> list[Text]:
+def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:
     """The largest norm of each column's steps, and the lowest threshold over it, on a log scale; round steps below.
 
     Segments share the axis of steps; what a later one logged again is drawn as overwritten.
     """
-    segments, metrics = diagnosis.judged, diagnosis.run.metrics
     latest = {step.step: id(step) for steps in segments for step in steps}
     judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
     size = -(-len(judged) // width)
@@ -215,10 +214,8 @@ def curve(diagnosis: Diagnosis, width: int) -> list[Text]:
     for level, line in enumerate(reversed(lines)):
         if level in (0, HEIGHT // 2, HEIGHT - 1):
             line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
-    legend = (
-        f"steps {judged[0].step:,} to {judged[-1].step:,}: • {metrics.called.get(metrics.norm, metrics.norm)}, last "
-    )
-    legend += f"{number(judged[-1].norm, 3)}; ◆ flagged, - threshold"
+    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • {name}, last {number(judged[-1].norm, 3)}"
+    legend += "; ◆ flagged, - threshold"
     legend += ", ◇ ∘ overwritten" * has_lost + f"; {size} steps a column" * (size > 1)
     return [*lines, Text(_ticks(columns), style="dim"), Text(legend, style="dim")]
 

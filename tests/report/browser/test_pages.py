@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from gradloc.report.live.follow import Follower
-from gradloc.report.live.server import Site
+from gradloc.report.commands.watch import Follower, Site
 from tests.report.browser.driving import find, open_page, opened, press, requests, shots, wait, written
 from tests.report.builder import HOSTILE, VISIBLE, make_culprit, make_event, make_metrics, write_run
 from tests.report.events import event, searched
