@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from gradloc.report.cli import main
-from gradloc.report.live.follow import news
+from gradloc.report.commands.watch import news
 from gradloc.report.pages import exports, page, terminal
 from gradloc.report.runs.kinds import KINDS
 from gradloc.report.runs.run import read_run

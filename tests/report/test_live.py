@@ -15,8 +15,7 @@ import urllib.request
 import pytest
 from rich.console import Console
 
-from gradloc.report.live.follow import Follower, news, view
-from gradloc.report.live.server import Site
+from gradloc.report.commands.watch import Follower, Site, news, view
 from tests.report.builder import REPO, make_event, make_metrics, write_run
 
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..analyses.buckets import StepBuckets, from_json, read_analyses, to_json
 from ..errors import ReportError
+from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
 OUTPUTS = "gradient_analysis_outputs"
 STEPS = (0, 20, 40)
@@ -44,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
         analyses, notes = read_analyses(args.run_dir)
         name = args.run_dir.resolve().name
     else:
-        from ..analyses.wandb_runs import read_wandb
-
         analyses, notes, name = read_wandb(args.wandb_path, args.step)
     for note in notes:
         print(f"note: {note}")

@@ -11,8 +11,8 @@ from ...record.analysis import QUARTILES, Moved, QuartileAnalysis, Update
 from ...record.reading import read
 from ...record.store import plain
 from ...words.numbers import number, percent
-from ..analyses.buckets import read_steps, required
 from ..pages import terminal
+from ..runs.buckets import read_steps, required
 from .buckets import chosen, save
 
 OUTPUTS = "quartile_analysis_outputs"

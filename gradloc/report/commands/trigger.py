@@ -102,7 +102,7 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     judged = [j for steps in diagnosis.judged for j in steps]
     spikes = [j for j in judged if j.spike]
     console.print(name, style="bold")
-    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20)):
+    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics.own_norm):
         console.print(line)
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
     for j in judged:

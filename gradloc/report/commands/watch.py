@@ -1,18 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report watch RUN_DIR``: follows a run in the terminal, or serves its page on this machine."""
+"""``gradloc-report watch RUN_DIR``: follows a run in the terminal, or serves its page on 127.0.0.1 alone (``--serve``).
+
+The report itself stays what it is, a file that can reach nothing. It is shown in a frame; the page around the frame
+asks this server every other second whether the run has changed, and loads the report anew where the reader was.
+"""
 
 import argparse
 import contextlib
+import json
 import threading
 import time
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from rich.console import Console
+from markupsafe import escape
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
+from ...record import Event
+from ...words.numbers import bounded, number
+from ...words.story import headline
+from ...words.text import one_line
 from ..errors import ReportError
-from ..live.follow import Follower, news, view
-from ..pages import terminal
+from ..logs import files_of
+from ..pages import page, terminal
+from ..pages.script_data import THRESHOLD
+from ..pages.terminal import curve, event_table
+from ..runs.diagnosis import diagnose
+from ..runs.health import RunHealth, judge
+from ..runs.metrics import MEAN
+from ..runs.run import RunFolder, read_run
+from ..runs.trigger import Judged
+
+EVENTS = 8
+"""Events listed: the last ones."""
+STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
+
+
+class Follower:
+    """A run's folder as it is at the moment."""
+
+    def __init__(self, path: Path, metrics_path: Path | None = None):
+        self.path = path
+        self.version = 0
+        """Counts how often something new was read."""
+        self.run: RunFolder | None = None
+        """None until there is an event or a metric."""
+        self.waiting = f"{path} is not there yet."
+        """Why there is nothing to show, in a sentence."""
+        self._metrics_path = metrics_path
+        self._seen: list[tuple[Path, int, int]] | None = None
+
+    def poll(self) -> bool:
+        """Reads the run if a file of it has changed; returns whether there is something new to show."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        try:
+            self.run = read_run(self.path, self._metrics_path)
+        except (ReportError, OSError) as error:  # an empty folder, or a file that just went away
+            self.waiting = str(error)
+            return False
+        self.version += 1
+        return True
+
+    def _stamps(self) -> list[tuple[Path, int, int]]:
+        stamps = []
+        for file in [*files_of(self.path, depth=3), self.path, *filter(None, [self._metrics_path])]:
+            try:
+                status = file.stat()
+            except OSError:
+                continue
+            stamps.append((file, status.st_size, status.st_mtime_ns))
+        return stamps
+
+
+def view(follower: Follower, width: int) -> Group:
+    """The whole view of what was read last, for a terminal of so many columns."""
+    run = follower.run
+    if run is None:
+        return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))
+    health = judge(run.metrics)
+    parts = [_head(run, health), *_curve(run, max(width - 12, 20))]
+    for reason in health.verdicts[-1].reasons if health else ():  # what is wrong at the last step
+        name = (reason.name.replace("_", " "), STYLES[reason.state])
+        parts.append(Text.assemble(name, f": {reason.sentence}"))
+    parts.append(Text())
+    if run.events:
+        parts.append(event_table(run.events[-EVENTS:]))
+        parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
+    elif run.runs:  # GradLoc may have been off: what the log says
+        diagnosis = diagnose(run.runs[0])
+        parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.kind else "green"))
+    else:
+        parts.append(Text("No spike so far.", style="green"))
+    parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
+    parts.append(Text("Ctrl-C ends.", style="dim"))
+    return Group(*parts)
+
+
+def news(run: RunFolder, known: set[str]) -> list[str]:
+    """A line for each event that is not in ``known``; adds them to it."""
+    new = [event for event in run.events if event.event_id not in known]
+    known.update(event.event_id for event in new)
+    return [f"{headline(event)}: {_change(event)}" for event in new]
+
+
+def _head(run: RunFolder, health: RunHealth) -> Text:
+    line = Text(one_line(run.name), style="bold")
+    norms, thresholds = run.metrics.logged(run.metrics.norm or MEAN), run.metrics.logged(THRESHOLD)
+    threshold = thresholds[-1][1] if thresholds else run.events[-1].trigger.threshold if run.events else None
+    if run.metrics:
+        norm = norms[-1][1] if norms else None
+        line.append(f"  step {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
+    if threshold is not None:
+        line.append(f"  threshold {number(threshold, 3)}", style="not bold")
+    if health:
+        line.append("  ").append(health.state, style=STYLES[health.state])
+    return line
+
+
+def _curve(run: RunFolder, width: int) -> list[Text]:
+    metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
+    limits = dict(metrics.logged(THRESHOLD))
+    norms = metrics.logged(metrics.norm or MEAN)
+    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms[-width:]]], width)
+
+
+def _change(event: Event) -> str:
+    after, _ = bounded(event.certificate.norm_after, event.certificate.error_bound, 3)
+    return f"{number(event.trigger.grad_norm, 3)} → {after}"
+
+
+ADDRESS = "127.0.0.1"
+STYLE = "html,body,iframe{margin:0;width:100%;height:100%;border:0;display:block}p{font:16px system-ui;padding:2rem}"
+SCRIPT = """\
+"use strict";
+const frame = document.querySelector("iframe");
+let version = document.body.dataset.version;
+async function look() {
+  try {
+    const found = String((await (await fetch("/version", { cache: "no-store" })).json()).version);
+    document.title = document.title.replace(" (stopped)", "");
+    if (found === version) return;
+    version = found;
+    const place = { left: frame.contentWindow.scrollX, top: frame.contentWindow.scrollY, behavior: "instant" };
+    frame.addEventListener("load", () => frame.contentWindow.scrollTo(place), { once: true });
+    frame.contentWindow.location.reload();
+  } catch {
+    if (!document.title.endsWith(" (stopped)")) document.title += " (stopped)";
+  }
+}
+setInterval(look, 2000);
+"""
+POLICY = (
+    f"default-src 'none'; style-src '{page.hash_of(STYLE)}'; script-src '{page.hash_of(SCRIPT)}'; connect-src 'self'; "
+    "frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+class Site(ThreadingHTTPServer):
+    """Serves one run, which somebody else polls. Whoever can open a connection on this machine can read it."""
+
+    daemon_threads = True
+
+    def __init__(self, follower: Follower, port: int):
+        super().__init__((ADDRESS, port), _Handler)
+        self.follower = follower
+        self._lock = threading.Lock()
+        self._made: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+    def report(self) -> bytes:
+        """The report of what was read last; made once for all who ask."""
+        with self._lock:
+            version, run = self.follower.version, self.follower.run
+            if run is None:
+                why = escape(self.follower.waiting)
+                return f'<!DOCTYPE html><meta charset="utf-8"><title>GradLoc</title><p>Waiting: {why}</p>'.encode()
+            if self._made[0] != version:
+                fresh = replace(run, notes=list(run.notes))  # rendering adds notes
+                self._made = (version, page.render(fresh).encode("utf-8"))
+            return self._made[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        # a page elsewhere may point a name of its own at 127.0.0.1 and read along: it says so in Host
+        host = self.headers.get("Host", "")
+        if host not in {f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"This address is for this machine alone.\n")
+        elif self.path == "/":
+            body = (
+                '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>GradLoc, live</title>'
+                f'<style>{STYLE}</style><body data-version="{self.server.follower.version}">'
+                f'<iframe src="/report.html" title="The report"></iframe><script>{SCRIPT}</script></body></html>'
+            )
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", body.encode(), POLICY)
+        elif self.path == "/version":
+            body = json.dumps({"version": self.server.follower.version})
+            self._send(HTTPStatus.OK, "application/json", body.encode())
+        elif self.path == "/report.html":
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.report(), "frame-ancestors 'self'")
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here but the report: go to /\n")
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, policy: str = "default-src 'none'") -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": policy,
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """The terminal belongs to the view."""
+
 
 EPILOG = """\
 examples:
@@ -70,8 +290,6 @@ def _lines(follower: Follower, interval: float, console: Console, known: set[str
 
 
 def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> None:
-    from ..live.server import Site
-
     try:
         site = Site(follower, args.port)
     except OSError as error:

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ...words.numbers import number
-from ..analyses.buckets import ALL, LOSSES, TERMS, StepBuckets
+from ..runs.buckets import ALL, LOSSES, TERMS, StepBuckets
 from .palette import LIGHT
 from .style import dress
 

@@ -4,11 +4,11 @@
 import base64
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from ...record import Culprit, Event, Sequence
+from ...record import Culprit, Event, PathEntry, Search, Sequence
 from ...words.advice import replay_line
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
@@ -20,10 +20,10 @@ from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cau
 from ...words.text import one_line, plural, span, spoken, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
-from ..runs import searchpath, tokens
+from ..runs import tokens
 from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
 from ..runs.run import RunFolder
-from ..runs.shading import Shades, shade
+from ..runs.tokens import Shades, shade
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
@@ -144,12 +144,12 @@ class EventView:
         self.over_run = _over_run(event)
         self.again = _again(event)
         self.shares = shares_sentence(event)
-        self.search_cost = searchpath.cost(event.search)
+        self.search_cost = cost(event.search)
         self.certificate = CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict)
         self.action = ACTIONS.get(event.action.taken, event.action.taken)
         self.replay = _replay(event, run)
         self.layer_note = _layer_note(event)
-        self.path, self.num_hidden_parts = searchpath.tree(event.search)
+        self.path, self.num_hidden_parts = tree(event.search)
         self.sequences: list[tokens.TokenView] = []
         self.shades: list[Shades] = []
         self.siblings: list[tuple[str, list[tuple[str, ...]]]] = []
@@ -335,3 +335,87 @@ def _seen(event: Event, kinds: list[tuple[int, str, str]]) -> str:
         return f"once, at step {event.step.global_step}" + (f"; {of}" if len(kinds) > 1 else "")
     again = "this token" if event.culprits else "the same"
     return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"
+
+
+LIMIT = 160
+"""Parts drawn per event; the rest are counted."""
+STAGES = {
+    "share": "shares of all tokens",
+    "coefficients": "loss coefficients",
+    "verify": "candidate, measured alone",
+    "residual": "what is left without the culprits",
+    "sketch": "norms by random directions",
+    "bisect": "bisection",
+}
+"""What the phases measure that are about no part of the batch."""
+
+
+@dataclass
+class Node:
+    """One measured part and the parts it was cut into."""
+
+    probe: PathEntry
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the part's norm is over its own threshold; a non-finite norm is."""
+        norm, threshold = self.probe.norm, self.probe.threshold
+        return norm is not None and threshold is not None and not norm <= threshold
+
+    @property
+    def label(self) -> str:
+        probe = self.probe
+        if probe.phase in STAGES:
+            return STAGES[probe.phase]
+        if probe.phase == "rank" and probe.ranks:
+            return _interval("rank", probe.ranks)
+        if probe.tokens and probe.phase != "micro_batch":
+            return _interval("token", probe.tokens)
+        if probe.phase in ("micro_batch", "") and probe.micro_batch is not None:
+            return f"micro-batch {probe.micro_batch}"
+        return probe.phase
+
+
+def _interval(noun: str, bounds: list[int]) -> str:
+    first, last = bounds[0], bounds[-1] - 1
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
+def tree(search: Search) -> tuple[list[Node], int]:
+    """The roots of the search's tree in the order measured, and how many parts were left out.
+
+    A part belongs under the smallest part measured before it that holds it.
+    """
+    roots: list[Node] = []
+    nodes: list[Node] = []
+    for probe in search.path[:LIMIT]:
+        node = Node(probe)
+        around = [other for other in nodes if _holds(other.probe, probe)]
+        siblings = min(around, key=lambda other: _size(other.probe)).children if around else roots
+        siblings.append(node)
+        nodes.append(node)
+    return roots, max(len(search.path) - LIMIT, 0)
+
+
+def _holds(outer: PathEntry, inner: PathEntry) -> bool:
+    if outer.phase in STAGES or inner.phase in STAGES or outer.micro_batch != inner.micro_batch:
+        return False
+    if _size(outer) <= _size(inner) or (outer.ranks and inner.ranks and not _is_within(inner.ranks, outer.ranks)):
+        return False
+    return outer.tokens is None or (inner.tokens is not None and _is_within(inner.tokens, outer.tokens))
+
+
+def _is_within(inner: list[int], outer: list[int]) -> bool:
+    return outer[0] <= inner[0] and inner[-1] <= outer[-1]
+
+
+def _size(probe: PathEntry) -> tuple[int, ...]:
+    """Ranks and tokens of a part, all where they are not named."""
+    return tuple(bounds[-1] - bounds[0] if bounds else 1 << 30 for bounds in (probe.ranks, probe.tokens))
+
+
+def cost(search: Search) -> str:
+    passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
+    parts = [plural(count, kind) for count, kind in passes if count is not None]
+    return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))

@@ -21,14 +21,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ...record import Event
+from ...words.hurt import Aftermath
 from ...words.numbers import bounded, number, percent
 from ...words.text import one_line, plural, spoken, visible
-from ..analyses.buckets import read_analyses
 from ..errors import ReportError
+from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
+from ..runs.buckets import read_analyses
 from ..runs.comparison import Comparison
-from ..runs.diagnosis import Diagnosis, diagnose
+from ..runs.diagnosis import Diagnosis, aftermath, diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
@@ -97,9 +99,18 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         settings=run.runs[0].settings if run.runs else {},
         health=health,
         diagnosis=diagnosis,
+        sparks=_sparks(diagnosis),
         analyses=_analyses(run),
         show=run.show_command("ID"),
     )
+
+
+def _sparks(diagnosis: Diagnosis | None) -> list[tuple[Aftermath, str]]:
+    """What metrics did around a log's worst explosion, each with its drawing."""
+    if diagnosis is None or diagnosis.worst is None:
+        return []
+    step = diagnosis.worst.peak.step
+    return [(part, drawings.spark(part, step)) for part in aftermath(diagnosis.worst)]
 
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:

@@ -143,7 +143,7 @@ def diagnosis(folder: RunFolder) -> None:
     if first.command:
         out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
     out.print()
-    for line in curve(first.judged, max(out.width - 12, 20)):
+    for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics.own_norm):
         out.print(line)
     health = judge(first.run.parts)
     if health:
@@ -180,8 +180,8 @@ def _head(first: Diagnosis) -> str:
     )
 
 
-def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
-    """The largest norm of each column's steps, and the lowest threshold over it, on a log scale.
+def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:
+    """The largest norm of each column's steps, and the lowest threshold over it, on a log scale; round steps below.
 
     Segments share the axis of steps; what a later one logged again is drawn as overwritten.
     """
@@ -214,9 +214,22 @@ def curve(segments: Sequence[Sequence[Judged]], width: int) -> list[Text]:
     for level, line in enumerate(reversed(lines)):
         if level in (0, HEIGHT // 2, HEIGHT - 1):
             line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
-    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • norm, ◆ flagged, - threshold"
+    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • {name}, last {number(judged[-1].norm, 3)}"
+    legend += "; ◆ flagged, - threshold"
     legend += ", ◇ ∘ overwritten" * has_lost + f"; {size} steps a column" * (size > 1)
-    return [*lines, Text(legend, style="dim")]
+    return [*lines, Text(_ticks(columns), style="dim"), Text(legend, style="dim")]
+
+
+def _ticks(columns: Sequence[Sequence[Judged]]) -> str:
+    """Round steps below their columns, a dozen columns or more apart."""
+    least = 12 * (columns[-1][-1].step - columns[0][0].step) / len(columns)
+    unit = next(size * 10**power for power in range(30) for size in (1, 2, 5) if size * 10**power >= least)
+    line = ""
+    for at, column in enumerate(columns):
+        tick = column[-1].step // unit * unit
+        if tick >= column[0].step and at >= len(line):
+            line = f"{line.ljust(at)}|{tick:,} "
+    return line
 
 
 def _level(value: float | None, low: float, high: float) -> int | None:

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a run of which there is a log alone, in sentences: what exploded, what that did, what to do now."""
+"""What happened in a run of which there is a log alone: what exploded, what that did, what to do now.
+
+Where to resume is a checkpoint that is surely the run's own, in the words of its trainer.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 
-from ...words.advice import sampling_cut
+from ...words.advice import is_trl, sampling_cut
+from ...words.hurt import Aftermath
 from ...words.numbers import number
 from ...words.text import plural
+from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
 from .health import RunHealth, ranges
 from .kinds import KINDS, Explosion, clipped_or_zero, explosions_of
-from .resume import resume, turn_on
 from .trigger import EARLY, Judged, judge_run, missing_norm
 
 AROUND = 5
@@ -26,6 +33,9 @@ EFFECTS = (
     ("response length", ("response_length/mean",), 0.5, 1.5),
 )
 """What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
+_LOSS = ("loss", ("actor/loss", "train/loss", "train_loss", "loss", "actor/pg_loss"), None, None)
+_CURVES, _NEAR = 3, 20
+"""Small curves around an explosion at most, and the values before and after it that each has."""
 
 
 @dataclass
@@ -189,6 +199,25 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     return f"{effects[0].upper()}{effects[1:]}.", hurt
 
 
+def aftermath(worst: Explosion) -> list[Aftermath]:
+    """What metrics did around an explosion, for small curves: reward and entropy, then what changed, then the rest."""
+    metrics, made = surviving(worst.segment), []
+    last = worst.steps[-1].step
+    for title, names, fall, rise in (*EFFECTS, _LOSS):
+        known = next(filter(None, map(metrics.known, names)), [])
+        before = [value for at, value in known if at < worst.first][-_NEAR:]
+        near = [point for point in known if point[0] < worst.first][-_NEAR:]
+        near += [point for point in known if worst.first <= point[0] <= last]
+        after = [point for point in known if point[0] > last][:_NEAR]
+        change = _change(known, worst.first, fall, rise)
+        if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
+            now = median(value for _, value in after[-AROUND:])
+            is_worse = bool(change) and not change.endswith("came back")
+            made.append(Aftermath(title, (*near, *after), median(before[-AROUND:]), now, is_worse))
+    made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
+    return made[:_CURVES]
+
+
 def _change(known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None) -> str:
     """How far a metric went after a step, and whether it came back; empty where it only scattered."""
     before = [value for at, value in known if at <= step][-AROUND:]
@@ -239,3 +268,96 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str,
         return f"No need to resume: the reward held. Continue{end}", on
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
     return resume(run, worst.first, "" if is_certain else "If the reward falls, ")
+
+
+ON = "+gradloc=observe"
+"""Switches GradLoc on in verl."""
+_CHECKPOINT = re.compile(r"(?:global_step_|checkpoint-)(\d+)")
+_SLACK = 120.0
+"""Seconds that a checkpoint may be newer than the log's last line."""
+
+
+def turn_on(run: LoggedRun) -> str:
+    """What switches GradLoc on in the run's trainer; empty for a trainer that has no line for it."""
+    if is_trl(run.trainer):
+        return 'from gradloc.trl import GRPOTrainer; GRPOTrainer(..., gradloc="observe")'
+    return ON if run.trainer.startswith("verl") else ""
+
+
+def resume(run: LoggedRun, before: int, condition: str = "") -> tuple[str, str]:
+    """Where to resume from, and the line that does it.
+
+    Args:
+        run: as it was read.
+        before: the first step that must not be in the checkpoint.
+        condition: what the sentence begins with, such as "If the reward falls, ".
+
+    Returns:
+        A sentence; and options or code in the trainer's own words, empty where there are none.
+    """
+    known = sorted(checkpoints(run))
+    earlier = [path for step, path in known if step < before]
+    if known and not earlier:
+        steps = ", ".join(str(step) for step, _ in known[:3]) + (", ..." if len(known) > 3 else "")
+        return (
+            f"{condition}No checkpoint here is from before step {before} (there is step {steps}): start anew, or look "
+            "for an older one elsewhere."
+        ), ""
+    where = str(earlier[-1]) if earlier else ""
+    verb = f"{condition}resume" if condition else "Resume"
+    sentence = f"{verb} from your last checkpoint before step {before}"
+    if is_trl(run.trainer):
+        return f"{sentence}:", f'trainer.train(resume_from_checkpoint="{where or "OUTPUT_DIR/checkpoint-N"}")'
+    if run.trainer.startswith("verl"):
+        path = shlex.quote(where) if where else "CHECKPOINTS/global_step_N"
+        return f"{sentence}:", f"trainer.resume_mode=resume_path trainer.resume_from_path={path} {ON}"
+    return f"{sentence}{f', {where}' if where else ''}.", ""
+
+
+def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
+    """The run's own checkpoints, by step: not empty, and not newer than the log."""
+    if run.folder is None:
+        return
+    logs = [run.folder / Path(segment.source).name for segment in run.segments]
+    ends = [log.stat().st_mtime for log in logs if log.is_file()]
+    seen = set()
+    for folder in _folders(run, run.folder):
+        for path in folder.glob("*") if folder.is_dir() else ():
+            named = _CHECKPOINT.fullmatch(path.name)
+            if named is None or path.resolve() in seen or not path.is_dir() or not any(path.iterdir()):
+                continue
+            seen.add(path.resolve())
+            if not ends or path.stat().st_mtime <= max(ends) + _SLACK:
+                yield int(named[1]), path
+
+
+def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
+    """Where the run's checkpoints may lie: where its settings say; else in its log's folder, if no other run's log is
+    in there."""
+    if _CHECKPOINT.fullmatch(own.name):  # a trainer_state.json in a checkpoint
+        yield own.parent
+        return
+    settings = {name: str(value) for name, value in run.config.items()}
+    project, experiment = settings.get("trainer.project_name", ""), settings.get("trainer.experiment_name", "")
+    named = settings.get("trainer.default_local_dir") or settings.get("output_dir") or ""
+    named = named.replace("${trainer.project_name}", project).replace("${trainer.experiment_name}", experiment)
+    if named:
+        yield own / named  # an absolute one stays as it is
+        yield Path(named)
+    if experiment:
+        yield own / experiment
+        yield own / "checkpoints" / project / experiment
+    is_own = own.name == experiment if experiment or named else not _has_other_logs(run, own)
+    if is_own:
+        yield own
+        yield own / "checkpoints"
+
+
+def _has_other_logs(run: LoggedRun, own: Path) -> bool:
+    """Whether the folder holds logs besides the run's own."""
+    known = {Path(segment.source).name.partition(".")[0] for segment in run.segments}
+    others = (entry.name for entry in own.iterdir() if entry.is_file() and LOGLIKE.search(entry.name))
+    return any(
+        name.partition(".")[0] not in known and not (run.format == "TensorBoard" and ".tfevents." in name)
+        for name in others
+    )

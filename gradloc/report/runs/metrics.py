@@ -47,6 +47,11 @@ class Metrics:
         return next((name for name in (MAX, MEAN) if any(v is not None for v in self.series.get(name, ()))), None)
 
     @property
+    def own_norm(self) -> str:
+        """The same as the log itself calls it."""
+        return self.called.get(self.norm or "", self.norm or "norm")
+
+    @property
     def norms(self) -> list[float]:
         return self.finite(self.norm or "")
 

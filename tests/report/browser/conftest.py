@@ -67,6 +67,14 @@ def largest_page(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def log_page(tmp_path_factory):
+    """Of a log alone, with a spike that the run did not recover from."""
+    out = tmp_path_factory.mktemp("log") / "report.html"
+    output.write(out, page.render(read_run(REPO / "tests" / "data" / "logs" / "console" / "ray.log")))
+    return out
+
+
+@pytest.fixture(scope="session")
 def demo_page(tmp_path_factory):
     """What the demo left behind, kept in examples/."""
     out = tmp_path_factory.mktemp("demo") / "report.html"

@@ -2,6 +2,7 @@
 """The curve, paper, copying and accessibility in a real browser."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from tests.report.browser.driving import find, open_page, opened, press, shots, 
 
 pytestmark = pytest.mark.browser
 
-AXE = Path(os.environ["AXE_CORE"]) if os.environ.get("AXE_CORE") else None
-"""axe-core's axe.min.js, which is no package of Python's."""
+_PACKAGE = find_spec("axe_core_python")
+AXE = Path(os.environ.get("AXE_CORE") or (Path(_PACKAGE.origin).with_name("axe.min.js") if _PACKAGE else ""))
+"""axe-core's axe.min.js: the one that AXE_CORE names, else the package's."""
 
 PLACES = """
 const [over] = document.querySelectorAll(".u-over");
@@ -80,6 +82,19 @@ def test_the_curve_and_the_events_go_by_keyboard_alone(driver, long_run_page):
         reached.add(driver.execute_script("return document.activeElement.id || document.activeElement.className"))
         driver.switch_to.active_element.send_keys(Keys.TAB)
     assert {"help-button", "theme", "plot", "search", "only-cause", "copy", "copy issue", "with-text"} <= reached
+
+
+def test_the_page_of_a_log_goes_from_its_spike_to_the_line_to_copy_by_keyboard_alone(driver, log_page):
+    from selenium.webdriver import Keys
+
+    open_page(driver, log_page)
+    assert [mark.get_attribute("aria-label") for mark in find(driver, ".u-over .mark")] == ["spike at step 47"]
+    titles = [" ".join(title.text.split()[:-3]) for title in find(driver, ".hero .sparks figcaption")]
+    assert titles == ["reward", "entropy", "response length"]
+    find(driver, ".plot")[0].send_keys(*[Keys.ARROW_RIGHT] * 47, Keys.ENTER)
+    wait(driver, "return location.hash === '#what-to-do'")
+    driver.switch_to.active_element.send_keys(Keys.TAB)
+    assert "copy" in driver.switch_to.active_element.get_attribute("class").split()
 
 
 def test_two_fingers_zoom_the_curve_and_one_moves_it(driver, long_run_page):
@@ -172,9 +187,9 @@ def axe(driver, path, width: int, is_dark: bool) -> list[str]:
     return [f"{rule['id']}: {node['html'][:120]}" for rule in found for node in rule["nodes"]]
 
 
-@pytest.mark.skipif(AXE is None, reason="axe-core is not here: npm pack axe-core, and name its axe.min.js in AXE_CORE")
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: pip install axe-core-python==0.1.0")
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
-def test_axe_finds_nothing(driver, demo_page, long_run_page, hostile_page, width, is_dark):
-    for path in (demo_page, long_run_page, hostile_page):
+@pytest.mark.parametrize("width", [1440, 768, 390])
+def test_axe_finds_nothing(driver, demo_page, long_run_page, hostile_page, log_page, width, is_dark):
+    for path in (demo_page, long_run_page, hostile_page, log_page):
         assert axe(driver, path, width, is_dark) == []

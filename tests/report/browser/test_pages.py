@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from gradloc.report.live.follow import Follower
-from gradloc.report.live.server import Site
+from gradloc.report.commands.watch import Follower, Site
 from tests.report.browser.driving import find, open_page, opened, press, requests, shots, wait, written
 from tests.report.builder import HOSTILE, VISIBLE, make_culprit, make_event, make_metrics, write_run
 from tests.report.events import event, searched
@@ -47,21 +46,21 @@ return worst;
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_every_text_has_the_contrast_that_wcag_asks_for(driver, demo_page, hostile_page, is_dark):
-    for path in (demo_page, hostile_page):
+def test_every_text_has_the_contrast_that_wcag_asks_for(driver, demo_page, hostile_page, log_page, is_dark):
+    for path in (demo_page, hostile_page, log_page):
         shots.show(driver, path, 1280, 900, is_dark)
         assert driver.execute_script(CONTRAST) == []
 
 
-def test_every_control_can_be_reached_and_named(driver, demo_page, long_run_page):
-    for path in (demo_page, long_run_page):
+def test_every_control_can_be_reached_and_named(driver, demo_page, long_run_page, log_page):
+    for path in (demo_page, long_run_page, log_page):
         open_page(driver, path)
         for control in find(driver, "button, a, summary, input, [tabindex]"):
             if control.is_displayed():
                 assert control.accessible_name or control.text, control.get_attribute("outerHTML")
 
 
-@pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page"])
+@pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page", "log_page"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
 def test_the_page_is_quiet_requests_only_itself_and_never_scrolls_sideways(driver, request, name, width):
     path = request.getfixturevalue(name)

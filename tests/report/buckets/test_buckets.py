@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.report.analyses.buckets import from_metrics, read_analyses
 from gradloc.report.commands import buckets
 from gradloc.report.figures.buckets import FIGURES
+from gradloc.report.runs.buckets import from_metrics, read_analyses
 from tests.report.buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
 
 pytestmark = pytest.mark.full

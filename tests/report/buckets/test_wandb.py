@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradloc.report.analyses.wandb_runs import read_wandb
 from gradloc.report.errors import ReportError
+from gradloc.report.runs.buckets import read_wandb
 from tests.report.buckets.builder import DEVIATIONS, metrics
 
 PATH = "team/project/abc123"

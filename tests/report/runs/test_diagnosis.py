@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+from gradloc.report.runs.diagnosis import aftermath, diagnose
+from gradloc.report.runs.run import read_run
+from tests.report.builder import REPO
 from tests.report.logs.made import QUIET, console
 
 LOG = console([*QUIET, 300.0]) + "\n"
@@ -67,3 +70,24 @@ def test_a_trainers_checkpoint_is_named_in_its_own_words(tmp_path, shown):
     log.write_text(json.dumps({"log_history": history}))
     said = shown(log)
     assert f'trainer.train(resume_from_checkpoint="{tmp_path}/checkpoint-20")' in said and "trainer.resume" not in said
+
+
+def test_what_followed_a_spike_is_drawn_and_the_curve_has_steps_below_it_and_its_metric_s_last_value(shown):
+    log = REPO / "tests" / "data" / "logs" / "console" / "ray.log"
+    worst = diagnose(read_run(log).runs[0]).worst
+    parts = aftermath(worst)
+    assert [(part.title, part.is_worse) for part in parts] == [
+        ("reward", True),
+        ("entropy", True),
+        ("response length", False),
+    ]
+    for part in parts:
+        assert [at for at, _ in part.points] == list(range(27, 61)), "20 steps before it, and what there is after it"
+    lines = shown(log, columns=72).splitlines()
+    at = next(at for at, line in enumerate(lines) if "◆ flagged" in line)
+    ticks, legend = lines[at - 1], lines[at]
+    assert [ticks.index(f"|{step}") for step in (20, 40, 60)] == [
+        19,
+        39,
+        59,
+    ] and "actor/grad_norm, last 0.518" in legend

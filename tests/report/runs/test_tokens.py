@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page shows, carries and leaves out of a sequence; how it shades it."""
+"""What a page shows, carries, leaves out and shades of a sequence; and of a search the tree that it walked."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from gradloc.record import Culprit, Sequence
+from gradloc.record import Culprit, PathEntry, Search, Sequence
 from gradloc.record.reading import read
+from gradloc.report.pages.eventview import LIMIT, cost, tree
 from gradloc.report.runs import tokens
-from gradloc.report.runs.shading import shade
-from tests.report.builder import make_culprit, make_sequence
+from gradloc.report.runs.tokens import shade
+from tests.report.builder import make_culprit, make_path, make_sequence
 
 
 def sequence(num: int = 8, **changes) -> Sequence:
@@ -128,3 +130,42 @@ def test_a_fold_s_share_has_its_standard_error_where_that_is_known():
     assert (fold.kind, fold.end, fold.share_text) == ("fold", 940, "94% +- 0.92%")  # 0.0003 sqrt(940)
     known = tokens.view(sequence(2000, share=places["share"]), [culprit(1000)], limit=5000, shown=500).pieces[0]
     assert known.share_text == "94%"
+
+
+def outline(nodes):
+    return [(node.label, outline(node.children)) for node in nodes]
+
+
+def test_parts_stand_under_the_part_that_holds_them():
+    roots, hidden = tree(Search(path=make_path()))
+    assert hidden == 0
+    assert outline(roots) == [
+        ("micro-batch 0", []),
+        (
+            "micro-batch 2",
+            [
+                ("rank 0", []),
+                ("rank 1", [("tokens 0 to 2", []), ("tokens 3 to 5", [("token 3", []), ("tokens 4 to 5", [])])]),
+            ],
+        ),
+    ]
+
+
+def test_a_norm_that_is_not_finite_is_over_its_threshold():
+    first, *others = make_path()
+    roots, _ = tree(Search(path=(replace(first, norm=float("nan")), *others)))
+    assert [root.is_over for root in roots] == [True, True]
+
+
+def test_a_long_path_is_cut_and_counted():
+    roots, hidden = tree(Search(path=make_path()[:1] * (LIMIT + 5)))
+    assert (len(roots), hidden) == (LIMIT, 5)
+
+
+def test_a_path_of_an_unknown_phase_is_shown_by_its_name():
+    assert outline(tree(Search(path=(PathEntry("closure", norm=1.0),)))[0]) == [("closure", [])]
+
+
+def test_the_cost_is_said_in_words():
+    found = Search(backwards=1, forwards=24, seconds=0.6557)
+    assert cost(found) == "1 backward pass, 24 forward passes, 0.656 s"
