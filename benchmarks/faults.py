@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a run in which something fails while a spike is looked into.
 
-    python -m benchmarks.faults                       # all that is installed here; goes on where it was stopped
-    python -m benchmarks.faults --trainer "TRL, DDP"  # one trainer
+    python -m benchmarks.faults                       # every trainer that is installed here; goes on where it was stopped
+    python -m benchmarks.faults --trainer "TRL, DDP"  # one of them
     python -m benchmarks.faults --every 20            # each twentieth case
     python -m benchmarks.faults --pause 90            # a rank stops for 90 s, not for 3
     python -m benchmarks.faults --table               # the page's table, from the record
