@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a run in which something fails while a spike is looked into.
 
-    python -m benchmarks.faults                       # every trainer that is installed here; goes on where it was stopped
+    python -m benchmarks.faults                       # every trainer installed here; goes on where it was stopped
     python -m benchmarks.faults --trainer "TRL, DDP"  # one of them
     python -m benchmarks.faults --every 20            # each twentieth case
     python -m benchmarks.faults --pause 90            # a rank stops for 90 s, not for 3

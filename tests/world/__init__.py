@@ -99,9 +99,9 @@ class World:
         return [fate for fate, _ in found]
 
     def outcomes(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[tuple[str, Any]]:
-        """Call what may end a rank: each one's fate, see :meth:`fates`, and its answer; where all went on, so they stay.
+        """Call what may end a rank: each one's fate, see :meth:`fates`, and its answer.
 
-        Otherwise the ranks are ended, and the next call starts new ones.
+        Where not all went on, the ranks are ended, and the next call starts new ones.
         """
         self._call(function, kwargs)
         deadline = time.monotonic() + timeout_s
