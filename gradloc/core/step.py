@@ -213,13 +213,19 @@ class Scheduled(ABC):
 class Groups:
     """What the driver tells of how the batch's advantages were made, for settings of which others follow."""
 
-    spreads: tuple[float, ...] = ()
-    """Of each row of the driver's batch the standard deviation of its group's rewards, 1 where it is alone. Empty where
-    advantages were divided by it, or are no group's."""
+    is_divided: bool = False
+    """Whether a group's advantages were divided by the standard deviation of its rewards."""
+    other_advantages: tuple[float, ...] = ()
+    """Each row's, had :attr:`is_divided` been the other way, by its number in the driver's batch. Empty where not
+    known."""
     is_reweighted: bool = False
     """Whether they were scaled by the token's probability (Advantage Reweighting)."""
     refused_cures: frozenset[str] = frozenset()
-    """Settings that this run would be refused with, by name."""
+    """Settings that this run would be refused with, and those that change more than the loss, by name."""
+
+
+MASK, NUM_TOKENS = "response_mask", "num_tokens"
+"""Among the tensors that a setting makes anew: the tokens that are left in the loss, and how many all ranks have."""
 
 
 class OwnLoss(ABC):
@@ -243,7 +249,8 @@ class OwnLoss(ABC):
             micro_batch: its number.
             given: (B, T); entropies are None where training computed none.
             settings: the trainer's own, by its names, ``.`` between a block and what is in it; none: as in training.
-            tensors: of the batch, (B, T), by the trainer's names, in place of training's.
+            tensors: of the batch, (B, T), by the trainer's names, in place of training's; with another :data:`MASK`
+                also :data:`NUM_TOKENS`, a scalar, what all ranks' masks of the mini-batch then hold.
         """
 
     def setting(self, name: str) -> Any:
@@ -263,7 +270,7 @@ class OwnLoss(ABC):
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
         """What the batch would have held under a setting of the trainer's that is no loss's: tensors (B, T) by the
-        trainer's names. None where that is in force, or not known.
+        trainer's names, :data:`MASK` where it takes tokens out. None where that is in force, or not known.
 
         Args:
             name: as in the advice.

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's batch as the loop sees it, whatever the trainer keeps it in."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..core.step import Groups
 from ..core.tracker import median_size
 
 Rows = dict[str, Any]
@@ -46,34 +44,6 @@ class BatchView:
         if "advantages" in self.tensors.keys():
             return "advantage", self.tensors["advantages"]
         return "loss_weight", self.tensors["loss_weights"]
-
-
-def groups_of(
-    batch: BatchView, estimator: str | None, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
-) -> Groups | None:
-    """How the batch's advantages were made; None where it has none.
-
-    Args:
-        batch: with ``uid``.
-        estimator: as :class:`~..record.Run` says it.
-        is_reweighted: whether they were scaled by the tokens' probabilities.
-        refused_cures: settings that the run would be refused with.
-    """
-    if batch.is_critics or batch.is_distilled:
-        return None
-    uids = batch.labels.get("uid")
-    if estimator != "grpo_mean" or uids is None or is_reweighted:
-        return Groups(is_reweighted=is_reweighted, refused_cures=refused_cures)
-    # a response's advantage is its reward less the group's mean, so both spread alike
-    advantages, mask = batch.tensors["advantages"].float(), batch.tensors["response_mask"].bool()
-    values = torch.tensor(
-        [float(row[kept].median()) if kept.any() else 0.0 for row, kept in zip(advantages, mask, strict=True)]
-    )
-    members = defaultdict(list)
-    for row, uid in enumerate(uids):
-        members[uid].append(row)
-    of = {uid: float(values[rows].std()) if len(rows) > 1 else 1.0 for uid, rows in members.items()}
-    return Groups(tuple(of[uid] for uid in uids), refused_cures=refused_cures)
 
 
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:

@@ -406,8 +406,7 @@ class Localizer:
                     prober.compute_without(finding.tokens)
                 else:
                     name = finding.healer.name if finding.healer is not None else ""
-                    records = self.ranks.agree(lambda: records_under(prober.step, name, policy.groups))
-                    prober.compute_recorded(records)
+                    prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
                 return self.ranks.together(self.powers.clip)
             except Exception:
                 self._space.put(gradient)

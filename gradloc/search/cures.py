@@ -16,10 +16,11 @@ import torch
 
 from ..core.certificate import fullest, judge, recompute
 from ..core.gradients import Gradient
-from ..core.step import Groups, HostStep, Recorded, to_host
+from ..core.ranks import Ranks
+from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
 from ..record import Cured
 from ..words.advice import lines_of
-from ..words.cures import MILDEST_FIRST, OF_BATCH, settings_in
+from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, settings_in
 from .share import ShareMap
 from .task import SearchResult, Task
 
@@ -38,21 +39,45 @@ class Candidate:
     line: str
     settings: Mapping[str, Any]
     is_of_batch: bool
+    num_tokens: float = 0.0
+    """Of all ranks, where it takes some out of the loss; else 0."""
 
     def record(self, step: Any, micro_batch: int, groups: Groups | None) -> Recorded:
         """What this rank's micro-batch would have left under it; see :meth:`..core.step.OwnLoss.recorded_under`."""
         if not self.is_of_batch:
             return step.recorded_under(micro_batch, self.settings)
-        return step.recorded_under(micro_batch, {}, step.tensors_under(self.name, micro_batch, groups))
+        tensors = step.tensors_under(self.name, micro_batch, groups)
+        if self.num_tokens:
+            tensors = {**tensors, NUM_TOKENS: torch.tensor(self.num_tokens)}
+        return step.recorded_under(micro_batch, {}, tensors)
 
 
-def candidates(step: HostStep, groups: Groups | None = None) -> list[Candidate]:
-    """What may be tried on this step, the mildest first; the same on every rank.
+def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> list[Candidate]:
+    """What may be tried on this step, the mildest first; the same on every rank. All call this together.
 
     Args:
         step: a trainer's that cannot ask its own loss has none.
+        ranks: those that have parts of its batch.
         groups: how the batch's advantages were made, as the driver tells.
     """
+    options = ranks.agree(lambda: _local_candidates(step, groups))
+    counted = [option.name in OF_MASK for option in options]
+    if not any(counted):
+        return options
+    numbers = ranks.sum(ranks.agree(lambda: [_num_left(step, option, groups) for option in options]))
+    found = zip(options, numbers, counted, strict=True)  # without the settings that leave nothing
+    return [replace(option, num_tokens=number) for option, number, is_counted in found if number or not is_counted]
+
+
+def _num_left(step: HostStep, option: Candidate, groups: Groups | None) -> float:
+    """This rank's tokens that a setting leaves in the loss; 0 of one that takes none out."""
+    if option.name not in OF_MASK:
+        return 0.0
+    masks = [step.tensors_under(option.name, index, groups)[MASK] for index in range(step.num_micro_batches)]
+    return float(sum(mask.sum() for mask in masks))
+
+
+def _local_candidates(step: HostStep, groups: Groups | None) -> list[Candidate]:
     if not step.has_own_loss:
         return []
     found, is_critics = [], step.recorded(0).is_value
@@ -71,10 +96,11 @@ def candidates(step: HostStep, groups: Groups | None = None) -> list[Candidate]:
     return found
 
 
-def records_under(step: HostStep, name: str, groups: Groups | None) -> dict[int, Recorded]:
-    """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name."""
-    (option,) = (option for option in candidates(step, groups) if option.name == name)
-    return {index: option.record(step, index, groups) for index in range(step.num_micro_batches)}
+def records_under(step: HostStep, ranks: Ranks, name: str, groups: Groups | None) -> dict[int, Recorded]:
+    """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name. All
+    ranks call this together."""
+    (option,) = (option for option in candidates(step, ranks, groups) if option.name == name)
+    return ranks.agree(lambda: {index: option.record(step, index, groups) for index in range(step.num_micro_batches)})
 
 
 @dataclass(frozen=True)
@@ -107,7 +133,7 @@ def try_cures(task: Task, result: SearchResult, groups: Groups | None, max_cures
     step, was_finite = task.prober.step, math.isfinite(spike.grad_norm)
     if threshold is None and was_finite:
         return None
-    options = task.prober.ranks.agree(lambda: candidates(step, groups))
+    options = candidates(step, task.prober.ranks, groups)
     if not options:
         return None
     limit = threshold / spike.grad_norm if threshold is not None and was_finite else 1.0

@@ -13,14 +13,16 @@ from .numbers import bounded, number, percent
 
 _BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")
 """Of verl's config, where the settings of a loss are."""
-OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "reweight")
+OF_MASK = ("veto", "drop_sequences")
+"""Cures that take tokens out of the loss."""
+OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "mean_only", "reweight", *OF_MASK)
 """Cures from which other tensors of the batch follow; of the others the loss alone reads the setting."""
-OF_BATCH_IN_TRL = ("truncate",)
+OF_BATCH_IN_TRL = ("truncate", "divide", "mean_only")
 """Those that are known of TRL's batch; others are verl's."""
 MILDEST_FIRST = (
-    *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "kl_low_var", "kl_mse"),
-    *("less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight", "weigh_tokens"),
-    *("cispo", "sapo", "gspo", "kl_cov", "gpg", "by_sequence"),
+    *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "mean_only", "kl_low_var"),
+    *("kl_mse", "less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight"),
+    *("weigh_tokens", *OF_MASK, "cispo", "sapo", "gspo", "kl_cov", "gpg", "by_sequence"),
 )
 """What changes least comes first."""
 

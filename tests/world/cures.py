@@ -48,6 +48,11 @@ KINDS: dict[str, tuple[list[str], list[Edit]]] = {
     ),
     "weight": ([], [("rollout_is_weights", (5, 3), 1e4)]),
     "rewards, not divided": ([*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"], [("rewards", (), 1e4)]),
+    "rewards, divided": (GRPO, [("rewards", (), 1e-3), ("rollout_is_weights", (5, 3), 1e4)]),
+    "a token the trainer does not know": (
+        [*NO_DUAL_CLIP, *GRPO],
+        [("old_log_probs", (5, 3), -13.5), ("rollout_log_probs", (5, 3), -0.01), ("advantages", (5, 3), -1.0)],
+    ),
 }  # fmt: skip
 """Settings and what is put into the batch; ``rewards`` scales them and makes the advantages from them as GRPO does."""
 CERTAINLY = {
@@ -56,6 +61,9 @@ CERTAINLY = {
     "clip_sequences": "far from the engine",
     "weigh_tokens": "pushed down",
     "divide": "rewards, not divided",
+    "mean_only": "rewards, divided",
+    "veto": "a token the trainer does not know",
+    "drop_sequences": "a token the trainer does not know",
     "off_policy_mask": "left by the policy",
     "reweight": "advantage",
     "cispo": "far from the engine",
@@ -68,39 +76,49 @@ CERTAINLY = {
 """Settings, and the spike under which each is measured, whether or not another would come first."""
 
 
-def edited(kind: str, cure: str = "") -> Any:
+CORRECTIONS = ("weigh_tokens", "veto", "drop_sequences")
+"""Settings of verl's rollout correction."""
+
+
+def edited(kind: str, cure: str = "", line: str = "") -> Any:
     """The batch of a kind, with what the trainer makes of it under this setting, where that is not the loss's."""
     overrides, edits = KINDS[kind]
     batch = make_batch(rollout_noise=0.0 if {*OFF_POLICY} <= {*overrides} else None)  # which TRL goes by
     tensors = batch.batch
     tensors["ref_log_prob"] = tensors["old_log_probs"].clone()
-    if kind == "weight":
+    if any(name == "rollout_is_weights" for name, *_ in edits):
         tensors["rollout_is_weights"] = torch.ones_like(tensors["old_log_probs"])
     for name, where, value in edits:
         if name == "rewards":
-            _reward(batch, value, cure == "divide")
+            is_divided = "algorithm.norm_adv_by_std_in_grpo=false" not in overrides
+            _reward(batch, value, {"divide": True, "mean_only": False}.get(cure, is_divided))
         else:
             tensors[name][where] = value
     if cure == "truncate":
         tensors["rollout_is_weights"] = tensors["rollout_is_weights"].clamp(max=1.5)
-    if cure == "weigh_tokens":
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    if cure in CORRECTIONS:
+        from omegaconf import OmegaConf
 
-        given = [tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
-        weights, *_ = compute_rollout_correction_and_rejection_mask(*given, rollout_is="token")
-        tensors["rollout_is_weights"] = weights.batch["rollout_is_weights"]
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+        told = OmegaConf.from_dotlist(line.split()).algorithm.rollout_correction
+        batch, _ = compute_rollout_correction_and_add_to_batch(batch, told)
     return batch
 
 
 def _reward(batch: Any, scale: float, is_divided: bool) -> None:
     """Rewards of this size on top of a common one, and GRPO's advantages by verl's own function."""
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    rewards, mask = batch.batch["token_level_scores"].mul_(scale), batch.batch["response_mask"]
+    if find_spec("verl"):
+        from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-    rewards = batch.batch["token_level_scores"]
-    rewards.mul_(scale)
-    given = {"index": batch.non_tensor_batch["uid"], "norm_adv_by_std_in_grpo": is_divided}
-    mask = batch.batch["response_mask"]
-    batch.batch["advantages"] = compute_grpo_outcome_advantage(rewards, mask.float(), **given)[0]
+        given = {"index": batch.non_tensor_batch["uid"], "norm_adv_by_std_in_grpo": is_divided}
+        batch.batch["advantages"] = compute_grpo_outcome_advantage(rewards, mask.float(), **given)[0]
+    else:  # as TRL does
+        pairs = rewards.sum(-1).view(-1, 2)
+        centred = pairs - pairs.mean(1, keepdim=True)
+        centred = centred / (pairs.std(1, keepdim=True) + 1e-4) if is_divided else centred
+        batch.batch["advantages"] = centred.view(-1, 1) * mask
 
 
 def passes(kind: str, dump_dir: str) -> dict[str, Any]:
@@ -126,20 +144,29 @@ def passes(kind: str, dump_dir: str) -> dict[str, Any]:
     return found
 
 
-def healed(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+def only_trying(name: str) -> Any:
+    """While a search tries this setting alone, whatever its coefficients promise; empty: as always."""
+    forced = {"MILDEST_FIRST": (name,), "_CERTAIN": math.inf}
+    return mock.patch.multiple(part("search.cures"), **forced) if name else nullcontext()
+
+
+def healed(kind: str, overrides: list[str], dump_dir: str, only: str = "") -> dict[str, Any]:
     """A run that heals its spike, and one of the same updates under the setting that the event names."""
 
-    def train(settings: list[str], folder: str, cure: str = "") -> tuple[Any, list[dict[str, Any]]]:
+    def train(settings: list[str], folder: str, *cure: str) -> tuple[Any, list[dict[str, Any]]]:
         trainer = make_trainer(settings, folder)
-        out = trainer.update(edited(kind, cure))
+        out = trainer.update(edited(kind, *cure))
         left = trainer.weights_hash(), torch.get_rng_state().numpy().tobytes()
         return (left, out["metrics"]["actor/grad_norm"][0]), out["events"]
 
     # of one epoch, in which all rows are of one mini-batch
     overrides = [*ON, f"{ACTOR}.grad_norm_threshold=640", *KINDS[kind][0], *overrides]
-    ours, (event, *_) = train([*overrides, f"{ACTOR}.gradloc.action.mode=heal"], dump_dir)
+    with only_trying(only):
+        ours, (event, *_) = train([*overrides, f"{ACTOR}.gradloc.action.mode=heal"], dump_dir)
+    if not event["cures"]:
+        return {"event": event}
     (cured, *_) = event["cures"]
-    theirs, _ = train([*overrides, *_settings(cured)], f"{dump_dir}-again", cured["name"])
+    theirs, _ = train([*overrides, *_settings(cured)], f"{dump_dir}-again", cured["name"], cured["line"])
     return {"event": event, "healed": ours, "wanted": theirs}
 
 
@@ -153,15 +180,13 @@ def measured(kind: str, overrides: list[str], dump_dir: str, only: str = "") -> 
     ``only``: try this setting alone, whatever its coefficients promise.
     """
     overrides = [*ON, f"{ACTOR}.grad_norm_threshold=640", *KINDS[kind][0], *overrides]
-    cures = part("search.cures")
-    forced = {"MILDEST_FIRST": (only,), "_CERTAIN": math.inf} if only else {}
-    with mock.patch.multiple(cures, **forced) if forced else nullcontext():
+    with only_trying(only):
         (event, *_) = make_trainer(overrides, dump_dir).update(edited(kind))["events"]
     truths = {}
     for cure in event["cures"] or ():
         off = [f"{ACTOR}.gradloc.action.mode=observe", f"{ACTOR}.gradloc.search.max_cures=0"]
         changed = [*overrides, *_settings(cure), *off]
-        out = make_trainer(changed, f"{dump_dir}-again").update(edited(kind, cure["name"]))
+        out = make_trainer(changed, f"{dump_dir}-again").update(edited(kind, cure["name"], cure["line"]))
         truths[cure["name"]] = out["metrics"]["actor/grad_norm"][0][0]
     is_measured = bool(only) and part("words.cures").is_measured(only, step_class().trainer_name)
     found = {"event": event, "truths": truths, "is_measured": is_measured}

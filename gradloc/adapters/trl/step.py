@@ -37,6 +37,9 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 
 
 _WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
+REWARD_KEY, OTHER_KEY = "gradloc_reward", "gradloc_other_advantage"
+"""(B,) among TRL's inputs, which travel with it: each row's reward, and what its advantage would be had TRL divided by
+its group's spread where it does not, or the other way."""
 """Of trainer over engine, which TRL multiplies token losses with, and where the advice truncates it."""
 _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""
@@ -160,6 +163,8 @@ class TrlStep(FusedStep, OwnLoss):
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
         inputs, mode = self.inputs[micro_batch], getattr(self.trainer, "vllm_importance_sampling_mode", "")
+        if OTHER_KEY in inputs and name == ("mean_only" if self.trainer.scale_rewards == "group" else "divide"):
+            return {"advantages": inputs[OTHER_KEY]}
         if name != "truncate" or _WEIGHTS not in inputs or "truncate" not in mode:  # RLOO has no such weights
             return None
         return {_WEIGHTS: inputs[_WEIGHTS].clamp(max=_TRUNCATED)}

@@ -12,7 +12,8 @@ import trl
 from ...core.ranks import PeerFailure, Ranks
 from ...touched import extended, replaced
 from .config import check_trl, health_of, refuse, settings_of, setup_of
-from .watch import REWARD_KEY, LabelsWatch, TrainerWatch
+from .step import OTHER_KEY, REWARD_KEY
+from .watch import LabelsWatch, TrainerWatch, group_of, other_advantages
 
 
 class WatchedTrainer:
@@ -127,14 +128,19 @@ class WatchedRewards(WatchedTrainer):
     def _calculate_rewards(self, *args: Any, **given: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **given)
         if self._watch is not None:
-            self._rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            summed = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            self._rewards = summed.masked_fill(rewards.isnan().all(dim=1), torch.nan)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
         if self._rewards is not None:
-            first = self.accelerator.process_index * len(inputs)
-            output[REWARD_KEY], self._rewards = self._rewards[first : first + len(inputs)], None
+            rewards, self._rewards, first = self._rewards, None, self.accelerator.process_index * len(inputs)
+            output[REWARD_KEY] = rewards.masked_fill(rewards.isnan(), 0.0)[first : first + len(inputs)]
+            estimator = group_of(self.args).get("estimator")
+            if estimator in ("grpo", "grpo_mean") and self.model.training and rewards.isfinite().all():
+                other = other_advantages(rewards, self.num_generations, estimator == "grpo")
+                output[OTHER_KEY] = other[first : first + len(inputs)]
         return output
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from trl.trainer.utils import nanstd
 
 from ...checks import require
 from ...core.ranks import Ranks, host_group
@@ -31,7 +32,7 @@ from ...record.origin import origin
 from ...record.state import load_states, save_states
 from ...watch import rows as labels_rows
 from ...watch.colocated import Colocated, whole
-from .step import LabelsStep, TrlStep, mask_of, micro_batch_of
+from .step import REWARD_KEY, LabelsStep, TrlStep, mask_of, micro_batch_of
 
 
 class TrainerWatch(Colocated):
@@ -153,13 +154,13 @@ def _driver_of(trainer: Any, settings: Any) -> Driver:
     args = trainer.args
     name, trained = args.run_name or os.path.basename(args.output_dir), args.to_dict()
     model = getattr(trainer.model.config, "_name_or_path", None)
-    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **_group(args))
+    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args))
     run = origin(run, trained, "trl")
     print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
     return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
 
-def _group(args: Any) -> dict[str, Any]:
+def group_of(args: Any) -> dict[str, Any]:
     """How advantages are made, and of how many responses, as :class:`~...record.Run` says it."""
     name = {"group": "grpo", "none": "grpo_mean"}.get(getattr(args, "scale_rewards", ""))
     if getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum":
@@ -197,8 +198,13 @@ class _OfWandb:
         self._client.log({**payload, "train/global_step": step})
 
 
-REWARD_KEY = "gradloc_reward"
-"""(B,) among TRL's inputs, which travel with it: each row's reward."""
+def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bool) -> torch.Tensor:
+    """(R,), as TRL makes them of rewards (R,), where ``is_divided`` is the other way."""
+    grouped = rewards.view(-1, num_generations)
+    centred = rewards - torch.nanmean(grouped, dim=1).repeat_interleave(num_generations)
+    return centred if is_divided else centred / (nanstd(grouped, dim=1).repeat_interleave(num_generations) + 1e-4)
+
+
 _NAMES = {
     "prompt_ids": "prompt_ids",
     "prompt_mask": "prompt_mask",

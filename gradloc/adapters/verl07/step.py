@@ -144,7 +144,7 @@ class ActorStep(VerlStep):
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
         inputs, rows = self._inputs(micro_batch), self.rows(micro_batch)
         has_ratio_clips, log_prob = self.actor.gradloc.weigher is not None, self._recorded[micro_batch].log_prob
-        return tensors_under(name, inputs, log_prob, rows, groups, has_ratio_clips)
+        return tensors_under(name, inputs, log_prob, rows, groups, has_ratio_clips, self.trainer_name)
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]

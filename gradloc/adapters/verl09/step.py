@@ -25,7 +25,7 @@ from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...core.forecast import logit_bytes
-from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
+from ...core.step import NUM_TOKENS, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
 from ...keys import ROW_KEY
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
@@ -240,7 +240,7 @@ class EngineStep(OwnLoss):
             return None
         held = {each: padded(data[each]) for each in _PER_TOKEN if each in data}
         has_ratio_clips, log_prob = self.loss_function.func is weighed_loss, self.recorded(micro_batch).log_prob
-        return tensors_under(name, held, log_prob, rows, groups, has_ratio_clips)
+        return tensors_under(name, held, log_prob, rows, groups, has_ratio_clips, self.trainer_name)
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -252,7 +252,9 @@ class EngineStep(OwnLoss):
         if distilled:
             keywords["distillation_config"] = changed(original.keywords["distillation_config"], **distilled)
         if tensors:
-            data = data.copy()
+            data, tensors = data.copy(), dict(tensors)
+            if NUM_TOKENS in tensors:
+                tu.assign_non_tensor(data, batch_num_tokens=tensors.pop(NUM_TOKENS).item())
             for name, value in tensors.items():
                 data[name] = response_to_nested(value, data["response_mask"])
         pairs = zip((self.output, "entropy"), given[:2], strict=True)

@@ -308,7 +308,7 @@ _BRIEF = ("response_mask", "advantages")
 """What every update needs; the rest is for an event."""
 _PER_TOKEN = (*_BRIEF, "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
 _OF_CRITIC = ("values", "returns")
-_TEACHER = "teacher_logprobs"
+_SCORES, _TEACHER = "rm_scores", "teacher_logprobs"
 _LABELS = ("uid", "data_source", "index")
 
 
@@ -340,17 +340,24 @@ def view_of(batch: Any, is_critics: bool = False, is_distilled: bool = False) ->
         rows = fetch(batch, _BRIEF)
         return {name: padded(rows[name]) for name in _BRIEF}
 
-    return BatchView(_Lazy(lambda: whole()[0], brief), _Lazy(lambda: whole()[1]), is_critics, is_distilled)
+    @cache
+    def graded() -> dict[str, Any]:
+        rows = fetch(batch, [_SCORES, "uid"])
+        scores = {"token_level_scores": padded(rows[_SCORES])} if _SCORES in rows.keys() else {}
+        return {"uid": list(rows["uid"]), **scores}
+
+    tensors = _Lazy(lambda: whole()[0], {**dict.fromkeys(_BRIEF, brief), "token_level_scores": graded})
+    return BatchView(tensors, _Lazy(lambda: whole()[1], {"uid": graded}), is_critics, is_distilled)
 
 
 class _Lazy(Mapping[str, Any]):
-    """A mapping that is fetched when it is first asked for, and for less where that has the key."""
+    """A mapping that is fetched when it is first asked for, and a key of ``parts`` with less."""
 
-    def __init__(self, whole: Callable[[], Mapping[str, Any]], brief: Callable[[], Mapping[str, Any]] | None = None):
-        self._whole, self._brief = whole, brief
+    def __init__(self, whole: Callable[[], Mapping[str, Any]], parts: Mapping[str, Callable[[], Mapping[str, Any]]]):
+        self._whole, self._parts = whole, parts
 
     def __getitem__(self, key: str) -> Any:
-        return self._brief()[key] if self._brief is not None and key in _BRIEF else self._whole()[key]
+        return self._parts.get(key, self._whole)()[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._whole())
@@ -378,8 +385,8 @@ def _tensors(rows: Any, per_token: Sequence[str]) -> dict[str, torch.Tensor]:
     }
     if _TEACHER in rows.keys():
         tensors["teacher_log_probs"] = no_padding_2_padding(rows[_TEACHER], rows).squeeze(-1)
-    if "rm_scores" in tensors:
-        tensors["token_level_scores"] = tensors.pop("rm_scores")
+    if _SCORES in tensors:
+        tensors["token_level_scores"] = tensors.pop(_SCORES)
     return tensors
 
 

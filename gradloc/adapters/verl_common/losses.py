@@ -3,15 +3,20 @@
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from ...core.step import Groups
+from ...core.step import MASK, Groups
+from ...loop.batch import BatchView
 from ...reweighting.advantages import reweight
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
+from ...words.advice import lines_of
+from ...words.cures import OF_MASK, settings_in
 
 ALPHA = 0.3
 """Of Advantage Reweighting, as the advice has it."""
@@ -38,8 +43,46 @@ def setting_of(config: Any, name: str) -> Any:
     return config
 
 
-_EPSILON = 1e-6
-"""What verl's GRPO adds to a group's standard deviation before it divides."""
+_DIVIDING = ("grpo", "grpo_vectorized")
+"""verl's advantage estimators that may divide by a group's standard deviation."""
+_BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
+"""Those whose advantages stay as they are where tokens leave the loss."""
+
+
+def groups_of(
+    batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
+) -> Groups | None:
+    """How the batch's advantages were made; None where it has none.
+
+    Args:
+        batch: as it is about to be trained on.
+        algorithm: this block of the trainer's config.
+        is_reweighted: whether they were scaled by the tokens' probabilities.
+        refused_cures: settings that the run would be refused with.
+    """
+    if batch.is_critics or batch.is_distilled:
+        return None
+    estimator = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
+    groups = Groups(is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
+    if estimator not in _DIVIDING or is_reweighted or algorithm.use_kl_in_reward:
+        return groups
+    if "token_level_scores" not in batch.tensors.keys() or "uid" not in batch.labels:
+        return groups
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    uids, scores = np.array(batch.labels["uid"]), batch.tensors["token_level_scores"].sum(-1, keepdim=True)
+    given = {"response_mask": torch.ones_like(scores), "index": uids}
+    is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
+    estimate = partial(get_adv_estimator_fn(estimator), **given)
+    present, other = (
+        estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=each)[0].squeeze(1)
+        for each in (is_divided, not is_divided)
+    )
+    mask, advantages = batch.tensors["response_mask"].bool(), batch.tensors["advantages"]
+    first = advantages.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)
+    if not torch.allclose(first[mask.any(1)], present[mask.any(1)], rtol=1e-4, atol=1e-6):
+        return groups  # somebody has changed them since
+    return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
 
 def tensors_under(
@@ -49,6 +92,7 @@ def tensors_under(
     rows: Sequence[int],
     groups: Groups | None,
     has_ratio_clips: bool,
+    trainer: str,
 ) -> dict[str, torch.Tensor] | None:
     """See :meth:`~...core.step.OwnLoss.tensors_under`; tensors are (B, T).
 
@@ -59,39 +103,54 @@ def tensors_under(
         rows: their numbers on the driver.
         groups: from the driver.
         has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh its tokens.
+        trainer: as the advice knows it.
     """
     if groups is None or len(rows) != len(log_prob):
         return None
+    if name in CORRECTIONS:
+        return _corrected(settings_in(lines_of(name, trainer)[""], trainer), held)
     if name in _BY_WEIGHTS:
         weights = _BY_WEIGHTS[name](held, log_prob, has_ratio_clips)
         return None if weights is None else {WEIGHTS: weights}
     advantages = held["advantages"]
     if name == "reweight" and not groups.is_reweighted:
         return {"advantages": reweight(advantages, held["old_log_probs"], ALPHA)}
-    if name == "divide" and groups.spreads:
-        spreads = advantages.new_tensor([groups.spreads[row] for row in rows]).unsqueeze(1)
-        return {"advantages": advantages / (spreads + _EPSILON)}
+    if name == ("mean_only" if groups.is_divided else "divide") and groups.other_advantages:
+        other = advantages.new_tensor([groups.other_advantages[row] for row in rows])
+        return {"advantages": other.unsqueeze(1) * held[MASK]}
     return None
+
+
+def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
+    """The corrections that would change more than the loss of this run, or stand in the place of its own."""
+    has = (algorithm.get("rollout_correction") or {}).get
+    if has("bypass_mode"):  # the loss itself corrects
+        return frozenset(CORRECTIONS)
+    has_own = has("rollout_rs") or has("rollout_token_veto_threshold") or has("rollout_is_batch_normalize")
+    is_safe = estimator in _BY_SCORES and not algorithm.use_kl_in_reward and not has_own
+    return frozenset() if is_safe else frozenset(OF_MASK)
 
 
 WEIGHTS = "rollout_is_weights"
 """What verl multiplies token losses with: its rollout correction's, and those of our clips on ratios."""
 _TRUNCATED = 1.5
-_TIS = 2.0  # verl's default, where it weighs tokens by trainer over engine
+CORRECTIONS = ("weigh_tokens", *OF_MASK)
+"""Actions that are verl's own rollout correction."""
+_CORRECTION = "algorithm.rollout_correction."
+
+
+def _corrected(settings: Mapping[str, Any], held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
+
+    given = {name.removeprefix(_CORRECTION): each for name, each in settings.items() if name.startswith(_CORRECTION)}
+    if "rollout_log_probs" not in held or (WEIGHTS in held and "rollout_is" in given):
+        return None
+    weights, mask, _ = correct(held["old_log_probs"], held["rollout_log_probs"], held[MASK], **given)
+    return {MASK: mask} if weights is None else {WEIGHTS: weights.batch[WEIGHTS]}
 
 
 def _truncated(held: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
     return held[WEIGHTS].clamp(max=_TRUNCATED) if WEIGHTS in held else None
-
-
-def _by_engine(held: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
-    if WEIGHTS in held or "rollout_log_probs" not in held:
-        return None
-    log_ratio = held["old_log_probs"] - held["rollout_log_probs"]
-    given = {"rollout_is": "token", "rollout_is_threshold": _TIS}
-    return compute_rollout_correction_weights(log_ratio, held["response_mask"], **given)[0]
 
 
 def _clipped(
@@ -104,7 +163,6 @@ def _clipped(
 
 _BY_WEIGHTS: dict[str, Callable[..., torch.Tensor | None]] = {
     "truncate": _truncated,
-    "weigh_tokens": _by_engine,
     "clip_tokens": partial(_clipped, StabilizeConfig(token_clip=TokenClipConfig(mode="clamp"))),
     "clip_sequences": partial(_clipped, StabilizeConfig(seq_clip=SeqClipConfig(mode="clamp"))),
 }

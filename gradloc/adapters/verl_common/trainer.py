@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from ...config import GradLocConfig
 from ...health.monitor import Monitor
-from ...loop.batch import BatchView, groups_of
+from ...loop.batch import BatchView
 from ...loop.driver import Driver
 from ...loop.wire import Policy, RankReport
 from ...record import Run
@@ -21,6 +21,7 @@ from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
+from .losses import groups_of
 from .needs import health_in, refused_cures
 from .watch import reports_of
 
@@ -226,11 +227,12 @@ class TrainerParts:
         self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
         self._num_silent = 0
         self._checkpoint: str | None = None
+        self._algorithm: Any = None
         self._refused_cures = frozenset[str]()
 
     def build_drivers(self, config: Any, tokenizer: Any, on: Collection[str]) -> None:
         """Of the models whose spikes are looked for; see :func:`build_driver`, and of ``on`` :func:`.check_needs`."""
-        self._refused_cures = refused_cures(on, config)
+        self._algorithm, self._refused_cures = config.algorithm, refused_cures(on, config)
         if self.settings.enable:
             self.spikes = build_driver(config, self.settings, tokenizer)
         if self.settings.critic != "off":
@@ -293,7 +295,7 @@ class TrainerParts:
         else:
             policy = driver.before_batch(view.tensors["response_mask"], step, update.dp_size, stage)
             if driver.settings.search.max_cures > 0 and not stage:  # which has a part of the advantages
-                groups = groups_of(view, driver.writer.run.estimator, self.alpha != 0, self._refused_cures)
+                groups = groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
                 policy = replace(policy, groups=groups)
         learned = None if memory is None else memory.to_send
         policy = replace(policy, stage=stage or None, learned=learned, keeps_lr_schedule=keeps_lr_schedule)

@@ -16,8 +16,9 @@ import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 
-from gradloc.adapters.trl.step import TrlStep
+from gradloc.adapters.trl.step import OTHER_KEY, TrlStep
 from gradloc.adapters.trl.trainer import WatchedRewards
+from gradloc.adapters.trl.watch import other_advantages
 from tests.adapters.trl.harness import PROMPTS, tokenizer, vowels
 from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
@@ -28,7 +29,8 @@ LOSSES = {"token-mean": "dapo", "seq-mean-token-sum": "luspo", "seq-mean-token-m
 
 
 PLAIN = ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type")
-PLAIN += ("off_policy_mask_threshold", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_mode")
+PLAIN += ("off_policy_mask_threshold", "scale_rewards")
+PLAIN += ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_mode")
 """TRL's own settings, which a scenario may name as they are."""
 
 
@@ -133,6 +135,9 @@ class Trainer:
         """Rank, number and TRL's inputs of each micro-batch, as verl deals rows out."""
         tensors, each = batch.batch, len(batch) // self.dp_size
         num_items = tensors["response_mask"].sum().float()
+        scores, is_divided = tensors["token_level_scores"].sum(-1), self.trainer.scale_rewards == "group"
+        present, other = (other_advantages(scores, 2, each) for each in (not is_divided, is_divided))
+        is_of_rewards = bool((present[:, None] * tensors["response_mask"]).allclose(tensors["advantages"]))
         for rank in range(self.dp_size):
             for index, first in enumerate(range(rank * each, (rank + 1) * each, self.rows)):
                 rows = {name: value[first : first + self.rows] for name, value in tensors.items()}
@@ -155,6 +160,7 @@ class Trainer:
                         **reference,
                         **{name: rows[name] for name in ("importance_sampling_ratio",) if name in rows},
                         **({theirs: rows[ours] for theirs, ours in of_engine.items()} if has_them else {}),
+                        **({OTHER_KEY: other[first : first + self.rows]} if is_of_rewards else {}),
                     },
                 )
 
@@ -193,6 +199,7 @@ def make_trainer(
         "loss_type": LOSSES[given.get("loss_agg_mode", "token-mean")],
         "bf16": given.get("fsdp_config.dtype") == "bfloat16",
         "vllm_importance_sampling_mode": "token_truncate",
+        "scale_rewards": "none" if given.get("algorithm.norm_adv_by_std_in_grpo") == "false" else "group",
     }
     names = {"clip_ratio_low": "epsilon", "clip_ratio_high": "epsilon_high", "kl_loss_coef": "beta"}
     config |= {theirs: float(given[ours]) for ours, theirs in names.items() if ours in given}

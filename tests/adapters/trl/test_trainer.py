@@ -8,6 +8,7 @@ import pytest
 import transformers
 import trl
 
+from gradloc.adapters.trl.step import OTHER_KEY
 from gradloc.trl import GRPOTrainer, attach
 from tests.adapters.trl import harness
 from tests.adapters.trl.conftest import SAME, events_in
@@ -43,6 +44,25 @@ def test_the_config_may_say_it(tmp_path):
     of_config = GRPOTrainer(made, harness.vowels, args=args, train_dataset=data)
     assert of_config._watch.settings.action.mode == "skip"
     assert GRPOTrainer(made, harness.vowels, args=args, train_dataset=data, gradloc="off")._watch is None
+
+
+def test_rows_hold_what_their_advantages_would_be_under_the_other_scaling(run):
+    made = {}
+    for scaling in ("group", "none"):
+
+        def prepare(trainer, scaling=scaling):
+            score = trainer._generate_and_score_completions
+
+            def scored(inputs):
+                return made.setdefault(scaling, score(inputs))
+
+            trainer._generate_and_score_completions = scored
+
+        run("watched", gradloc=harness.TAU, prepare=prepare, scale_rewards=scaling)
+    group, none = made["group"], made["none"]
+    assert group["completion_ids"].equal(none["completion_ids"]) and none["advantages"].any()
+    for one, other in ((group, none), (none, group)):
+        assert (one[OTHER_KEY].unsqueeze(1) == other["advantages"]).all()
 
 
 def test_counts_are_summed_over_the_steps_of_a_log_and_means_are_not(run):

@@ -34,7 +34,7 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ADAPTER = "adapter"
-PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "token_level_scores", "rollout_log_probs")
+PER_TOKEN = ("old_log_probs", "advantages", "ref_log_prob", "rollout_log_probs")
 DISTILLED = [
     "distillation.enabled=true",
     "distillation.n_gpus_per_node=2",
@@ -222,6 +222,7 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
         "response_mask": mask,
         "loss_mask": mask,
         "teacher_logprobs": teacher.unsqueeze(-1),
+        "rm_scores": tensors["token_level_scores"][:length],  # as the queue calls them
         **{name: tensors[name][:length] for name in PER_TOKEN if name in tensors},
         **{name: values.reshape(-1) for name, values in tensors.items() if name.startswith("gradloc_")},
         **{name: values[index] for name, values in batch.non_tensor_batch.items()},

@@ -89,8 +89,11 @@ test_the_norm_under_another_setting_is_that_of_the_update_run_with_it = same(
 test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit = slow(
     test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit,
     *("TP 2", "PP 2", "experts, EP 2"),
-    kind="pushed down",
+    name="pushed down",
     layout=[],
+)
+test_so_it_is_where_tokens_leave_the_loss = slow(
+    test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit, "TP 2", "PP 2", name="veto", layout=[]
 )
 test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
 test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
