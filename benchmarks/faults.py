@@ -74,6 +74,7 @@ KINDS = {
     "SIGKILL": "to one process",
     "SIGTERM": "to one process",
     "a rank stands still": "SIGSTOP, and SIGCONT three seconds later",
+    "a rank stands still for 90 s": "likewise",
     "dead tracker": "of four kinds",
     "device memory": "one allocation fails, at a place or by its number",
     "device memory, from here on": "a simulated device gives no more than what was taken",
@@ -84,8 +85,8 @@ KINDS = {
 """What may fail, and how."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save")}
-LIMIT_S, PATIENCE_S = 60.0, 5.0
-"""All processes have to have ended by then; and how long a rank that failed waits for its peers here. The package's
+PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
+"""A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits for its peers here. The package's
 patience is longer, so cases have as much less time."""
 _ACTOR = "actor_rollout_ref.actor"
 _ON = [f"{_ACTOR}.spike_detection=True", f"{_ACTOR}.grad_norm_threshold=640"]
@@ -333,7 +334,7 @@ def cases_of(counts: list[dict[str, int]]) -> list[Fault]:
 class Trial:
     """A trainer's cases: the same ranks, until one is lost."""
 
-    def __init__(self, trainer: str, folder: Path, pause_s: float = 3.0, patience_s: float = PATIENCE_S):
+    def __init__(self, trainer: str, folder: Path, pause_s: float = PAUSE_S, patience_s: float = PATIENCE_S):
         self.trainer, self._folder, self._patience_s = trainer, folder, patience_s
         self._world, self._number, self._seconds = world_of(trainer), 0, {"pause_s": pause_s, "patience_s": patience_s}
         self.cases = cases_of([answer["counts"] for _, answer in self._run()])
@@ -420,13 +421,18 @@ def markdown(record: Record) -> str:
     return table(rows)
 
 
+def _paused(fault: Fault, pause_s: float) -> Fault:
+    """The case by its name in the record, which says a pause that is not the usual one."""
+    return fault if pause_s == PAUSE_S else replace(fault, kind=f"{fault.kind} for {pause_s:.0f} s")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that the record has not yet, and print the table; the exit code is 1 where an outcome is bad."""
     options = parser("faults", __doc__)
     options.add_argument("--trainer", choices=TRAINERS, help="this one alone")
     options.add_argument("--every", type=int, default=1, help="each so manieth case (%(default)s)")
     options.add_argument("--kind", default="", help="what fails begins with this")
-    options.add_argument("--pause", type=float, default=3.0, help="seconds that a rank or a disk stops (%(default)s)")
+    options.add_argument("--pause", type=float, default=PAUSE_S, help="seconds that a rank or a disk stops (%(default)s)")
     options.add_argument("--table", action="store_true", help="print the record's table, and run nothing")
     parsed = options.parse_args(arguments)
     path = parsed.out / "faults.json"
@@ -435,11 +441,12 @@ def main(arguments: list[str] | None = None) -> int:
         with TemporaryDirectory() as folder:
             trial = Trial(trainer, Path(folder), parsed.pause)
             wanted = [each for each in trial.cases[:: parsed.every] if each.kind.startswith(parsed.kind)]
-            todo = [each for each in wanted if f"{trainer} | {each.key}" not in record["outcomes"]]
+            keys = {each: f"{trainer} | {_paused(each, parsed.pause).key}" for each in wanted}
+            todo = [each for each in wanted if keys[each] not in record["outcomes"]]
             progress = Progress(len(todo))
             for fault in todo:
                 if outcome := trial.outcome(fault):
-                    record["outcomes"][f"{trainer} | {fault.key}"] = outcome
+                    record["outcomes"][keys[fault]] = outcome
                     write({**record, "core_sha256": digest()}, parsed.out, "faults")
                 progress.step(f"{trainer}, {fault.key}: {outcome or 'it did not come there'}")
             trial.close()

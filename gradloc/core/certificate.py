@@ -76,6 +76,11 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
     return "not_explained", "without the culprits the norm is still over the threshold"
 
 
+def unit_of(prober: Prober) -> float:
+    """By how much of its norm a backward of a few tokens may be off."""
+    return _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
+
+
 def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:
     """Whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the threshold.
 
@@ -84,7 +89,7 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
     """
     if threshold is None:
         return True
-    unit = _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
+    unit = unit_of(prober)
     additions = prober.step.num_micro_batches + num_tokens + 4
     return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
 
@@ -159,7 +164,7 @@ class Removal:
 
     def _subtract(self, alone: Gradient) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-        unit = _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
+        unit = unit_of(prober)
         if not alone:
             prober.compute_only(self.culprits, self.holders)
             alone = space.keep()

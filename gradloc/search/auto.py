@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ..core.certificate import judge, unit_of
 from ..core.gradients import Gradient
-from ..record import PathEntry, StepCause
+from ..record import Certificate, PathEntry, StepCause
 from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
 from .candidates import (
@@ -464,7 +465,35 @@ class _AutoSearch:
             is_done = self.prober.space.norm() < task.reference
         self.direction, self.scale = self.prober.space.keep(), 1.0
         self.result.rest = self.direction
+        if certificate.verdict == "explained" and self.others is None:
+            self._leave_to_rows(certificate)
         return is_done
+
+    def _leave_to_rows(self, certificate: Certificate) -> None:
+        """Where rows as a whole are culprits: let go of the tokens beside them that the spike does not need.
+
+        With those back in, the norm is at most that of the rest, with its error, plus the tokens' own. Where that is
+        under the threshold, one probe more measures it.
+        """
+        task, named = self.task, self.result.culprits
+        rows = [culprit for culprit in named if culprit.span == "sequence"]
+        beside = [culprit for culprit in named if culprit.span != "sequence"]
+        sizes = math.fsum(culprit.norm if culprit.is_exact else math.inf for culprit in beside)
+        bound = certificate.error_bound + 2 * unit_of(self.prober) * sizes
+        if not rows or not beside or not certificate.norm_after + bound + sizes < (task.spike.threshold or 0.0):
+            return
+        holders = sorted({culprit.micro_batch for culprit in beside})
+        has_beside = self.prober.step.recorded(0).beside_coefficient is not None  # which each probe would add
+        if has_beside or task.unit != 1.0 or not task.can_afford(backwards=len(holders), is_certificate=True):
+            return
+        self.prober.compute_only([token for culprit in beside for token in culprit.tokens], holders)
+        self.prober.add(self.direction)
+        norm = self.prober.space.norm()
+        verdict, reason = judge(norm, bound, task.spike.threshold)
+        self.result.culprits = rows
+        self.result.certificate = replace(certificate, norm_after=norm, error_bound=bound, verdict=verdict, reason=reason)
+        self.direction = self.result.rest = self.prober.space.keep()
+        self.note("residual", verdict, f"with {len(beside)} loud spans beside the rows back in", norm)
 
     def _measure_by_difference(self) -> None:
         """The only culprit's own gradient, with no backward: the spike less what the certificate left in ``.grad``."""

@@ -23,7 +23,7 @@ def tried(monkeypatch, case, *settings, max_cures=2, max_steps=100.0, max_second
     plants, loss = case
     task, batch = task_of(plants, max_steps=max_steps, loss=loss)
     options = [Candidate(str(each), str(each), each, is_of_batch=False) for each in settings]
-    monkeypatch.setattr(cures, "candidates", lambda step, groups: options)
+    monkeypatch.setattr(cures, "candidates", lambda step, ranks, groups: options)
     result = auto(task)
     task.limit.seconds = max_seconds
     found = try_cures(task, result, None, max_cures)
