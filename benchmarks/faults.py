@@ -84,7 +84,7 @@ KINDS = {
 }
 """What may fail, and how."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
-SAVES = {"weights": ("torch", "save")}
+SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
 PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
 """A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits for its peers here. The package's
 patience is longer, so cases have as much less time."""
@@ -155,7 +155,7 @@ class _Injection:
         with ExitStack() as stack:
             for place, (module, path) in places.items():
                 *owners, name = path.split(".")
-                owner = importlib.import_module(module if module == "torch" else f"gradloc.{module}")
+                owner = importlib.import_module(module if place in SAVES else f"gradloc.{module}")
                 for each in owners:
                     owner = getattr(owner, each)
                 stack.enter_context(mock.patch.object(owner, name, self._coming(place, getattr(owner, name))))
@@ -164,7 +164,8 @@ class _Injection:
     def _coming(self, place: str, original: Callable) -> Callable:
         def coming(*args: Any, **given: Any) -> Any:
             if place != "agreement":
-                self.come(place)
+                if place not in SAVES or isinstance(args[1], str | os.PathLike):  # a tensor is pickled by torch.save
+                    self.come(place)
                 return original(*args, **given)
             ranks, local = args  # what a rank computes by itself, before all tell each other how it went
             return original(ranks, lambda: (self.come(place), local())[1])
@@ -324,10 +325,11 @@ def cases_of(counts: list[dict[str, int]]) -> list[Fault]:
     found += [Fault("host memory", place, number, rank) for place in COPIES for number in (1, 2) for rank in (0, 1)]
     for kind in ("full disk", "late file system"):
         found += [Fault(kind, place, 1, rank) for place in ("event's folder", "event's line") for rank in (0,)]
-        found += [Fault(kind, place, 1, rank) for place in SAVES for rank in (0, 1)]
+        found += [Fault(kind, "weights", 1, rank) for rank in (0, 1)]
     found.append(Fault("full disk", "the device is full"))
     trackers = ("a webhook that refuses", "a webhook that is silent", "a command that hangs", "a client that raises")
     found += [Fault("dead tracker", place) for place in trackers]
+    found += [Fault("full disk", "safetensors"), Fault("late file system", "safetensors")]
     return [replace(each, mode="mask" if at // 2 % 2 else "observe") for at, each in enumerate(found)]
 
 

@@ -491,7 +491,8 @@ class _AutoSearch:
         norm = self.prober.space.norm()
         verdict, reason = judge(norm, bound, task.spike.threshold)
         self.result.culprits = rows
-        self.result.certificate = replace(certificate, norm_after=norm, error_bound=bound, verdict=verdict, reason=reason)
+        judged = {"norm_after": norm, "error_bound": bound, "verdict": verdict, "reason": reason}
+        self.result.certificate = replace(certificate, **judged)
         self.direction = self.result.rest = self.prober.space.keep()
         self.note("residual", verdict, f"with {len(beside)} loud spans beside the rows back in", norm)
 

@@ -4,6 +4,8 @@
 ``add_arguments(parser)`` says what a subcommand takes; ``run(args)`` does it and returns the exit code.
 """
 
+import argparse
+
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
@@ -16,3 +18,13 @@ COMMANDS = {
     "mismatch": "why the log-probs of the rollout engine and of the trainer differ",
     "quartiles": "which tokens' gradients dominate, by probability: figures and tables",
 }
+
+
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says where the norm is in a log that does not; ``metric`` and ``pattern`` of :func:`..runs.run.read_run`."""
+    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
+    parser.add_argument(
+        "--pattern",
+        metavar="REGEX",
+        help=r"where a line has its norm: 'step (?P<step>\d+).*norm (?P<value>\S+)'; other groups are metrics",
+    )

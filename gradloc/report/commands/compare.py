@@ -13,6 +13,7 @@ from ..pages import page, terminal
 from ..pages.exports import escape
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
+from . import add_log_arguments
 
 LISTED = 30
 """Steps and settings that the terminal lists."""
@@ -21,6 +22,7 @@ LISTED = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
+    add_log_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
     parser.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
 
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         output.check(args.output, None if args.format else output.HTML)
-    runs = [read_run(args.run_a), read_run(args.run_b)]
+    runs = [read_run(path, None, args.metric, args.pattern) for path in (args.run_a, args.run_b)]
     comparison = compare(*runs)
     notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
     notes += [

@@ -32,6 +32,7 @@ from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
+from . import add_log_arguments
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP_WIDTH, STRIP_LINES = 60, 5  # of a longer run, a mark stands for several steps
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lead", action="store_true", help="how many steps before an explosion each rule warned")
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
-    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
+    add_log_arguments(parser)
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     parser.add_argument(
         "--grad-clip",
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if len(args.paths) > 1:
         raise ReportError(f"health is of one run, found {len(args.paths)}: name one, or ask --lead of all.")
-    folder = read_run(args.paths[0], args.metrics, args.metric)
+    folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
     healths = [judge(run.parts, config, args.grad_clip or None) for run in folder.runs]
     if not healths or not healths[0]:
         raise ReportError(
@@ -103,7 +104,7 @@ def _config(given: list[str]) -> HealthConfig:
 
 
 def _print_lead(args: argparse.Namespace) -> None:
-    runs = read_logs(args.paths, args.metric).runs
+    runs = read_logs(args.paths, args.metric, pattern=args.pattern).runs
     rules, onsets = lead(runs)
     rows = [rule.row for rule in rules if rule.num_steps]
     if args.json:

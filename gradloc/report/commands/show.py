@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import output
 from ..pages import exports, page, terminal
 from ..runs.run import read_logs, read_run
+from . import add_log_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
     parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
-    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
-    parser.add_argument(
-        "--pattern",
-        metavar="REGEX",
-        help=r"where a line has its norm: 'step (?P<step>\d+).*norm (?P<value>\S+)'; other groups are metrics",
-    )
+    add_log_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from ..pages import terminal
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
 from ..runs.trigger import missing_norm, settings_of
+from . import add_log_arguments
 
 SHOWN = 30
 """Flagged steps that the terminal lists."""
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a setting of actor.gradloc.trigger: window, warmup, floor or cap; may be given again",
     )
-    parser.add_argument("--metric", metavar="NAME", help="the metric that holds the norms")
+    add_log_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every step's norm and threshold; - for stdout")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the picture: .html or .svg")
 
@@ -74,7 +75,7 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
     runs: dict[str, Diagnosis] = {}
     notes: list[str] = []
     for path in args.metrics:
-        folder = read_run(path, metric=args.metric)
+        folder = read_run(path, metric=args.metric, pattern=args.pattern)
         if not folder.metrics:
             raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
         notes += folder.notes

@@ -14,6 +14,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from markupsafe import escape
 from rich.console import Console, Group
@@ -34,6 +35,7 @@ from ..runs.health import RunHealth, judge
 from ..runs.metrics import MEAN
 from ..runs.run import RunFolder, read_run
 from ..runs.trigger import Judged
+from . import add_log_arguments
 
 EVENTS = 8
 """Events listed: the last ones."""
@@ -43,7 +45,8 @@ STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 class Follower:
     """A run's folder as it is at the moment."""
 
-    def __init__(self, path: Path, metrics_path: Path | None = None):
+    def __init__(self, path: Path, *where: Any):
+        """``where``: as of :func:`..runs.run.read_run`, after ``path``."""
         self.path = path
         self.version = 0
         """Counts how often something new was read."""
@@ -51,7 +54,7 @@ class Follower:
         """None until there is an event or a metric."""
         self.waiting = f"{path} is not there yet."
         """Why there is nothing to show, in a sentence."""
-        self._metrics_path = metrics_path
+        self._where = where
         self._seen: list[tuple[Path, int, int]] | None = None
 
     def poll(self) -> bool:
@@ -61,7 +64,7 @@ class Follower:
             return False
         self._seen = stamps
         try:
-            self.run = read_run(self.path, self._metrics_path)
+            self.run = read_run(self.path, *self._where)
         except (ReportError, OSError) as error:  # an empty folder, or a file that just went away
             self.waiting = str(error)
             return False
@@ -70,7 +73,7 @@ class Follower:
 
     def _stamps(self) -> list[tuple[Path, int, int]]:
         stamps = []
-        for file in [*files_of(self.path, depth=3), self.path, *filter(None, [self._metrics_path])]:
+        for file in [*files_of(self.path, depth=3), self.path, *filter(None, self._where[:1])]:
             try:
                 status = file.stat()
             except OSError:
@@ -245,6 +248,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+    add_log_arguments(parser)
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, for this machine alone")
@@ -256,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
     if not 0 <= args.port < 1 << 16:
         raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
-    follower, console = Follower(args.run_dir, args.metrics), terminal.console()
+    follower, console = Follower(args.run_dir, args.metrics, args.metric, args.pattern), terminal.console()
     follower.poll()
     if args.once:
         if follower.run is None:
