@@ -86,8 +86,8 @@ KINDS = {
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
 PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
-"""A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits for its peers here. The package's
-patience is longer, so cases have as much less time."""
+"""A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits
+for its peers here. The package's patience is longer, so cases have as much less time."""
 _ACTOR = "actor_rollout_ref.actor"
 _ON = [f"{_ACTOR}.spike_detection=True", f"{_ACTOR}.grad_norm_threshold=640"]
 _PLANT = (6, 2, 1e4)
@@ -434,7 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--trainer", choices=TRAINERS, help="this one alone")
     options.add_argument("--every", type=int, default=1, help="each so manieth case (%(default)s)")
     options.add_argument("--kind", default="", help="what fails begins with this")
-    options.add_argument("--pause", type=float, default=PAUSE_S, help="seconds that a rank or a disk stops (%(default)s)")
+    options.add_argument("--pause", type=float, default=PAUSE_S, help="seconds of a stop (%(default)s)")
     options.add_argument("--table", action="store_true", help="print the record's table, and run nothing")
     parsed = options.parse_args(arguments)
     path = parsed.out / "faults.json"

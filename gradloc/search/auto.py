@@ -479,11 +479,13 @@ class _AutoSearch:
         rows = [culprit for culprit in named if culprit.span == "sequence"]
         beside = [culprit for culprit in named if culprit.span != "sequence"]
         sizes = math.fsum(culprit.norm if culprit.is_exact else math.inf for culprit in beside)
-        bound = certificate.error_bound + 2 * unit_of(self.prober) * sizes
-        if not rows or not beside or not certificate.norm_after + bound + sizes < (task.spike.threshold or 0.0):
+        bound = (certificate.error_bound or 0.0) + 2 * unit_of(self.prober) * sizes
+        most = (certificate.norm_after or 0.0) + bound + sizes
+        if not rows or not beside or not most < (task.spike.threshold or 0.0):
             return
         holders = sorted({culprit.micro_batch for culprit in beside})
-        has_beside = self.prober.step.recorded(0).beside_coefficient is not None  # which each probe would add
+        ranks, own = self.prober.ranks, self.prober.step.recorded(0).beside_coefficient is not None
+        has_beside = ranks.sum([float(own)])[0] > 0  # which each probe would add
         if has_beside or task.unit != 1.0 or not task.can_afford(backwards=len(holders), is_certificate=True):
             return
         self.prober.compute_only([token for culprit in beside for token in culprit.tokens], holders)
@@ -491,8 +493,8 @@ class _AutoSearch:
         norm = self.prober.space.norm()
         verdict, reason = judge(norm, bound, task.spike.threshold)
         self.result.culprits = rows
-        judged = {"norm_after": norm, "error_bound": bound, "verdict": verdict, "reason": reason}
-        self.result.certificate = replace(certificate, **judged)
+        after = replace(certificate, norm_after=norm, error_bound=bound, verdict=verdict, reason=reason)
+        self.result.certificate = after
         self.direction = self.result.rest = self.prober.space.keep()
         self.note("residual", verdict, f"with {len(beside)} loud spans beside the rows back in", norm)
 
