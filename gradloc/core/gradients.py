@@ -224,8 +224,9 @@ class GradientSpace:
 
     def keep(self) -> Gradient:
         """:meth:`take`; into the host's memory if ``keeps_on_host``."""
-        if not self.keeps_on_host:
-            return self.take()
+        return self.agree(self._move_to_host) if self.keeps_on_host else self.take()
+
+    def _move_to_host(self) -> Gradient:
         kept: Gradient = []
         for param in self.params:
             kept.append(None if param.grad is None else host_copy(local_shard(param.grad)))

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and log-probs in float32 of half-precision operands: in parts, and where a device multiplies into float32."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from gradloc.adapters.verl_common.precise import fused_log_probs
+from gradloc.adapters.verl_common.precise import PartedHead, fused_log_probs, part_bytes, reads_in_parts
 from gradloc.core import precise
 from gradloc.core.precise import precise_linear
+from tests.core.card import Card
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -60,3 +63,41 @@ def test_a_product_into_float32_is_taken_where_the_device_has_it_and_gives_the_s
         torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
     precise_linear(hidden.float(), weight.float(), None)
     assert len(calls) == 3, "float32 operands are multiplied as they are"
+
+
+class Toy(torch.nn.Module):
+    """A head alone; ``factor`` of its logits."""
+
+    def __init__(self, factor: float | None = None, vocabulary: int = 4096):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(16, vocabulary, dtype=torch.bfloat16)
+        self.config, self.factor = SimpleNamespace(logit_scale=None), factor
+
+    def forward(self, hidden):
+        logits = self.lm_head(hidden)
+        return SimpleNamespace(logits=logits if self.factor is None else logits * self.factor)
+
+
+@torch.no_grad()
+def test_a_head_read_in_parts_takes_no_more_memory_than_it_says():
+    model, hidden = Toy(), torch.randn(1, 2000, 16).bfloat16()
+    with PartedHead(model, 0.7) as parted, Card() as card:
+        parted.labels = torch.arange(2000).unsqueeze(0)
+        before = card.live
+        found = parted.outputs_of(model(hidden))
+    logits = precise_linear(hidden, model.lm_head.weight, model.lm_head.bias).div(0.7).log_softmax(-1)
+    torch.testing.assert_close(found.log_probs, logits.gather(-1, parted.labels[..., None]).squeeze(-1))
+    torch.testing.assert_close(found.entropy, -(logits.exp() * logits).sum(-1))
+    assert 0.7 < (card.peak - before) / part_bytes(2000, 4096) < 1.05
+
+
+@torch.no_grad()
+def test_a_model_that_computes_with_its_logits_is_not_read_at_its_head():
+    model = Toy(factor=0.5)
+    with PartedHead(model, 1.0) as parted:
+        parted.labels = torch.zeros(1, 3, dtype=torch.long)
+        with pytest.raises(RuntimeError, match="computes with its logits"):
+            parted.outputs_of(model(torch.ones(1, 3, 16).bfloat16()))
+    assert reads_in_parts(model, torch.bfloat16) and not reads_in_parts(model, torch.float32)
+    model.config.logit_scale = 0.5
+    assert not reads_in_parts(model, torch.bfloat16), "its config says so"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, 
 from ...keys import ROW_KEY
 from ...touched import replaced
 from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
-from ..verl_common.precise import readout_of
+from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
 class VerlStep(OwnLoss):
@@ -114,8 +114,32 @@ class ActorStep(VerlStep):
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         actor = self.actor
         readout = readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels)
+        if not torch.is_grad_enabled() and self._reads_in_parts:
+            readout = self._read_in_parts()
         with nullcontext() if torch.is_grad_enabled() else readout:
             return self.train_forward(micro_batch, needs_entropy)
+
+    @property
+    def _reads_in_parts(self) -> bool:
+        """Where ranks share a sequence, verl's log-probs are of labels that the model never sees."""
+        actor = self.actor
+        is_plain = not actor.use_fused_kernels and actor.ulysses_sequence_parallel_size == 1
+        is_plain = is_plain and not getattr(actor, "use_prefix_grouper", False)
+        is_plain = is_plain and not self.config.get("calculate_sum_pi_squared", False)
+        return is_plain and reads_in_parts(actor.actor_module, actor.param_dtype)
+
+    @contextmanager
+    def _read_in_parts(self) -> Iterator[None]:
+        """verl's own forward, as if a fused kernel gave it log-probs and entropies."""
+        module = self.actor.actor_module
+
+        def forward(input_ids: torch.Tensor, temperature: float, return_dict: bool, **given: Any) -> SimpleNamespace:
+            parted.labels = input_ids.roll(-1, dims=1)
+            return parted.outputs_of(module(input_ids=input_ids, **given))
+
+        with PartedHead(module, self.temperature) as parted:
+            with replaced(self.actor, actor_module=forward, use_fused_kernels=True):
+                yield
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         """Training's forward, with a graph or without."""
@@ -134,6 +158,8 @@ class ActorStep(VerlStep):
         config = actor.config
         is_chunked = config.entropy_from_logits_with_chunking and actor.use_remove_padding
         is_whole = (config.calculate_entropy or config.entropy_coeff != 0) and not is_chunked
+        if self._reads_in_parts:
+            return part_bytes(num_positions, vocabulary)
         each = logit_bytes(has_entropy=is_whole)
         return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
 
