@@ -113,10 +113,15 @@ class ActorStep(VerlStep):
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         actor = self.actor
-        readout = readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels)
-        if not torch.is_grad_enabled() and self._reads_in_parts:
-            readout = self._read_in_parts()
-        with nullcontext() if torch.is_grad_enabled() else readout:
+        if torch.is_grad_enabled():
+            return self.train_forward(micro_batch, needs_entropy)
+        if self._reads_in_parts:
+            with self._read_in_parts():
+                outputs = self.train_forward(micro_batch, needs_entropy)
+            if self._reads_in_parts:
+                return outputs
+            self._recorded[micro_batch].rng.restore()  # the model computes with its logits: they have to be there
+        with readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels):
             return self.train_forward(micro_batch, needs_entropy)
 
     @property

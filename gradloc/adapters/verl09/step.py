@@ -9,7 +9,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -187,14 +187,17 @@ class EngineStep(OwnLoss):
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        with ExitStack() as around:
-            if torch.is_grad_enabled():
-                around.enter_context(settled(self.engine))
-            else:
-                data = self.micro_batches[micro_batch]
-                readout = readout_of(self.engine.module, self.numerics.dtype, is_fused(data))
-                around.enter_context(self._read_in_parts() if self._reads_in_parts(data) else readout)
-                around.enter_context(set_aside())
+        if torch.is_grad_enabled():
+            with settled(self.engine):
+                return self.train_forward(micro_batch, needs_entropy)
+        data = self.micro_batches[micro_batch]
+        if self._reads_in_parts(data):
+            with self._read_in_parts(), set_aside():
+                outputs = self.train_forward(micro_batch, needs_entropy)
+            if self._reads_in_parts(data):
+                return outputs
+            self._recorded[micro_batch].rng.restore()  # the model computes with its logits: they have to be there
+        with readout_of(self.engine.module, self.numerics.dtype, is_fused(data)), set_aside():
             return self.train_forward(micro_batch, needs_entropy)
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -15,6 +16,8 @@ from ...touched import replaced
 
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What a config calls it where a model does more with its logits than read them out."""
+_COMPUTE_BEHIND: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that were found to do so, whatever their config says."""
 
 
 def readout_of(module: torch.nn.Module, compute_dtype: torch.dtype, is_fused: bool) -> AbstractContextManager[None]:
@@ -81,7 +84,8 @@ def reads_in_parts(module: torch.nn.Module, compute_dtype: torch.dtype) -> bool:
     asked: Any = getattr(unwrapped(module), "config", None)
     config = asked.get_text_config() if hasattr(asked, "get_text_config") else asked
     changes = any(getattr(config, name, None) not in (None, 1.0) for name in _CHANGE_LOGITS)
-    return compute_dtype != torch.float32 and not changes and isinstance(head_of(module), torch.nn.Linear)
+    is_plain = not changes and unwrapped(module) not in _COMPUTE_BEHIND
+    return is_plain and compute_dtype != torch.float32 and isinstance(head_of(module), torch.nn.Linear)
 
 
 def part_bytes(num_positions: int, vocabulary: int) -> int:
@@ -104,7 +108,7 @@ class PartedHead:
 
     def __init__(self, module: torch.nn.Module, temperature: float):
         self.head: Any = head_of(module)
-        self._temperature = temperature
+        self._model, self._temperature = unwrapped(module), temperature
         self._given: torch.Tensor | None = None
         self._found = SimpleNamespace()
 
@@ -127,13 +131,11 @@ class PartedHead:
     def outputs_of(self, output: Any) -> SimpleNamespace:
         """``log_probs`` and ``entropy``, as verl's fused kernels give them, where the model has given ``output``.
 
-        Raises:
-            RuntimeError: one sentence, where the model has made something of its logits.
+        Where it has made something of its logits these are of no use, and :func:`reads_in_parts` says no from now on.
         """
         given = self._given
         if given is None or output.logits.data_ptr() != given.data_ptr() or output.logits.shape != given.shape:
-            raise RuntimeError(
-                "gradloc reads this model's log-probs at its head, and the model computes with its logits behind that: "
-                "use_fused_kernels=True, or another strategy than the default"
-            )
+            _COMPUTE_BEHIND.add(self._model)
+            nothing = torch.zeros(self.labels.shape, device=self.labels.device)
+            return SimpleNamespace(log_probs=nothing, entropy=nothing)
         return self._found
