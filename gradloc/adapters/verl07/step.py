@@ -115,16 +115,15 @@ class ActorStep(VerlStep):
         actor = self.actor
         if torch.is_grad_enabled():
             return self.train_forward(micro_batch, needs_entropy)
-        if self._reads_in_parts:
+        if self._reads_in_parts():
             with self._read_in_parts():
                 outputs = self.train_forward(micro_batch, needs_entropy)
-            if self._reads_in_parts:
+            if self._reads_in_parts():
                 return outputs
             self._recorded[micro_batch].rng.restore()  # the model computes with its logits: they have to be there
         with readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels):
             return self.train_forward(micro_batch, needs_entropy)
 
-    @property
     def _reads_in_parts(self) -> bool:
         """Where ranks share a sequence, verl's log-probs are of labels that the model never sees."""
         actor = self.actor
@@ -163,7 +162,7 @@ class ActorStep(VerlStep):
         config = actor.config
         is_chunked = config.entropy_from_logits_with_chunking and actor.use_remove_padding
         is_whole = (config.calculate_entropy or config.entropy_coeff != 0) and not is_chunked
-        if self._reads_in_parts:
+        if self._reads_in_parts():
             return part_bytes(num_positions, vocabulary)
         each = logit_bytes(has_entropy=is_whole)
         return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
