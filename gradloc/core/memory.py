@@ -128,8 +128,11 @@ def memory_of(device: torch.device) -> Memory:
     if device.type == "cpu":
         return Memory(free=int(min(host_free(), cgroup_free(), 2**60)))
     module = torch.get_device_module(device.type)
-    idle = idle_bytes(module.memory_snapshot(), device.index or 0)
-    return Memory(module.mem_get_info(device)[0] + idle)
+    try:  # a history that somebody records would come, too
+        segments = module.memory_snapshot(include_traces=False)
+    except TypeError:  # an older torch
+        segments = module.memory_snapshot()
+    return Memory(module.mem_get_info(device)[0] + idle_bytes(segments, device.index or 0))
 
 
 def host_free(path: str = "/proc/meminfo") -> float:

@@ -218,6 +218,20 @@ def test_what_a_sleeping_rollout_holds_is_not_to_be_had():
     assert idle_bytes(segments, 1) == 70
 
 
+@pytest.mark.parametrize("has_traces", [True, False])
+def test_a_history_of_allocations_that_somebody_records_is_not_read(monkeypatch, has_traces):
+    segments = [{"device": 0, "total_size": 100, "allocated_size": 30}]
+
+    def with_traces(include_traces=True):
+        assert not include_traces
+        return segments
+
+    card = SimpleNamespace(memory_snapshot=with_traces if has_traces else lambda: segments)
+    card.mem_get_info = lambda device: (5, 100)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: card)
+    assert memory.memory_of(torch.device("cuda:0")).free == 5 + 70
+
+
 def test_the_peak_of_another_pass_is_not_the_step_s(monkeypatch):
     there = {"peak": 900, "now": 100}
     monkeypatch.setattr(memory, "peak_of", lambda device: (there["peak"], there["now"]))
