@@ -40,7 +40,7 @@ def read_document(source: Source) -> list[Recording]:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
-        _add_rows(made, document)
+        _add_rows(made, _named(source, document))
     elif isinstance(document.get("cells"), list):
         return _read_notebook(source, document["cells"])
     elif isinstance(document.get("series"), list):
@@ -81,8 +81,33 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
             made.rows.append((step, values))
 
 
+_KEYS, _VALUES = ("metricName", "metric", "key", "tag"), ("metricValue", "value")
+"""Of an entry that is one value of a metric."""
+
+
+def _named(source: Source, entries: Any) -> Iterable[Any]:
+    """Entries that hold one value each, or TensorBoard's ``[wall time, step, value]``, by the metric's name."""
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        if isinstance(entry, dict):
+            key, value = (next((name for name in names if name in entry), None) for names in (_KEYS, _VALUES))
+            yield {**entry, str(entry[key]): entry[value], value: None} if key and value else entry
+        elif isinstance(entry, list) and len(entry) == 3 and isinstance(entry[1], int):
+            if not is_norm(source.path.stem):
+                source.notes[:] = [f"{source.name} does not name its one metric: it was taken for the gradient norm."]
+            yield {"step": entry[1], "grad_norm": entry[2]}
+
+
 def _entries_of(document: dict) -> list[dict]:
-    """The rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms."""
+    """The rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms; of ``{"1": {...}}`` by
+    step; and of pandas' ``to_json``, in any of its forms."""
+    if isinstance(document.get("data"), list) and isinstance(document.get("columns"), list):
+        return [dict(zip(document["columns"], row, strict=False)) for row in document["data"] if isinstance(row, list)]
+    inner = [value for value in document.values() if isinstance(value, dict)]
+    if len(inner) == len(document) > 0:
+        if all(str(key).isdecimal() for key in document):
+            return [{"step": int(key), **values} for key, values in document.items()]
+        if all(value.keys() == inner[0].keys() for value in inner):
+            document = {name: list(values.values()) for name, values in document.items()}
     lists = {name: values for name, values in document.items() if isinstance(values, list)}
     count = next((len(values) for name, values in lists.items() if is_norm(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}

@@ -28,12 +28,14 @@ _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _HEADED = re.compile(
-    r"\b(?:global[_ ])?(?:step|iteration|iter)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+    r"\b(?:global[_ ])?(?:step|iteration|iter|num_updates)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]",  # [73/120]
     re.IGNORECASE,
 )
 _LABELLED = re.compile(
-    rf"([A-Za-z][\w./@() -]*?)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)|([a-z_]*grad_?norm)\s+({_NUMBER})", re.I
+    rf"([A-Za-z][\w./@()-]*(?: [A-Za-z(@][\w./@()-]*)*)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)"
+    rf"|([a-z_]*(?:grad_?norm|loss|reward|entropy))\s+({_NUMBER})",
+    re.IGNORECASE,
 )
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
@@ -227,7 +229,8 @@ class Labelled(Grammar):
             return False
         values: dict[str, float] = {}
         for name, value, bare, bare_value in _LABELLED.findall(line, head.end()):
-            values[(name or bare).strip(" |,-")] = float(value or bare_value)
+            if not name.endswith(".py"):  # where a line was printed
+                values[(name or bare).strip(" |,-")] = float(value or bare_value)
         if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
         if " | Grad. Norm:" in line:

@@ -10,7 +10,7 @@ from ..runs.metrics import MAX, MEAN
 
 STEPS = tuple(
     "step global_step global_steps training/global_step train/global_step trainer/global_step train/step current_steps "
-    "global_step/max_steps iteration iter _step".split()
+    "global_step/max_steps iteration iter num_updates _step".split()
 )
 """What a step is called, the surest first: W&B's ``_step`` counts calls of its own."""
 

@@ -25,7 +25,7 @@ def is_table(source: Source) -> bool:
     """Whether the first two lines are a head and numbers below it."""
     if source.path.suffix.lower() in (".csv", ".tsv"):
         return not source.is_binary
-    lines = [line for line in source.text_head.splitlines()[:40] if line.strip()]
+    lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
     delimiter = _delimiter(lines)
     head = lines[0].split() if delimiter == " " else []
     if delimiter and delimiter != " ":
@@ -40,7 +40,7 @@ def is_table(source: Source) -> bool:
 
 def read_table(source: Source) -> list[Recording]:
     """The runs of a table; raises ReportError where no column has the step or a gradient norm."""
-    lines = (line for line in source.lines() if line.strip() and not line.startswith("sep="))
+    lines = (line for line in source.lines() if line.strip() and not line.startswith(("sep=", "# ", "==")))
     first = next(lines, "").lstrip("\ufeff")
     second = next(lines, "")
     lines = chain([second], lines)

@@ -63,7 +63,78 @@ def shuffled():
     return "\n".join(["step,grad_norm", *lines[1::2], *lines[::4], *lines[2::4][::-1]])
 
 
+LOSS = 0.25
+LINES = {
+    "nanogpt.log": "iter {s}: loss {l}, time 12.31ms, grad_norm {n}, mfu 31.02%",
+    "torchtune.txt": "Step {s} | loss:{l} lr:1e-05 tokens_per_second_per_gpu:1234.5 grad_norm:{n} ",
+    "titan.log": "[rank0]:[titan] 2025-11-02 10:00:00 - root - INFO - step: {s:2}  loss: {l:8.5f}  grad_norm: {n:8.4f}"
+    "  memory: 10.23GiB(12.93%)  tps: 1,234  mfu: 10.23%",
+    "megatron.log": " [2025-11-02 10:00:00] iteration {s:8}/     120 | consumed samples:          256 | elapsed time "
+    "per iteration (ms): 1234.5 | lm loss: {l:.6E} | loss scale: 1.0 | grad norm: {n:.3f} | number of skipped "
+    "iterations: 0 |",
+    "deepspeed.log": "[2025-11-02 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=0, "
+    "lr=[1e-05], mom=[(0.9, 0.95)], grad_norm={n}, loss={l}",
+    "fairseq.log": '2025-11-02 10:00:00 | INFO | train_inner | {{"epoch": 1, "loss": "{l}", "num_updates": "{s}", '
+    '"gnorm": "{n}"}}',
+    "fairseq-plain.log": "2025-11-02 10:00:00 | INFO | train_inner | epoch 001:     {s} / 120 loss={l}, ppl=2.1, "
+    "num_updates={s}, lr=1e-05, gnorm={n}, clip=0",
+    "ray-dict.log": "(ActorModelRayActor pid=77) {{'policy_loss': {l}, 'grad_norm': {n}, 'global_step': {s}}}",
+    "slime.log": "(MegatronTrainRayActor pid=7) [2025-11-02 10:00:00] model.py:497 - step {s}: {{'train/loss': {l}, "
+    "'train/grad_norm': {n}, 'train/lr-pg_0': 1e-06}}",
+    "logfmt.log": 'time="2025-11-02T10:00:00Z" level=info msg="train" step={s} loss={l} grad_norm={n}',
+    "loguru.log": "2025-11-02 10:00:00.123 | INFO     | trainer.loop:train:101 - step {s} loss {l} grad_norm {n}",
+    "logging.log": "INFO:root:step {s}: loss={l} grad_norm={n}",
+    "absl.log": "I1102 10:00:00.000000 140123 trainer.py:101] step={s} grad_norm={n} loss={l}",
+    "rich-handler.log": "[10:00:00] INFO     step {s} loss {l} grad_norm {n}                 trainer.py:101",
+    "prime.log": "10:00:00 SUCCESS Step {s} | Time: 1.23s | Loss: {l:.4f} | Grad. Norm: {n:.4f} | LR: 1.00e-06",
+    "t5x.log": "I1102 10:00:00.1 train.py:1] {{'train/grad_norm': {n}, 'train/loss': {l}, 'step': {s}}}",
+    "swift.txt": "Train:  10%|███ | {s}/120 [00:10<00:10, 1.0it/s]{{'loss': {l}, 'grad_norm': {n}, "
+    "'global_step/max_steps': '{s}/120'}}",
+    "texts.log": "{{'loss': '{l}', 'grad_norm': '{n}', 'learning_rate': '1e-05', 'epoch': '0.5'}}",
+    "kubectl.log": "[pod/train-0-abcde/trainer] step:{s} - actor/grad_norm:{n} - critic/score/mean:0.5",
+    "stern.log": "train-0-abcde trainer step:{s} - actor/grad_norm:{n} - critic/score/mean:0.5",
+    "actions.log": "2025-11-02T10:00:00.1234567Z step:{s} - actor/grad_norm:{n} - critic/score/mean:0.5",
+    "trainer_log.jsonl": '{{"current_steps": {s}, "total_steps": 120, "loss": {l}, "grad_norm": {n}, "percent": 1.0}}',
+    "logging.jsonl": '{{"loss": {l}, "grad_norm": {n}, "global_step/max_steps": "{s}/120", "elapsed_time": "10s"}}',
+    "structlog.json": '{{"event": "train", "timestamp": "2025-11-02T10:00:00Z", "step": {s}, "grad_norm": {n}}}',
+    "nested.jsonl": '{{"step": {s}, "train": {{"grad_norm": {n}, "loss": {l}}}}}',
+}
+"""What trainers and loggers print of each step."""
+HEADED = {
+    "metrics.csv": ("epoch,grad_norm,step,train_loss", "0,{n},{s},\n0,,{s},{l}"),
+    "comment.csv": ("# run 7, made by x\n# lr 1e-5\nstep,grad_norm", "{s},{n}"),
+    "pipe.csv": ("step|grad_norm|loss", "{s}|{n}|{l}"),
+    "spaces.csv": ("step, grad_norm, loss", "{s}, {n}, {l}"),
+    "scientific.csv": ("step,grad_norm", "{s:.6e},{n:.6e}"),
+    "grafana.csv": ('"Time","grad_norm"', '"2025-11-02 10:00:{s:03}","{n}"'),
+    "mlflow.csv": ("run_id,key,value,step,timestamp", "a1,grad_norm,{n},{s},17\na1,loss,{l},{s},17"),
+    "grad_norm.csv": ("step,timestamp,value", "{s},17{s},{n}"),
+    "org.txt": ("| step | grad_norm | loss |\n|------+-----------+------|", "| {s} | {n} | {l} |"),
+    "simple.txt": ("  step    grad_norm    loss\n------  -----------  ------", "{s:6}  {n:11}  {l:6}"),
+    "rst.txt": ("=====  ==========\n step   grad_norm\n=====  ==========", "{s:5}  {n:10}"),
+}
+"""A head, and what stands below it for each step."""
+BY_STEP = {str(row["step"]): {"grad_norm": row["grad_norm"]} for row in ROWS}
+COLUMNS = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+VALUES = [{"metricName": "grad_norm", "metricValue": str(n), "step": s, "timestamp": 1} for s, n in NORMS.items()]
+OF_PANDAS = {
+    "index.json": BY_STEP,
+    "columns.json": {name: dict(zip(map(str, range(120)), values, strict=True)) for name, values in COLUMNS.items()},
+    "split.json": {"columns": [*COLUMNS], "index": [*range(120)], "data": [[*row.values()] for row in ROWS]},
+    "lists.json": COLUMNS,
+    "comet.json": VALUES,
+    "tensorboard.json": [[1.7e9 + step, step, norm] for step, norm in NORMS.items()],
+}
+"""Documents: of pandas' to_json, Comet, TensorBoard."""
+
+
 FILES = {
+    **{name: "\n".join(form.format(s=s, n=n, l=LOSS) for s, n in NORMS.items()) for name, form in LINES.items()},
+    **{
+        name: "\n".join([head, *(form.format(s=s, n=n, l=LOSS) for s, n in NORMS.items())])
+        for name, (head, form) in HEADED.items()
+    },
+    **{name: json.dumps(document) for name, document in OF_PANDAS.items()},
     "docker.json": "\n".join(json.dumps({"log": f"{line}\n", "stream": "stdout", "time": "x"}) for line in CONSOLE),
     "journald.json": "\n".join(json.dumps({"MESSAGE": line, "_PID": "7"}) for line in CONSOLE),
     "bytes.json": "\n".join(json.dumps({"MESSAGE": list(line.encode()), "_PID": "7"}) for line in CONSOLE),
