@@ -148,7 +148,7 @@ def server():
             pass
 
     found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     found.received, found.url = received, f"http://127.0.0.1:{found.server_port}"
     yield found
