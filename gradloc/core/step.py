@@ -209,7 +209,7 @@ class Scheduled(ABC):
         """Fill ``.grad`` with the sum of these micro-batches' gradients, see :meth:`.probe.Prober.compute`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Groups:
     """What the driver tells of how the batch's advantages were made, for settings of which others follow."""
 

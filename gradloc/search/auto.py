@@ -492,11 +492,13 @@ class _AutoSearch:
         self.prober.add(self.direction)
         norm = self.prober.space.norm()
         verdict, reason = judge(norm, bound, task.spike.threshold)
+        self.note("residual", verdict, f"with {len(beside)} loud spans beside the rows back in", norm)
+        if verdict != "explained":  # too near to say
+            return
         self.result.culprits = rows
         after = replace(certificate, norm_after=norm, error_bound=bound, verdict=verdict, reason=reason)
         self.result.certificate = after
         self.direction = self.result.rest = self.prober.space.keep()
-        self.note("residual", verdict, f"with {len(beside)} loud spans beside the rows back in", norm)
 
     def _measure_by_difference(self) -> None:
         """The only culprit's own gradient, with no backward: the spike less what the certificate left in ``.grad``."""

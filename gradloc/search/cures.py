@@ -66,7 +66,7 @@ def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> li
         return options
     numbers = ranks.sum(ranks.agree(lambda: [_num_left(step, option, groups) for option in options]))
     found = zip(options, numbers, counted, strict=True)  # without the settings that leave nothing
-    return [replace(option, num_tokens=number) for option, number, is_counted in found if number or not is_counted]
+    return [replace(option, num_tokens=number) for option, number, is_counted in found if number > 0 or not is_counted]
 
 
 def _num_left(step: HostStep, option: Candidate, groups: Groups | None) -> float:

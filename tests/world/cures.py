@@ -3,6 +3,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -119,6 +120,28 @@ def _reward(batch: Any, scale: float, is_divided: bool) -> None:
         centred = pairs - pairs.mean(1, keepdim=True)
         centred = centred / (pairs.std(1, keepdim=True) + 1e-4) if is_divided else centred
         batch.batch["advantages"] = centred.view(-1, 1) * mask
+
+
+def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> dict[str, Any]:
+    """What a driver tells of a batch with GRPO's advantages, times a factor; ``algorithm`` is of the config."""
+    from omegaconf import OmegaConf
+
+    batch = edited("rewards, divided")
+    batch.batch["advantages"] *= factor
+    known = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False, **algorithm}
+    view = part("loop.batch").BatchView(batch.batch, batch.non_tensor_batch)
+    return asdict(part("adapters.verl_common.losses").groups_of(view, OmegaConf.create(known), is_reweighted))
+
+
+def corrected(name: str) -> dict[str, list[float]]:
+    """What a setting of the rollout correction makes of a micro-batch that only fills a batch up: nothing."""
+    losses, cures = part("adapters.verl_common.losses"), part("words.cures")
+    assert name in losses.CORRECTIONS and name in cures.OF_BATCH
+    tensors = dict(make_batch(rollout_noise=0.0).batch[:2])
+    tensors["response_mask"] = torch.zeros_like(tensors["response_mask"])
+    known = part("core.step").Groups(), False, step_class().trainer_name
+    made = losses.tensors_under(name, tensors, tensors["old_log_probs"], [0, 1], *known)
+    return {key: value.unique().tolist() for key, value in made.items()}
 
 
 def passes(kind: str, dump_dir: str) -> dict[str, Any]:

@@ -36,10 +36,10 @@ _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold":
 """A loss of the advantages alone."""
 
 
-_WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
 REWARD_KEY, OTHER_KEY = "gradloc_reward", "gradloc_other_advantage"
 """(B,) among TRL's inputs, which travel with it: each row's reward, and what its advantage would be had TRL divided by
 its group's spread where it does not, or the other way."""
+_WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
 """Of trainer over engine, which TRL multiplies token losses with, and where the advice truncates it."""
 _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""

@@ -138,7 +138,7 @@ class WatchedRewards(WatchedTrainer):
             rewards, self._rewards, first = self._rewards, None, self.accelerator.process_index * len(inputs)
             output[REWARD_KEY] = rewards.masked_fill(rewards.isnan(), 0.0)[first : first + len(inputs)]
             estimator = group_of(self.args).get("estimator")
-            if estimator in ("grpo", "grpo_mean") and self.model.training and rewards.isfinite().all():
+            if estimator in ("grpo", "grpo_mean") and self.model.training:  # asking the rewards would wait for them
                 other = other_advantages(rewards, self.num_generations, estimator == "grpo")
                 output[OTHER_KEY] = other[first : first + len(inputs)]
         return output

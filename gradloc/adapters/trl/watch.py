@@ -199,10 +199,12 @@ class _OfWandb:
 
 
 def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bool) -> torch.Tensor:
-    """(R,), as TRL makes them of rewards (R,), where ``is_divided`` is the other way."""
+    """(R,), as TRL makes them of rewards (R,), where ``is_divided`` is the other way; NaN is a reward that is none."""
     grouped = rewards.view(-1, num_generations)
-    centred = rewards - torch.nanmean(grouped, dim=1).repeat_interleave(num_generations)
-    return centred if is_divided else centred / (nanstd(grouped, dim=1).repeat_interleave(num_generations) + 1e-4)
+    made = rewards - torch.nanmean(grouped, dim=1).repeat_interleave(num_generations)
+    if not is_divided:
+        made = made / (nanstd(grouped, dim=1).repeat_interleave(num_generations) + 1e-4)
+    return torch.nan_to_num(made, nan=0.0)
 
 
 _NAMES = {

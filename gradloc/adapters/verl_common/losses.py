@@ -63,7 +63,7 @@ def groups_of(
     if batch.is_critics or batch.is_distilled:
         return None
     estimator = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
-    groups = Groups(is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
+    groups = Groups(is_reweighted=is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
     if estimator not in _DIVIDING or is_reweighted or algorithm.use_kl_in_reward:
         return groups
     if "token_level_scores" not in batch.tensors.keys() or "uid" not in batch.labels:
@@ -145,6 +145,8 @@ def _corrected(settings: Mapping[str, Any], held: Mapping[str, torch.Tensor]) ->
     given = {name.removeprefix(_CORRECTION): each for name, each in settings.items() if name.startswith(_CORRECTION)}
     if "rollout_log_probs" not in held or (WEIGHTS in held and "rollout_is" in given):
         return None
+    if not held[MASK].any():  # rows that fill a batch up, which verl's function refuses
+        return {WEIGHTS: torch.ones_like(held["old_log_probs"])} if "rollout_is" in given else {MASK: held[MASK]}
     weights, mask, _ = correct(held["old_log_probs"], held["rollout_log_probs"], held[MASK], **given)
     return {MASK: mask} if weights is None else {WEIGHTS: weights.batch[WEIGHTS]}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..runs.metrics import MEAN
 from .lines import read_lines
-from .names import is_norm, numbers, step_of
-from .recording import Recording
+from .names import is_norm, number, numbers, step_of
+from .recording import Recording, gather
 from .source import Source
 from .wrappers import literal, texts_of
 
@@ -40,7 +40,9 @@ def read_document(source: Source) -> list[Recording]:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
-        _add_rows(made, _named(source, document))
+        made.rows = gather(_single_values(source, document))
+        if not made.rows:
+            _add_rows(made, document)
     elif isinstance(document.get("cells"), list):
         return _read_notebook(source, document["cells"])
     elif isinstance(document.get("series"), list):
@@ -85,16 +87,21 @@ _KEYS, _VALUES = ("metricName", "metric", "key", "tag"), ("metricValue", "value"
 """Of an entry that is one value of a metric."""
 
 
-def _named(source: Source, entries: Any) -> Iterable[Any]:
-    """Entries that hold one value each, or TensorBoard's ``[wall time, step, value]``, by the metric's name."""
-    for entry in entries if isinstance(entries, list | tuple) else ():
-        if isinstance(entry, dict):
-            key, value = (next((name for name in names if name in entry), None) for names in (_KEYS, _VALUES))
-            yield {**entry, str(entry[key]): entry[value], value: None} if key and value else entry
-        elif isinstance(entry, list) and len(entry) == 3 and isinstance(entry[1], int):
-            if not is_norm(source.path.stem):
-                source.notes[:] = [f"{source.name} does not name its one metric: it was taken for the gradient norm."]
-            yield {"step": entry[1], "grad_norm": entry[2]}
+def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]:
+    """Step, metric and value of entries that hold one value each, or are TensorBoard's ``[wall time, step, value]``;
+    empty where the first is something else."""
+    first = entries[0] if isinstance(entries, list) and entries else None
+    if isinstance(first, dict):
+        key, value = (next((name for name in names if name in first), "") for names in (_KEYS, _VALUES))
+        given = [(entry.get("step"), entry[key], entry[value]) for entry in entries if key in entry and value in entry]
+    elif isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
+        if not is_norm(source.path.stem):
+            source.notes.append(f"{source.name} does not name its one metric: it was taken for the gradient norm.")
+        given = [(entry[1], "grad_norm", entry[2]) for entry in entries if len(entry) == 3]
+    else:
+        given = []
+    found = ((step_of({"step": number(step)}), str(name), number(value)) for step, name, value in given)
+    return [(step, name, value) for step, name, value in found if step is not None and value is not None]
 
 
 def _entries_of(document: dict) -> list[dict]:

@@ -33,8 +33,10 @@ _HEADED = re.compile(
     re.IGNORECASE,
 )
 _LABELLED = re.compile(
-    rf"([A-Za-z][\w./@()-]*(?: [A-Za-z(@][\w./@()-]*)*)\s*[:=]\s*({_NUMBER})(?![\w.]*\d)"
-    rf"|([a-z_]*(?:grad_?norm|loss|reward|entropy))\s+({_NUMBER})",
+    # a name of at most eight words: a line may hold a whole answer
+    rf"(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
+    rf"\s*[:=]\s*({_NUMBER})(?![\w.]*\d)"
+    rf"|(?<![a-z_])([a-z_]{{0,40}}(?:grad_?norm|loss|reward|entropy))\s+({_NUMBER})",
     re.IGNORECASE,
 )
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)

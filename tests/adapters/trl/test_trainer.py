@@ -5,10 +5,12 @@ import json
 from unittest import mock
 
 import pytest
+import torch
 import transformers
 import trl
 
 from gradloc.adapters.trl.step import OTHER_KEY
+from gradloc.adapters.trl.watch import other_advantages
 from gradloc.trl import GRPOTrainer, attach
 from tests.adapters.trl import harness
 from tests.adapters.trl.conftest import SAME, events_in
@@ -63,6 +65,12 @@ def test_rows_hold_what_their_advantages_would_be_under_the_other_scaling(run):
     assert group["completion_ids"].equal(none["completion_ids"]) and none["advantages"].any()
     for one, other in ((group, none), (none, group)):
         assert (one[OTHER_KEY].unsqueeze(1) == other["advantages"]).all()
+
+
+def test_a_row_that_nobody_could_score_has_no_advantage_either_way():
+    rewards = torch.tensor([1.0, float("nan"), 3.0, 5.0])
+    assert other_advantages(rewards, 2, is_divided=True).tolist() == [0.0, 0.0, -1.0, 1.0]
+    assert other_advantages(rewards, 2, is_divided=False).isfinite().all()
 
 
 def test_counts_are_summed_over_the_steps_of_a_log_and_means_are_not(run):

@@ -71,6 +71,38 @@ def test_so_it_is_for_each_setting_that_others_come_before(world, dump_dir, name
         assert cure["name"] == name and cure["forwards"] > 0
 
 
+GROUPED = [
+    ({}, False, 1.0, (True, True, False, set())),
+    ({}, True, 1.0, (False, False, True, set())),
+    ({}, False, 2.0, (False, False, False, set())),  # somebody has changed the advantages
+    ({"adv_estimator": "gae"}, False, 1.0, (False, False, False, {"veto", "drop_sequences"})),
+    ({"use_kl_in_reward": True}, False, 1.0, (False, False, False, {"veto", "drop_sequences"})),
+    ({"rollout_correction": {"rollout_rs": "token"}}, False, 1.0, (True, True, False, {"veto", "drop_sequences"})),
+    (
+        {"rollout_correction": {"bypass_mode": True}},
+        False,
+        1.0,
+        (True, True, False, {"veto", "drop_sequences", "weigh_tokens"}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "is_reweighted", "factor", "wanted"), GROUPED)
+def test_the_driver_tells_of_advantages_what_is_so_and_of_settings_which_are_the_losss_alone(
+    world, algorithm, is_reweighted, factor, wanted
+):
+    given = {"algorithm": algorithm, "is_reweighted": is_reweighted, "factor": factor}
+    found, _ = world.run("cures.grouped", **given)
+    others, *told = found["other_advantages"], found["is_divided"], found["is_reweighted"], {*found["refused_cures"]}
+    assert (bool(others), *told) == wanted
+
+
+@pytest.mark.parametrize("name", ["veto", "drop_sequences", "weigh_tokens"])
+def test_rows_that_only_fill_a_batch_up_are_corrected_by_nothing(world, name):
+    wanted = {"rollout_is_weights": [1.0]} if name == "weigh_tokens" else {"response_mask": [0]}
+    assert world.run("cures.corrected", name=name) == [wanted, wanted]
+
+
 def test_with_none_allowed_not_one_pass_more_is_made(world, dump_dir):
     found, _ = world.run("cures.passes", kind="pushed down", dump_dir=dump_dir)
     without, two = found["0"], found["2"]

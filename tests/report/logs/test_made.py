@@ -3,6 +3,7 @@
 
 import random
 import re
+import time
 
 import pytest
 
@@ -62,3 +63,15 @@ def test_what_would_be_misread_is_refused(name, tmp_path, refused):
     content, why = REFUSED[name]
     (tmp_path / name).write_text(content, encoding="utf-8")
     assert why in refused(tmp_path / name)
+
+
+ANSWERS = {"prose": "the loss is (a) step of x.y " * 2000, "a word": "a" * 60000, "dots": "a." * 30000}
+
+
+@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
+def test_a_line_that_holds_a_whole_answer_takes_no_time(text, tmp_path, capsys):
+    lines = FILES["torchtune.txt"].split("\n")
+    (tmp_path / "run.log").write_text("\n".join(f"{line} step 5 {text}" for line in lines), encoding="utf-8")
+    before = time.process_time()
+    assert main([str(tmp_path / "run.log")]) == 0
+    assert time.process_time() - before < 20 and "Step 73: gradient norm 903" in capsys.readouterr().out

@@ -31,6 +31,8 @@ NOT_HERE = {
     "[reference, kl-": "TRL's KL has one estimator, k3",
     "[FSDP1-": "TRL's FSDP2 is in test_ranks.py",
     "skip_takes_no_step_at_all": "test_actions.py has TRL's",
+    "fill_a_batch_up": "a rollout correction is verl's",
+    "driver_tells_of_advantages": "test_trainer.py has what TRL's rows hold of them",
     "abort_stops_the_run": "test_actions.py and test_ranks.py have TRL's",
 }
 """Part of a test's name, and why there is nothing to test here, or where it is tested."""
