@@ -24,7 +24,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more 
 
 from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
-from tests.world import World  # noqa: E402
+from tests.world import DEVICE, World  # noqa: E402
+
+if DEVICE != "cpu":  # what is held bit for bit needs kernels that repeat
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
 VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)

@@ -67,7 +67,10 @@ class Bench:
         with torch.device(device):
             model = Decoder(MODELS[size])
         self.batch = random_answers(model, num_tokens)
-        self.model = shard(model, "fsdp2" if dist.is_initialized() else "plain", self.precision, device)
+        layout = "fsdp2" if dist.is_initialized() else "plain"
+        if device.type == "cuda" and dist.get_backend() == "gloo":
+            layout = "fsdp1"  # processes that share a card: FSDP2's reduce-scatter over gloo ends them (torch 2.11)
+        self.model = shard(model, layout, self.precision, device)
         self.space, self.ranks = GradientSpace(self.model), Ranks(device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)  # it takes its memory and moves nothing
         self.tracker, self.peak = NormTracker(8), StepPeak()

@@ -16,7 +16,7 @@ CARD = 79.6 * 2**30
 """What an H100 of 80 GB has, in bytes."""
 GPUS = (1, 8, 64, 512)
 HEAD = ["model", "GPUs", "training", "all on the device", "Adam's state on the host", "copies, too"]
-HEAD += ["of a node's memory", "seconds over PCIe"]
+HEAD += ["of a node's memory", "seconds to pin and move it"]
 
 
 def forecast_of(model: Model, gpus: int, tokens: int) -> Forecast:

@@ -31,6 +31,8 @@ USABLE = 0.95
 """Of the free memory; the rest is lost to fragmentation."""
 PCIE = 25e9
 """Bytes a second between a device and pinned memory, of a card on 16 lanes of PCIe 4."""
+PINNING = 1.65e9
+"""Bytes of host memory that are pinned a second: 0.65 s a GiB beside an H100, many times what the copy takes."""
 
 
 @dataclass(frozen=True)
@@ -302,9 +304,9 @@ class Forecast:
         return self.on_host * self.need.host_bytes(way)
 
     def seconds(self, way: Way) -> float:
-        """For what moves over PCIe once to the host and back."""
+        """For host memory to be pinned, and for what moves once to it and back."""
         moved = self.need.state * way.moves_optimizer + COPIES * self.need.shards * way.keeps_on_host
-        return 2 * moved / PCIE
+        return 2 * moved / PCIE + (self.need.host_bytes(way) - self.need.host) / PINNING
 
     def way(self, card: float) -> Way | None:
         """The first way that fits on a card of so many bytes; None if none does."""

@@ -113,8 +113,9 @@ def _answered(model: torch.nn.Module, tokens: torch.Tensor, length: int, generat
     was_training = model.training
     model.eval()
     labels, log_probs = [], []
+    device = next(model.parameters()).device
     for part in tokens.split(32):
-        log_prob = model(part, length).float().log_softmax(-1)
+        log_prob = model(part.to(device), length).float().log_softmax(-1).cpu()
         uniform = torch.rand(log_prob.shape, generator=generator)
         gumbel = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
         labels.append((log_prob + gumbel).argmax(-1))

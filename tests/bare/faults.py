@@ -189,7 +189,7 @@ def train(
         model, localizer, num_events = _train(layout, place, number, failing, mode, dtype, around_search)
     digest = hashlib.sha256()
     for param in model.parameters():
-        digest.update(local_shard(param).detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(local_shard(param).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return {"weights": digest.hexdigest(), "failures": localizer.num_failures, "events": num_events}
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.world import DEVICE
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -126,7 +128,7 @@ def entropy_of(logits: torch.Tensor) -> torch.Tensor:
 def build(name: str, seed: int = 0, dropout: float = 0.0) -> Decoder:
     """A model of the size of that name in ``SIZES``, float32, with the initialisation of that seed."""
     torch.manual_seed(seed)
-    return Decoder(replace(SIZES[name], dropout=dropout))
+    return Decoder(replace(SIZES[name], dropout=dropout)).to(DEVICE)
 
 
 def _rotation(length: int, width: int, like: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from tests.bare.amplifier import edit_of
-from tests.bare.batch import CPU, Batch, Place
+from tests.bare.batch import Batch, Place
 from tests.bare.model import Decoder, entropy_of, log_prob_of
 from tests.bare.step import Loss
 
@@ -79,7 +79,8 @@ class Oracle:
 
     def _losses(self, row: int) -> torch.Tensor:
         """Every token's part (T,) of the step's loss; 0 outside the mask."""
-        logits, part = self._row(row), self.batch.part(slice(row, row + 1), CPU)
+        logits = self._row(row)
+        part = self.batch.part(slice(row, row + 1), logits.device)
         entropy = entropy_of(logits) if self.loss.entropy else None
         losses = self.loss.of_tokens(log_prob_of(logits, part.labels), entropy, part)
         weights = self.loss.weights(part.mask, self.batch).to(losses.dtype)
@@ -87,5 +88,6 @@ class Oracle:
 
     def _row(self, row: int) -> torch.Tensor:
         """Logits (1, T, V)."""
+        tokens = self.batch.tokens[row : row + 1].to(next(self.model.parameters()).device)
         with edit_of(self.model, self.batch.amplified, [row]):
-            return self.model(self.batch.tokens[row : row + 1], self.batch.labels.shape[1])
+            return self.model(tokens, self.batch.labels.shape[1])

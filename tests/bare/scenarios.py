@@ -96,7 +96,7 @@ def scatter(step: BareStep, size: float, seed: int) -> None:
     def scattered(micro_batch: int, needs_entropy: bool = False) -> Outputs:
         log_prob, *others = forward(micro_batch, needs_entropy)
         if not torch.is_grad_enabled():
-            log_prob = log_prob - size * torch.rand(log_prob.shape, generator=noise)
+            log_prob = log_prob - size * torch.rand(log_prob.shape, generator=noise).to(log_prob.device)
         return Outputs(log_prob, *others)
 
     step.forward = scattered

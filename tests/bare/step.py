@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradloc.core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from tests.bare.amplifier import edit_of
-from tests.bare.batch import CPU, Batch
+from tests.bare.batch import Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
 from tests.detached import let_through
+from tests.world import DEVICE
 
 
 def shard(
-    model: Decoder, layout: str = "fsdp2", dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    model: Decoder, layout: str = "fsdp2", dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> torch.nn.Module:
     """The model as verl would hold it: every block a unit, float32 masters, reduction in float32, FSDP2's parameters
     along their first dimension that the ranks divide.
@@ -37,8 +38,9 @@ def shard(
         model: changed in place.
         layout: ``fsdp2`` or ``fsdp1`` over all ranks of the default process group, or ``plain``: one process.
         dtype: what forward and backward compute in; float32 only where ``plain``.
-        device: where the weights go.
+        device: where the weights go; None: ``DEVICE``.
     """
+    device = device or torch.device(DEVICE)
     model.to(device)
     if layout == "plain":
         return model

@@ -32,7 +32,7 @@ def measured(batch, dtype=torch.float32, wanted=None, factor=1.0, **settings):
     direction = [part * factor for part in space.take()]
     prober = Prober(step, space, Ranks())
     is_half = dtype != torch.float32
-    readouts = [Readout(step.recorded(i), *prober.step.coefficients(i), is_half) for i in range(M)]
+    readouts = [Readout(prober.step.recorded(i), *prober.step.coefficients(i), is_half) for i in range(M)]
     before = [param.detach().clone() for param in step.model.parameters()]
     found = ShareMeasurement(prober, readouts, direction, 1.0, range(M) if wanted is None else wanted, **settings).run()
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True)), "restored"

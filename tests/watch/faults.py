@@ -16,6 +16,7 @@ import torch
 import gradloc
 from gradloc import token_log_probs
 from tests.bare.model import build
+from tests.world import DEVICE
 
 ROWS, EACH, T, VOCABULARY = 8, 2, 10, 96
 TINY = partial(build, "tiny")
@@ -50,17 +51,17 @@ def step_of(
     if text is not None:
         starts = torch.randint(len(text) - T, (ROWS, 1), generator=generator)
         ids = text[starts + torch.arange(T + 1)]
-    mask = torch.ones(ROWS, T, dtype=torch.long)
+    ids, mask = ids.to(DEVICE), torch.ones(ROWS, T, dtype=torch.long, device=DEVICE)
     if kind == "sft":
         mask[:, 4] = 0  # packed: a document's first token is no target
     row, position = random.Random(seed).randrange(ROWS), random.Random(seed + 1).choice([0, 2, 5, 9])
-    spoiled = torch.ones(ROWS, T)
+    spoiled = torch.ones(ROWS, T, device=DEVICE)
     spoiled[row, position] = WORTH.get(kind, 3e3) if is_spoiled else 1.0
     with torch.no_grad():
         old = token_log_probs(model(ids[:, :-1], T), ids[:, 1:])
         if kind in ("k1", "k3"):
             of_teacher = token_log_probs(make(seed + 100)(ids[:, :-1], T), ids[:, 1:])
-    advantages = torch.randn(ROWS, 1, generator=generator) * spoiled
+    advantages = torch.randn(ROWS, 1, generator=generator).to(DEVICE) * spoiled
     optimizer.zero_grad()
     for at in range(0, ROWS // 2 if kind == "dpo" else ROWS, EACH):
         rows: Any = slice(at, at + EACH)

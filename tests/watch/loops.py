@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import gradloc
 from gradloc import token_log_probs
 from tests.bare.model import Block, build
+from tests.world import DEVICE
 
 ROWS, ROWS_EACH, T, VOCABULARY = 8, 2, 12, 96
 SPIKE, PLANT = 3, (5, 4)
@@ -44,7 +45,7 @@ def model_of(layout: str, dropout: float = 0.1, is_checkpointed: bool = False, c
             fully_shard(block)
         fully_shard(model)
     elif layout.startswith("fsdp1"):
-        model = FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+        model = FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device(DEVICE))
     return torch.compile(model, backend="aot_eager") if compiled == "outside" else model
 
 
@@ -55,7 +56,7 @@ def batches(steps: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Ten
         ids = torch.randint(0, VOCABULARY, (ROWS, T + 1), generator=generator)
         mask = torch.ones(ROWS, T, dtype=torch.long)
         mask[1, 9:] = 0
-        yield ids, mask
+        yield ids.to(DEVICE), mask.to(DEVICE)
 
 
 def no_sync(model: Any, is_last: bool, layout: str) -> AbstractContextManager[Any]:
@@ -86,14 +87,14 @@ def train(
     torch.manual_seed(7)
     model: Any = model_of(layout, **of_model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if precision == "float16" else None
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0) if precision == "float16" else None
     half = getattr(torch, precision)
     watch = gradloc.Watch(model, optimizer, folder, action=action, scaler=scaler, **TAU) if folder else None
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and layout != "plain" else (0, 1)
     norms, metrics, each = [], [], ROWS // size
     torch.manual_seed(11 + rank)
     for number, (ids, mask) in enumerate(batches(steps), 1):
-        weight = torch.ones(ROWS, T)
+        weight = torch.ones(ROWS, T, device=DEVICE)
         if number == SPIKE:
             weight[PLANT] = worth
         optimizer.zero_grad()
@@ -103,7 +104,7 @@ def train(
             x, kept = ids[rows], mask[rows]
 
             def forward() -> torch.Tensor:
-                with torch.autocast("cpu", half, enabled=half != torch.float32):
+                with torch.autocast(DEVICE, half, enabled=half != torch.float32):
                     return token_log_probs(model(x[:, :-1], T), x[:, 1:])  # noqa: B023 (as people write it)
 
             with no_sync(model, start == starts[-1], layout):

@@ -30,7 +30,7 @@ def run(folder: str, action: str = "observe", uneven: bool = False, failing: boo
     watch = gradloc.Watch(model, optimizer, folder or ".", action if folder else "off", **TAU)
     rank, trained, ended = dist.get_rank(), 0, ""
     for number, (ids, mask) in enumerate(batches(4), 1):
-        weight = torch.ones(mask.shape)
+        weight = torch.ones_like(mask, dtype=torch.float32)
         weight[PLANT] = WORTH if number == 3 else 1.0
         optimizer.zero_grad()
         ids, mask, weight = (each[4 * rank : 4 * rank + 4] for each in (ids, mask, weight))

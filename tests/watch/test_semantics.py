@@ -15,6 +15,7 @@ from gradloc.watch.step import frozen
 from tests.bare.model import build
 from tests.watch.loops import PLANT, SPIKE, TAU, T, batches, flat, train
 from tests.watch.test_harmless import events_in, named
+from tests.world import DEVICE
 
 WORTH = 4000.0
 
@@ -47,7 +48,7 @@ class Loop:
 
     def run(self, steps=4, worth=WORTH, **given):
         for number, (ids, mask) in enumerate(batches(steps), 1):
-            weight = torch.ones(mask.shape)
+            weight = torch.ones_like(mask, dtype=torch.float32)
             if number == SPIKE:
                 weight[PLANT] = worth
             self.step(ids, mask, weight, **given)
@@ -81,7 +82,7 @@ def test_several_optimizer_steps_on_a_batch(tmp_path):
     class Twice(Loop):
         def step(self, ids, mask, weight, each=2):
             super().step(ids, mask, weight, each)
-            super().step(ids, mask, torch.ones(mask.shape), each)
+            super().step(ids, mask, torch.ones_like(weight), each)
 
     event, made = both(Twice, tmp_path)
     assert event["step"]["global_step"] == 2 * SPIKE - 1 and made.watch.number == 8
@@ -260,7 +261,7 @@ def test_a_wrong_setting_is_refused_in_one_sentence(tmp_path, given, said):
 
 def test_fp16_without_its_scaler_is_refused(tmp_path):
     made = Loop(tmp_path)
-    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="scaler must be the loop's GradScaler"):
+    with torch.autocast(DEVICE, torch.float16), pytest.raises(ValueError, match="scaler must be the loop's GradScaler"):
         made.run(steps=1)
 
 
@@ -271,7 +272,7 @@ def test_logits_and_ids_of_other_positions_are_refused():
 
 def test_a_clip_without_log_probs_is_torch_s(tmp_path):
     made = Loop(tmp_path)
-    made.model(torch.zeros(1, 3, dtype=torch.long), 2).sum().backward()
+    made.model(torch.zeros(1, 3, dtype=torch.long, device=DEVICE), 2).sum().backward()
     wanted = copy.deepcopy(made.model)
     for param, other in zip(made.model.parameters(), wanted.parameters(), strict=True):
         other.grad = param.grad.clone()
@@ -323,7 +324,7 @@ def test_lora_is_localized_by_its_adapters(tmp_path):
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     watch = gradloc.Watch(model, optimizer, tmp_path, "mask", trigger={"tau": 20.0})
     for number, (ids, mask) in enumerate(batches(2), 1):
-        weight = torch.ones(mask.shape)
+        weight = torch.ones_like(mask, dtype=torch.float32)
         weight[PLANT] = WORTH if number == 2 else 1.0
         optimizer.zero_grad()
         found = watch.log_probs(lambda: token_log_probs(model(ids[:, :-1], T), ids[:, 1:]), mask, ids[:, 1:])  # noqa: B023

@@ -15,6 +15,7 @@ from gradloc.record.reading import read
 from gradloc.words.next_step import next_step
 from tests.bare.model import build
 from tests.watch.test_harmless import events_in, named
+from tests.world import DEVICE
 
 R, S = 8, 17
 
@@ -31,7 +32,7 @@ class Letters:
 def counting(step):
     """Documents that count, each from its own number: a model learns them soon."""
     starts = torch.randint(1, 60, (R, 1), generator=torch.Generator().manual_seed(step))
-    return starts + torch.arange(S), torch.ones(R, S - 1)
+    return (starts + torch.arange(S)).to(DEVICE), torch.ones(R, S - 1, device=DEVICE)
 
 
 def log_probs_of(model, ids):

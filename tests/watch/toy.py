@@ -8,6 +8,7 @@ import torch
 
 import gradloc
 from tests.bare import build, random_batch
+from tests.world import DEVICE
 
 PLANT, WORTH = (5, 2), 1e4
 TAU = 400.0
@@ -52,10 +53,11 @@ class ToyTrainer:
 
 def batch_of(worth: float = WORTH, seed: int = 0, plant: tuple[int, int] = PLANT) -> dict[str, torch.Tensor]:
     made = random_batch(build("tiny", seed), rows=8, seed=seed)
-    return {
+    batch = {
         "input_ids": torch.cat([made.tokens, made.labels[:, -1:]], 1),
         "responses": made.labels,
         "response_mask": made.mask.long(),
         "old_log_probs": made.old_log_probs,
         "advantages": made.planted({plant: worth}).advantages,
     }
+    return {name: values.to(DEVICE) for name, values in batch.items()}

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+DEVICE = os.environ.get("GRADLOC_TEST_DEVICE", "cpu")
+"""Where the tests' models compute; ``cuda``: on one GPU that all ranks share."""
+SHARDING = "fsdp2" if DEVICE == "cpu" else "fsdp"
+"""verl's strategy for them: where ranks share a GPU by gloo, FSDP2's reduce-scatter ends the process (torch 2.11)."""
 # Ranks are forked from a process that has these, where they are installed: importing them is most of a start.
 PRELOADED = ["datasets", "peft", "ray", "tensordict", "torch", "torch.distributed.fsdp", "torchdata", "transformers"]
 PRELOADED += ["hydra", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
@@ -34,7 +38,7 @@ class World:
 
     Args:
         size: number of ranks.
-        device: ``cpu`` (gloo) or ``cuda`` (NCCL, one device per rank).
+        device: ``cpu`` (gloo) or ``cuda``: NCCL, or gloo where ranks share a device.
         path: folders to put on ``sys.path`` of the ranks, after this repository: verl's archive has
             a ``tests`` of its own.
         threads: of torch, per rank.
@@ -45,7 +49,7 @@ class World:
     def __init__(
         self,
         size: int,
-        device: str = "cpu",
+        device: str = DEVICE,
         path: tuple[str, ...] = (),
         threads: int = 1,
         timeout_s: float = 120,
@@ -164,9 +168,14 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     import torch
 
     torch.set_num_threads(threads)
+    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
+        devices = torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(rank % devices)
+        torch.cuda.set_device(rank % devices)
+        backend = "cpu:gloo,cuda:nccl" if size <= devices else "cpu:gloo,cuda:gloo"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.distributed.init_process_group(backend, rank=rank, world_size=size)
     # A search may take four updates' time, at least eight seconds. On a busy machine it ended there, without its last
     # pass: what is held here is passes. The limit on time has tests of its own.
     importlib.import_module("gradloc.search.limit")._LEAST_SECONDS = 60.0

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.detached import let_through
+from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.models.fused import use_kernels
 from tests.world.models.ulysses import attention_of_verl, plain_padding
@@ -270,7 +271,7 @@ def plain_mask(
     is_plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     if attention_mask is None or attention_mask.all() or not is_plain or kwargs.get("kv_offset"):
         return sdpa_mask(batch_size, cache_position, kv_length, attention_mask=attention_mask, **kwargs)
-    causal = torch.arange(kv_length) <= cache_position[:, None]
+    causal = torch.arange(kv_length, device=cache_position.device) <= cache_position[:, None]
     return causal & attention_mask.bool()[:, None, None, :kv_length]
 
 
@@ -338,7 +339,7 @@ def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
 def make_config(overrides: list[str], dump_dir: str) -> Any:
     """verl's ppo_trainer config, for the tiny model."""
     base = [
-        "actor_rollout_ref.actor.strategy=fsdp2",
+        f"actor_rollout_ref.actor.strategy={SHARDING}",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.model.use_remove_padding=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # a third of an update; who means it says so
@@ -383,24 +384,24 @@ def make_trainer(
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
     model = model_of(overrides, seed, dropout) if model is None else model
     use_kernels(model, config.actor_rollout_ref.model)
-    module = shard(model, actor_config, config.actor_rollout_ref.model)
+    module = shard(model.to(DEVICE), actor_config, config.actor_rollout_ref.model)
     trainable = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
     torch.manual_seed(1000 + seed)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
     if actor.scaler is not None:
-        actor.scaler = scaler_on_cpu()
+        actor.scaler = own_scaler()
     trainer.actor = actor
     if sp_size > 1:
-        trainer.sequence_mesh = init_device_mesh("cpu", (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
+        trainer.sequence_mesh = init_device_mesh(DEVICE, (trainer.dp_size, sp_size), mesh_dim_names=("dp", "sp"))
     return trainer
 
 
-def scaler_on_cpu() -> Any:
-    """verl's own scaler asks for CUDA and switches itself off without."""
+def own_scaler() -> Any:
+    """verl's own scaler asks for CUDA and switches itself off without; and a start that the tiny model stands."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    return ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=400)
+    return ShardedGradScaler(device=DEVICE, init_scale=8.0, growth_interval=400)
 
 
 def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:
@@ -438,7 +439,7 @@ def shard(module: torch.nn.Module, actor_config: Any, model_config: Any) -> torc
         return FullyShardedDataParallel(
             module,
             auto_wrap_policy=get_fsdp_wrap_policy(module=module, config=None, is_lora=False),
-            device_id=torch.device("cpu"),
+            device_id=torch.device(DEVICE),
             sharding_strategy=get_sharding_strategy(mesh, fsdp.reshard_after_forward),
             mixed_precision=MixedPrecision(dtype, reduced_in, torch.float32),
             device_mesh=mesh,

@@ -212,7 +212,7 @@ def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple
     ]
     for number, (way, what) in enumerate(zip(WAYS, _TOLD, strict=True), 1):
         host = f", {_gib(told.node(way))} of each node's memory" if told.node(way) else ""
-        moved = f", {told.seconds(way):.1f} s over PCIe" if told.seconds(way) >= 0.05 else ""
+        moved = f", {told.seconds(way):.1f} s to pin and move it" if told.seconds(way) >= 0.05 else ""
         mark = " <- the first that fits" if way == chosen else ""
         said.append((f"search {number}", f"{_gib(told.device(way))}: {what}{host}{moved}{mark}"))
     none = ("search", "no way fits: the log will say so, and the step be taken as it was")

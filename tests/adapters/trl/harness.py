@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gradloc.adapters.trl.trainer import WatchedRewards
 from tests.detached import let_through
+from tests.world import DEVICE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 PROMPTS = [" ".join(LETTERS[(7 * i + j) % 26] for j in range(3 + i % 5)) for i in range(64)]
@@ -180,7 +181,7 @@ def config_of(base: Any, folder: str, **changed: Any) -> Any:
         logging_steps=1,
         report_to="none",
         bf16=False,
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
         save_strategy="no",
         seed=11,
         beta=0.0,

@@ -7,11 +7,14 @@ import pytest
 
 from tests.adapters.trl.conftest import SAME, events_in, named_in
 from tests.adapters.trl.harness import stop_after
+from tests.world import DEVICE
 
 TOKEN = {"what": "token", "factor": 1e3}
 NAN = {"what": "token", "factor": math.nan}
+samples_nan = pytest.mark.skipif(DEVICE != "cpu", reason="there it ends the process: an assertion on the device")
 
 
+@samples_nan
 def test_a_nan_kills_a_stock_run_and_its_log_hides_the_loss(run):
     stock = run("stock", plant=NAN, max_steps=5)
     assert not stock["is_finite"], "every weight"
@@ -19,6 +22,7 @@ def test_a_nan_kills_a_stock_run_and_its_log_hides_the_loss(run):
     assert all(math.isfinite(loss) for loss in losses) and any(math.isnan(norm) for norm in stock["norms"])
 
 
+@samples_nan
 def test_observing_a_nan_says_that_the_optimizer_took_it(run, tmp_path):
     run("watched", plant=NAN, max_steps=3)
     (event,) = events_in(tmp_path / "watched")

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.harness import (
     NUM_PROMPT,
@@ -26,7 +27,7 @@ from tests.world.harness import (
     hash_weights,
     make_batch,
     make_model,
-    scaler_on_cpu,
+    own_scaler,
 )
 from tests.world.models.fused import for_one_model
 
@@ -63,7 +64,7 @@ COMMON = [
     "actor_rollout_ref.rollout.name=vllm",  # asked for, and not built
     "actor_rollout_ref.rollout.n=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-    "trainer.device=cpu",
+    f"trainer.device={DEVICE}",
     "trainer.project_name=tests",
     "trainer.experiment_name=harness",
 ]
@@ -76,7 +77,7 @@ def make_config(overrides: list[str], model_dir: str) -> Any:
         f"{MODEL}.path={model_dir}",
         f"{MODEL}.enable_gradient_checkpointing=false",
         f"+{MODEL}.override_config.attn_implementation=sdpa",
-        f"{ACTOR}.strategy=fsdp2",
+        f"{ACTOR}.strategy={SHARDING}",
         f"{ACTOR}.fsdp_config.dtype=float32",
         f"+{ACTOR}.fsdp_config.mixed_precision={FP32}",
         f"{ACTOR}.fsdp_config.use_torch_compile=false",
@@ -248,7 +249,7 @@ def make_trainer(
     with for_one_model():
         worker.init_model()
     if getattr(worker.actor.engine, "scaler", None) is not None:
-        worker.actor.engine.scaler = scaler_on_cpu()
+        worker.actor.engine.scaler = own_scaler()
     torch.manual_seed(1000 + seed)
     trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
     trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
