@@ -233,7 +233,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
         plant(batch, *_PLANT)
         stack.enter_context(injection.at(places))
         if fault.place == "the device is full" and dist.get_rank() == 0:
-            os.makedirs(dump_dir)
+            os.makedirs(dump_dir, exist_ok=True)  # TRL makes it at start
             os.symlink("/dev/full", f"{dump_dir}/events.jsonl")
         driver = trainer.driver if is_on else None
         if fault.place == "a client that raises" and driver is not None:
@@ -360,6 +360,8 @@ class Trial:
             if weights == masked and fault.mode == "mask":
                 return "goes on, the step without the token"
             return "BAD: goes on with other weights"
+        if not happened.exists():
+            return f"BAD: {'/'.join(fate for fate, _ in found)} with nothing that failed: {self._sentence(fault)}"
         if "hangs" in fates or seconds > LIMIT_S - (ranks._PATIENCE_S - self._patience_s):
             return f"BAD: {'/'.join(fate for fate, _ in found)} after {seconds:.0f} s"
         return f"all end, {self._sentence(fault)}"
