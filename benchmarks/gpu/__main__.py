@@ -175,4 +175,6 @@ def _join(kind: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread of gloo's that outlives the interpreter would abort a process that is done
