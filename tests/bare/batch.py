@@ -11,7 +11,6 @@ import torch
 
 from tests.bare.amplifier import Amplified, Sharpened
 
-CPU = torch.device("cpu")
 NUM_PROMPT = 16
 _OLD_NOISE = 0.05  # of old log-probs: the policy has moved a little since the rollout
 

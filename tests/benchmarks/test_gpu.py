@@ -4,12 +4,14 @@
 import json
 import re
 import runpy
+import statistics
 
 import pytest
 
 from benchmarks.counter import DeviceCounter
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cells, first, forecast
+from gradloc.core.forecast import MODELS, PINNING, WAYS
 from tests.world import REPO
 
 RESULTS = REPO / "benchmarks" / "results" / "gpu.json"
@@ -88,6 +90,18 @@ def test_a_whole_search_fits_wherever_training_leaves_an_eighth_of_a_card():
             if told.trained <= forecast.CARD:
                 whole = [told.device(way) - told.trained for way in forecast.WAYS if way.is_full]
                 assert whole == sorted(whole, reverse=True) and min(whole) <= 0.12 * forecast.CARD
+
+
+def test_the_seconds_of_the_host_are_those_that_a_card_took():
+    """The forecast's for pinning, the page's, and that the copies of a search are not told cheaper than they were."""
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    plain, registered = (statistics.median(each["pin_seconds_a_gib"]) for each in record["pinning"])
+    assert 2**30 / PINNING == pytest.approx(plain, rel=0.05)
+    assert f"Pinning a GiB takes {plain:.2f} s" in PAGE and f"made it {registered:.2f} s" in PAGE
+    cells = [cell for run in record["runs"] for cell in run["cells"] if cell.get("model") == "1.5B bfloat16 x1"]
+    took = {cell["way"]: cell["seconds"] for cell in cells if cell["part"] == "room" and cell["tokens"] == 32768}
+    told = forecast.forecast_of(MODELS["1.5B"], 1, 32768)
+    assert took[2] - took[1] <= told.seconds(WAYS[2]) - told.seconds(WAYS[1]) <= 2 * (took[2] - took[1])
 
 
 def test_the_results_are_the_record_s():
