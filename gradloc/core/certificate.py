@@ -8,7 +8,8 @@ are three ways, and the cheapest one that decides is taken.
 *Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. These run twice, the second time times -3/4, so
 that every product has another mantissa and is rounded anew. What is left of g_C + 4/3 (-3/4 g_C) is the error: rounding
 in whatever format the kernels use, kernels that do not repeat, and gradient that passes through no token (a router's
-loss). It is about 3e-7 of g_C in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms.
+loss). It is about 3e-7 of g_C in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms. Of
+several culprits with a backward each, the first one's second backward speaks for all, if that decides.
 
 *Swap*: R = G - A + B for louder spikes, with A the micro-batches that hold culprits, run again, and B the same without
 the culprits. If kernels repeat bit for bit, A cancels exactly and only accumulation rounds. If they do not (atomics in
@@ -98,6 +99,20 @@ _Measured = tuple[float, float, float | None, str]
 """(norm without the culprits, bound on its error, difference of two replays or None, method)"""
 
 
+@dataclass
+class Alone:
+    """The culprits' own gradient, from a backward each."""
+
+    gradient: Gradient
+    """Their sum; emptied by a certificate, to free its memory."""
+    first: float
+    """The norm of the first one's."""
+    square: float
+    """The sum of all squared norms."""
+    difference: float | None = None
+    """By how much two backwards of the first one differ; None if it ran once."""
+
+
 @dataclass(frozen=True)
 class Removal:
     """A step without its culprits. All ranks measure it together."""
@@ -117,11 +132,11 @@ class Removal:
     can_afford: Callable[[int], bool] = lambda _: True
     """Whether this many more probes may be made. One pass over the micro-batches always may."""
 
-    def certify(self, alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, alone: Alone | None = None, goes_on: bool = False) -> Certificate:
         """Measure the step's gradient norm without the culprits.
 
         Args:
-            alone: the culprits' gradient from backwards of their own, if it is known; emptied here to free its memory.
+            alone: the culprits' gradient from backwards of their own, if it is known.
             goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
         """
         prober, before, threshold, was_finite = (
@@ -134,8 +149,9 @@ class Removal:
             verdict, reason = judge(before, 0.0, threshold, was_finite)
             reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
             return Certificate(before, before, 0.0, threshold, "none", verdict, reason)
-        found = self.measure(alone or []) if was_finite else None
-        (alone or []).clear()
+        found = self.measure(alone) if was_finite else None
+        if alone is not None:
+            alone.gradient.clear()
         if found is None:
             everything, compute = range(prober.step.num_micro_batches), partial(prober.compute_without, self.culprits)
             to_repeat = partial(fullest, prober, self.culprits)
@@ -144,17 +160,22 @@ class Removal:
         verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
         return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
-    def measure(self, alone: Gradient) -> _Measured | None:
+    def measure(self, alone: Alone | None) -> _Measured | None:
         """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
         num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
         subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
-        cost = ((1 if alone else 2) if subtracts else 3) * num_holders
+        if subtracts and alone is not None and alone.difference is not None:
+            found = self._subtract_known(alone)
+            if found is not None:
+                return found
+        cost = ((2 if alone is None else 1) if subtracts else 3) * num_holders
         # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows
         if cost >= num_micro_batches or not self.can_afford(cost + num_micro_batches):
             return None
         if subtracts:
-            return self._subtract(alone)
-        alone.clear()
+            return self._subtract(None if alone is None else alone.gradient)
+        if alone is not None:
+            alone.gradient.clear()
         return self._swap()
 
     @property
@@ -162,10 +183,26 @@ class Removal:
         """The micro-batches that hold culprits."""
         return sorted({token.micro_batch for token in self.culprits})
 
-    def _subtract(self, alone: Gradient) -> _Measured | None:
+    def _subtract_known(self, alone: Alone) -> _Measured | None:
+        """With the error taken from two backwards of the first culprit.
+
+        Rounding goes with a gradient's norm and adds up as a root. What passes through no token is in each backward;
+        7/3 of it are in the difference. The larger of the two counts.
+        """
+        assert alone.difference is not None
+        prober, space, norm = self.prober, self.prober.space, self.prober.space.norm(alone.gradient)
+        times = max(_DRAWS * alone.square**0.5 / alone.first, len(self.culprits))
+        space.clear()
+        prober.add(self.spike, alpha=1.0 / self.scale)
+        prober.add(alone.gradient, alpha=-1.0)
+        noise = times * alone.difference + unit_of(prober) * norm
+        rounding = self._rounding(len(self.culprits) + 1, norm)
+        return self._decided(space.norm(), rounding, noise, alone.difference, "subtract")
+
+    def _subtract(self, alone: Gradient | None) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         unit = unit_of(prober)
-        if not alone:
+        if alone is None:
             prober.compute_only(self.culprits, self.holders)
             alone = space.keep()
         norm = space.norm(alone)
@@ -216,6 +253,14 @@ class Removal:
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
         return norm_after, rounding + noise, difference, method
+
+
+def backward_again(prober: Prober, culprit: Sequence[Token], first: Gradient) -> float:
+    """How far a culprit's second backward, rounded anew, is from the ``first``: one probe, which leaves no gradient."""
+    prober.compute_only(culprit, [culprit[0].micro_batch], factor=-_AGAIN)
+    prober.space.scale(1.0 / _AGAIN)
+    prober.add(first)
+    return prober.space.norm()
 
 
 def recompute(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.certificate import judge, unit_of
+from ..core.certificate import Alone, backward_again, is_subtracted, judge, unit_of
 from ..core.gradients import Gradient
 from ..record import Certificate, PathEntry, StepCause
 from .beside import doubt_backward, nothing_found, split_off
@@ -64,8 +64,8 @@ class _AutoSearch:
         self.scale = task.scale
         self.others: Gradient | None = None
         """The part of the gradient that passes through no token, if it is as large as a culprit."""
-        self.alone: Gradient | None = None
-        """Sum of the culprits' gradients, while each was measured by itself; emptied by a certificate."""
+        self.alone: Alone | None = None
+        """While each culprit was measured by itself."""
         self.norm = math.nan  # ||R|| of the last shares
         self.is_going_on = False
         """Whether another round may follow."""
@@ -199,7 +199,10 @@ class _AutoSearch:
         return [part for part in (suspects[:1], suspects[1:], rest) if part]
 
     def _is_more_to_see(self, shares: ShareMap, part: Sequence[int]) -> bool:
-        """Whether what was read leaves more of R than an error, so that ``part`` may hide a culprit."""
+        """Whether what was read leaves more of R than an error, so that ``part`` may hide a culprit.
+
+        Micro-batches whose norms add up to less than the threshold make no spike.
+        """
         unseen = 1 - shares.closure
         if not shares.is_trusted and unseen < 0:
             # Read so far carries more than R, so something unread takes it back. By Cauchy-Schwarz that is at least
@@ -208,7 +211,11 @@ class _AutoSearch:
             return size >= -unseen * shares.square**0.5 / 2
         if unseen < max(_RESOLVED, (3 if shares.is_noisy else 2) * shares.noise):
             return False
-        return not shares.is_trusted or unseen * shares.square >= (self.task.reference / 2) ** 2
+        if not shares.is_trusted:
+            return True
+        sizes = self.task.increments if self.direction is self.task.gradient else None
+        most = sum(size for index, size in enumerate(sizes) if index not in shares.seen) if sizes else math.inf
+        return most >= self.task.reference and unseen * shares.square >= (self.task.reference / 2) ** 2
 
     def _measure_of(
         self, micro_batches: Sequence[int], known: ShareMap | None = None, refined: ShareMap | None = None
@@ -403,6 +410,7 @@ class _AutoSearch:
         """
         num_verified, has_named, most = 0, False, most_verified(self.task, self.norm, candidates)
         num_hints = sum(candidate.norm < least_bound(self.task, self.norm, candidate) for candidate in candidates)
+        runs_again = len(candidates) - num_hints <= most and self._is_subtracted(candidates)
         for candidate in candidates:
             # a sequence takes the place of its tokens that were named before
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
@@ -422,20 +430,35 @@ class _AutoSearch:
             else:
                 culprit = replace(candidate, threshold=least)
             if not culprit.norm < culprit.threshold:  # NaN is a culprit, too
-                self.add_up(culprit, is_alone=not within)
+                self.add_up(culprit, is_alone=not within, runs_again=runs_again)
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True
         return has_named
 
-    def add_up(self, culprit: Span, is_alone: bool) -> None:
-        """Add the culprit's gradient in ``.grad`` to ``alone``, or give that sum up if one of its parts is unknown."""
+    def _is_subtracted(self, candidates: list[Span]) -> bool:
+        """Whether the certificate will subtract several culprits' own gradients, and nothing but tokens makes them."""
+        task, has_beside = self.task, self.prober.step.recorded(0).beside_coefficient is not None
+        if len(candidates) == 1 or self.others is not None or self.prober.ranks.sum([float(has_beside)])[0]:
+            return False
+        num_tokens = sum(len(candidate.tokens) for candidate in candidates) + len(self.result.tokens)
+        return is_subtracted(self.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
+
+    def add_up(self, culprit: Span, is_alone: bool, runs_again: bool) -> None:
+        """Add the culprit's gradient in ``.grad`` to ``alone``, or give that sum up if one of its parts is unknown.
+
+        The first one's backward ``runs_again``, if wanted, which tells the certificate how far off the sum may be.
+        """
+        prober, known = self.prober, self.alone
         is_of_use = culprit.is_exact and is_alone and self.task.unit == 1.0  # else the certificate recomputes
-        if not is_of_use or (self.result.culprits and self.alone is None):
+        if not is_of_use or (self.result.culprits and known is None):
             self.alone = None
-            return
-        if self.alone is not None:
-            self.prober.add(self.alone)
-        self.alone = self.prober.space.keep()
+        elif known is not None:
+            prober.add(known.gradient)
+            self.alone = replace(known, gradient=prober.space.keep(), square=known.square + culprit.norm**2)
+        else:
+            self.alone = Alone(prober.space.keep(), culprit.norm, culprit.norm**2)
+            if runs_again and self.task.can_afford(backwards=1):
+                self.alone.difference = backward_again(prober, culprit.tokens, self.alone.gradient)
 
     def verify(self, candidate: Span) -> Span:
         culprit = verify(self.task, candidate, self.task.culprit_norm)
@@ -519,13 +542,13 @@ class _AutoSearch:
         if self.alone is None or self.others is not None or threshold is None or not has_room:
             return False
         named, square = self.result.culprits, task.spike.grad_norm**2
-        alone = named[0].norm if len(named) == 1 else space.norm(self.alone)
+        alone = named[0].norm if len(named) == 1 else space.norm(self.alone.gradient)
         norm = max(square * (1 - 2 * math.fsum(culprit.share or 0.0 for culprit in named)) + alone**2, 0.0) ** 0.5
         if norm < max(_BY_FAR * threshold, _COARSE * task.spike.grad_norm, _COARSE * alone):
             return False
         space.clear()
         self.prober.add(task.gradient, alpha=1.0 / task.scale)
-        self.prober.add(self.alone, alpha=-1.0)
+        self.prober.add(self.alone.gradient, alpha=-1.0)
         self.direction, self.scale = space.keep(), 1.0
         self.note("residual", "measured", "without the culprits' own gradients the norm is over the threshold", norm)
         return True

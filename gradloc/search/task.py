@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.certificate import Removal
+from ..core.certificate import Alone, Removal
 from ..core.gradients import Gradient
 from ..core.probe import Prober
 from ..core.selection import Token, mask_without
@@ -75,7 +75,7 @@ class Task:
         left = self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)
         return int(min(max(left, 0), 10**9))
 
-    def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], alone: Alone | None = None, goes_on: bool = False) -> Certificate:
         """The norm without these tokens; arguments and ``.grad`` as in :meth:`..core.certificate.Removal.certify`."""
 
         def can_afford(num_probes: int) -> bool:

@@ -132,7 +132,9 @@ def params_after_a_forward(layout: str) -> bool:
     return [id(param) for param in GradientSpace(model).params] == [id(param) for param in params]
 
 
-def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, seed: int = 0) -> dict[str, Any]:
+def certify_unrepeatable(
+    layout: str, dtype: str, share: float, size: float, seed: int = 0, others: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """Localize a planted spike with kernels that do not repeat, and hold the certificate against ones that do.
 
     Args:
@@ -141,21 +143,21 @@ def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, see
         share: of the elements that are a unit off, fresh in every backward.
         size: of the spike, in multiples of the healthy norm.
         seed: of batch and noise.
+        others: rows with a token like the planted one.
     """
     model, precision = build("tiny"), getattr(torch, dtype)
     healthy = random_batch(model, seed=seed)
-    row, position = 3 + seed % 4, 1
-    advantage = _advantage_for(model, healthy, (row, position), size)
-    batch = healthy.planted({(row, position): advantage})
+    places = sorted((row, 1) for row in (3 + seed % 4, *others))
+    batch = healthy.planted({place: _advantage_for(model, healthy, place, size) for place in places})
     step = BareStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision)
     space, ranks = GradientSpace(step.model), Ranks()
-    mine = [row - step.rows(i)[0] if row in step.rows(i) else None for i in range(NUM_MICRO_BATCHES)]
     step.train()
     space.clear()
-    for index, at in enumerate(mine):  # the truth: kernels that repeat, every micro-batch, without the token
-        kept = torch.ones_like(step.token_mask(index))
-        if at is not None:
-            kept[at, position] = False
+    for index in range(NUM_MICRO_BATCHES):  # the truth: kernels that repeat, every micro-batch, without the tokens
+        kept, rows = torch.ones_like(step.token_mask(index)), step.rows(index)
+        for row, position in places:
+            if row in rows:
+                kept[row - rows[0], position] = False
         step.loss(index, kept).backward()
     truth = space.norm()
     space.clear()
@@ -169,7 +171,7 @@ def certify_unrepeatable(layout: str, dtype: str, share: float, size: float, see
     return {
         "size": norm / truth,
         "places": sorted(batch.place(token, ranks.size, NUM_MICRO_BATCHES) for token in finding.tokens),
-        "planted": [(row, position)],
+        "planted": places,
         "truth": truth,
         "norm_after": certificate.norm_after,
         "error_bound": certificate.error_bound,

@@ -168,6 +168,20 @@ def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
     assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
 
 
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+def test_nor_for_two_culprits_of_which_one_ran_twice(size):
+    spiking = Spiking({(3, 2): 300.0, (9, 1): 300.0})
+    add_router_loss(spiking.model, size)
+    found = spiking.search()
+    certificate, culprits = found.certificate, found.tokens
+    spiking.space.clear()
+    for index in range(4):
+        kept = mask_without(culprits, index, 0, spiking.step.token_mask(index))
+        spiking.step.loss(index, kept).backward()
+    assert len(culprits) == 2 and certificate.verdict == "explained"
+    assert abs(certificate.norm_after - spiking.space.norm()) <= certificate.error_bound
+
+
 def test_a_bound_larger_than_its_norm_is_tightened_by_one_pass():
     spiking = Spiking({(3, 2): 300.0})
     add_router_loss(spiking.model, 3.0)  # what passes through no token is noise to a subtraction

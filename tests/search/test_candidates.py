@@ -195,8 +195,9 @@ def test_the_bound_that_names_a_candidate(candidate, least):
         (1, False, 7, 0),
         (1, False, 8, 1),
         (1, True, 7, 3),
-        (2, False, 7, 3),
-        (3, False, 7, 3),
+        (2, False, 7, 3),  # beside a hint, which has one
+        (2, True, 7, 3),
+        (3, True, 7, 3),
         (4, False, 7, 0),
         (4, True, 16, 2),
         (4, False, 64, 3),
