@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from .columns import Columns, Floats
 
+Numbers = dict[str, float]
 LAGS = (-1, 1, -2, 2, -3, 3)
 LEAST_Q = 0.02
 """Below this 1 - p, noise of log-probs is no longer in proportion to it."""
@@ -88,18 +89,29 @@ def row_scales(tokens: Tokens, kept: NDArray) -> Floats:
     return np.where(counts > 0, z[order][np.minimum(at, len(order) - 1)], 0.0)
 
 
-def unevenness(tokens: Tokens) -> dict[str, float]:
+def unevenness(tokens: Tokens) -> Numbers:
     """How much the rows' mean sizes of z around its median differ, relative to their mean, beyond the chance of
-    independent tokens; and in standard errors."""
-    values, row = np.abs(tokens.z - np.median(tokens.z)), tokens.row
-    counts = np.bincount(row)
+    independent tokens; and in standard errors. ``beside_ids``: likewise, of z less its mean over other tokens of the
+    same id, of which there are three: other weights move an id alike in all rows, another prompt does not."""
+    found = _uneven("uneven", tokens.z - np.median(tokens.z), tokens.row)
+    if tokens.columns.ids is not None:
+        z = np.clip(tokens.z, -6 * tokens.scale, 6 * tokens.scale)
+        labels = np.unique(tokens.columns.ids, return_inverse=True)[1]
+        others = np.bincount(labels)[labels] - 1
+        kept = others >= 3
+        if kept.sum() > 50:
+            beside = z - (np.bincount(labels, z)[labels] - z) / np.maximum(others, 1)
+            found |= _uneven("beside_ids", beside[kept], np.unique(tokens.row[kept], return_inverse=True)[1])
+    return found
+
+
+def _uneven(name: str, values: Floats, row: NDArray) -> Numbers:
+    values, counts = np.abs(values), np.bincount(row)
     means, free = np.bincount(row, values) / counts, max(len(counts) - 1, 1)
     within = ((values - means[row]) ** 2).sum() / max(len(row) - len(counts), 1)
     more = (counts * (means - values.mean()) ** 2).sum() / free - within
-    return {
-        "uneven": float(np.sqrt(max(more, 0.0) / counts.mean()) / max(values.mean(), 1e-30)),
-        "uneven_sigma": float(more / max(within, 1e-30) * np.sqrt(free / 2)),
-    }
+    size = float(np.sqrt(max(more, 0.0) / counts.mean()) / max(values.mean(), 1e-30))
+    return {name: size, f"{name}_sigma": float(more / max(within, 1e-30) * np.sqrt(free / 2))}
 
 
 def ranks(values: Floats) -> Floats:
@@ -114,7 +126,7 @@ def correlation(x: Floats, y: Floats) -> float:
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 7 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
-def layouts(tokens: Tokens, scales: Floats) -> dict[str, float]:
+def layouts(tokens: Tokens, scales: Floats) -> Numbers:
     """How closely the rows' ``scales`` (R,) follow what padding or packing would do to them: correlations of logs with
     a row's length, its prompt's, how much shorter that is than the longest of a micro-batch, its place in a pack."""
     columns = tokens.columns
@@ -132,7 +144,7 @@ def layouts(tokens: Tokens, scales: Floats) -> dict[str, float]:
     return {name: correlation(np.log(scales), np.log1p(values)) for name, values in known.items()}
 
 
-def temperature(tokens: Tokens) -> dict[str, float]:
+def temperature(tokens: Tokens) -> Numbers:
     """Temperatures' ratio: at sure tokens log((1 - p) / p) is in proportion to 1 / temperature.
 
     Returns:
@@ -155,7 +167,7 @@ def temperature(tokens: Tokens) -> dict[str, float]:
     return found
 
 
-def dependence(tokens: Tokens) -> dict[str, float]:
+def dependence(tokens: Tokens) -> Numbers:
     """Whether differences come from something that stays, as weights do: noise is drawn anew at each token.
 
     Returns:
@@ -179,10 +191,25 @@ def dependence(tokens: Tokens) -> dict[str, float]:
     return found
 
 
-def identity(d: Floats) -> dict[str, float]:
-    """The mean of exp(d), which is 1 for tokens that were sampled from the rollout's column, its standard error, and
-    the mean of exp(d) - 1 - d: the k3 estimate of the KL, nats a token. A ratio counts as at most e^20."""
+def identity(d: Floats) -> Numbers:
+    """What holds of tokens that were sampled from the rollout's column.
+
+    Returns:
+        ``mean_ratio``: of exp(d), which is 1, with ``ratio_error``, its standard error. A ratio counts as at most e^20.
+        ``kl``: the mean of exp(d) - 1 - d, the k3 estimate, nats a token.
+        ``tilt``, in [-1, 1]: the mean of exp(d/2) times d, clipped at its spread, over that of its size; and
+        ``tilt_sigma``, in standard errors. It is 0 where the trainer's own tokens would differ as much the other way,
+        as between two sets of weights: f(-d) = exp(d) f(d) makes exp(d/2) f(d) even. It varies far less than the mean
+        ratio. A sampler that cuts makes it -1.
+    """
     d = np.clip(d, -50, 20)
     ratio = np.exp(d)
-    return {"mean_ratio": float(ratio.mean()), "ratio_error": float(ratio.std() / np.sqrt(len(ratio))),
-            "kl": float(np.mean(ratio - 1 - d))}  # fmt: skip
+    spread = max(float(np.sqrt(np.mean(np.clip(d, -3, 3) ** 2))), 1e-12)
+    tilted = np.exp(d / 2) * np.clip(d / spread, -1, 1)
+    return {
+        "mean_ratio": float(ratio.mean()),
+        "ratio_error": float(ratio.std() / np.sqrt(len(ratio))),
+        "kl": float(np.mean(ratio - 1 - d)),
+        "tilt": float(tilted.mean() / max(np.abs(tilted).mean(), 1e-12)),
+        "tilt_sigma": float(tilted.mean() / max(tilted.std() / np.sqrt(len(d)), 1e-12)),
+    }

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from . import seen
 from .columns import FEW, Columns, Floats, columns
 from .kinds import DOUBTS, NOTHING
-from .seen import Tokens
+from .seen import Numbers, Tokens
 
 FLOOR = 0.14
 """Noise of logits that bfloat16 kernels have, nats: of real forwards, times about two."""
@@ -29,7 +29,9 @@ EFFECT = 0.04
 LEAST = 0.02
 """Nats of logits: below it two columns agree, whatever the rest looks like."""
 UPPER = 0.25
-"""Nats of logits, of one token in a hundred: cut sampling alone raises none, and noise none so far."""
+"""Nats of logits: cut sampling alone raises no token so far, nor does noise, but of one in a thousand."""
+TILT = 0.06
+"""Of 1: weights alone tilt less, see :func:`~.seen.identity`."""
 SMALL_KL = 0.028
 """Below it, per token, another version of a policy; above it another model."""
 FEW_OUTLIERS = 0.04
@@ -242,7 +244,6 @@ def strange_tokens(tokens: Tokens) -> Found | None:
     return Found(kind, share, numbers, tokens.columns.only(~marks))
 
 
-Numbers = dict[str, float]
 WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "truncated": lambda n: n["mean_ratio"] < 1 - max(5 * n["ratio_error"], 0.004) and n["upward"] < 0.35,
     "temperature": lambda n: (
@@ -258,12 +259,16 @@ WHOLE: dict[str, Callable[[Numbers], bool]] = {
 
 MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "nothing": ("", lambda n: True),
-    "upper": ("truncated", lambda n: n["upper"] > UPPER),
-    "bend": ("temperature", lambda n: not -0.1 < n["bend"] * np.sign(n["along"]) < 0.5),
-    "ratio": ("stale other_weights", lambda n: abs(n["mean_ratio"] - 1) > 4 * n["ratio_error"]),
+    "upper": ("truncated", lambda n: n["upper"] > 0.001),
+    "bend": ("temperature", lambda n: not -0.03 < n["bend"] * np.sign(n["along"]) < 0.3),
+    "tilt": ("stale other_weights", lambda n: abs(n["tilt"]) > TILT and abs(n["tilt_sigma"]) > 2.5),
     "rows": (
         "stale other_weights noise",
         lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.12,
+    ),
+    "rows_beside_ids": (
+        "stale truncated",
+        lambda n: n["noise"] > LEAST and n.get("beside_ids_sigma", 0) > 2.7 and n["beside_ids"] > 0.11,
     ),
     "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.8),
 }
@@ -282,7 +287,7 @@ def in_common(tokens: Tokens) -> Found | str:
         "noise": tokens.scale,
         **seen.identity(tokens.d),
         "upward": float(np.maximum(tokens.d, 0).mean() / max(np.abs(tokens.d).mean(), 1e-12)),
-        "upper": float(np.quantile(np.maximum(tokens.z, 0), 0.99)),
+        "upper": float(np.mean(tokens.z > UPPER)),
         **seen.temperature(tokens),
         **seen.dependence(tokens),
         **seen.unevenness(tokens),

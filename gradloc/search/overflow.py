@@ -9,8 +9,7 @@ training's own unit, since a healthy gradient divided by 1e37 would leave float3
 import math
 from dataclasses import dataclass, replace
 
-from ..core.certificate import Removal
-from ..core.gradients import Gradient
+from ..core.certificate import Alone, Removal
 from ..core.selection import Token
 from ..record import Certificate
 from .task import SearchResult, Task
@@ -26,11 +25,10 @@ class RescaledTask(Task):
 
     original: Task | None = None
 
-    def certify(self, culprits: list[Token], alone: Gradient | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], alone: Alone | None = None, goes_on: bool = False) -> Certificate:
         """As in training's unit, where the norm was not finite; if it still is not, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit
-        (alone or []).clear()
         step.rescale(1.0)
         found = self.original.certify(culprits, None, goes_on)
         step.rescale(unit)
