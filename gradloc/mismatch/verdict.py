@@ -28,8 +28,9 @@ EFFECT = 0.04
 """Of the variance: less of it is no sign of other weights, however many tokens there are."""
 LEAST = 0.02
 """Nats of logits: below it two columns agree, whatever the rest looks like."""
-UPPER = 0.25
-"""Nats of logits: cut sampling alone raises no token so far, nor does noise, but of one in a thousand."""
+UPPER, HIGHEST = 0.25, 0.4
+"""Nats of logits, of one token in a hundred and of the second highest: cut sampling alone raises none, and noise none so
+far."""
 TILT = 0.06
 """Of 1: weights alone tilt less, see :func:`~.seen.identity`."""
 SMALL_KL = 0.028
@@ -99,7 +100,7 @@ def judge(given: Columns) -> Verdict:
             break
         found = look(tokens)
         if isinstance(found, str):
-            why_not = found
+            why_not = "" if is_aftermath(evidence, tokens.scale) else found
         elif found and not (evidence and found.kind == "noise"):
             told = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
             told.update(found.numbers)
@@ -124,6 +125,11 @@ def judge(given: Columns) -> Verdict:
     )
 
 
+def is_aftermath(evidence: dict[str, Numbers], noise: float) -> bool:
+    """Whether single tokens explain why the rest is noisier than kernels: tokens after them see another past."""
+    return "lags" in evidence.get("never_sampled", {}) or noise < evidence.get("routing", {}).get("size", 0.0) / 12
+
+
 def beyond_noise(rollout: Floats, trainer: Floats, mask: Floats) -> tuple[NDArray, float]:
     """Tokens (R, T) at which two columns (R, T) differ by more than noise, and the noise, nats of logits: the batch's
     own, and at most what bfloat16 kernels have.
@@ -142,14 +148,18 @@ def gaps(tokens: Tokens) -> Found | None:
     columns, kind = tokens.columns, "never_sampled"
     missing = ~np.isfinite(columns.rollout)
     marks, large = missing, ~missing & (np.abs(tokens.d) > 0.3)
-    values, counts = np.unique(columns.rollout[large], return_counts=True)
+    values, counts = np.unique(np.round(columns.rollout[large], 6), return_counts=True)
     if len(values) and counts.max() >= max(4, 0.002 * len(large)):
         value = values[counts.argmax()]
-        same = columns.rollout == value
-        if value == columns.rollout[~missing].min() and np.median(columns.trainer[same]) < value / 2 < -2.5:
+        same = np.abs(columns.rollout - value) < 1e-6
+        if same[~missing][columns.rollout[~missing].argmin()] and np.median(columns.trainer[same]) < value / 2 < -2.5:
             kind, large = "tail", same  # the constant is a bound from below
         # a log-prob that is written in few bits repeats, too: then those tokens agree elsewhere
-        if np.mean(large[same]) > 0.3 or (value == 0 and np.median(columns.trainer[same & large]) < -1):
+        is_zero = value == 0 and np.median(columns.trainer[same & large]) < -1
+        if is_zero:  # as of a sampler that left one token, which stand alone
+            after = tokens.next & same[:-1]
+            is_zero = bool(after.any()) and np.mean(same[1:][after]) > 0.3
+        if is_zero or (value != 0 and np.mean(large[same]) > 0.3):
             marks = marks | same & large
     if marks.sum() < 4:
         return None
@@ -213,8 +223,10 @@ def strange_rows(tokens: Tokens) -> Found | None:
         groups = columns.group[first]
         numbers["whole_prompts"] = float(np.mean([strange[groups == g].mean() for g in np.unique(groups[strange])]))
     is_layout = abs(follows[layout]) > FOLLOWS
-    # of a mixture, the rows between the two parts are few
-    if not is_layout and ((scales > 1.6 * low) & ~strange).sum() > 0.5 * strange.sum():
+    # of a mixture, the rows between the two parts are few; and prompts differ as a whole
+    is_between = ((scales > 1.6 * low) & ~strange).sum() > 0.5 * strange.sum()
+    is_few = numbers["rows"] < 0.5 and numbers.get("whole_prompts", 1.0) > 0.7
+    if not is_layout and (is_between or not is_few):
         return None
     if is_layout:
         marks = (scales > 1.6 * low)[row]
@@ -259,20 +271,24 @@ WHOLE: dict[str, Callable[[Numbers], bool]] = {
 
 MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "nothing": ("", lambda n: True),
-    "upper": ("truncated", lambda n: n["upper"] > 0.001),
-    "bend": ("temperature", lambda n: not -0.03 < n["bend"] * np.sign(n["along"]) < 0.3),
+    "upper": ("truncated", lambda n: n["upper"] > UPPER or n["highest"] > HIGHEST),
+    "bend": ("temperature", lambda n: not -0.03 < n["bend"] * np.sign(n["along"]) < most_bend(n)),
     "tilt": ("stale other_weights", lambda n: abs(n["tilt"]) > TILT and abs(n["tilt_sigma"]) > 2.5),
-    "rows": (
-        "stale other_weights noise",
-        lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.12,
-    ),
+    "rows": ("stale noise", lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.12),
+    "rows_of_weights": ("other_weights", lambda n: n["uneven_sigma"] > 5 and n["uneven"] > 0.2),
     "rows_beside_ids": (
-        "stale truncated",
+        "stale",
         lambda n: n["noise"] > LEAST and n.get("beside_ids_sigma", 0) > 2.7 and n["beside_ids"] > 0.11,
     ),
-    "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.8),
+    "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.5),
 }
 """What a kind alone would not show, by the names of its sentences in words/mismatch.ini."""
+
+
+def most_bend(n: Numbers) -> float:
+    """How much wider another temperature spreads the unlikely tokens than the others: most where the two are far apart,
+    which only sure tokens tell."""
+    return 1.25 * abs(float(np.log(n["slope"]))) if n["r"] > 0.9 else 0.3
 
 
 def stays(n: Numbers) -> bool:
@@ -287,7 +303,8 @@ def in_common(tokens: Tokens) -> Found | str:
         "noise": tokens.scale,
         **seen.identity(tokens.d),
         "upward": float(np.maximum(tokens.d, 0).mean() / max(np.abs(tokens.d).mean(), 1e-12)),
-        "upper": float(np.mean(tokens.z > UPPER)),
+        "upper": float(np.quantile(np.maximum(tokens.z, 0), 0.99)),
+        "highest": float(np.partition(tokens.z, -2)[-2]),
         **seen.temperature(tokens),
         **seen.dependence(tokens),
         **seen.unevenness(tokens),
