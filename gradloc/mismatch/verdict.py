@@ -29,8 +29,7 @@ EFFECT = 0.04
 LEAST = 0.02
 """Nats of logits: below it two columns agree, whatever the rest looks like."""
 UPPER, HIGHEST = 0.25, 0.4
-"""Nats of logits, of one token in a hundred and of the second highest: cut sampling alone raises none, and noise none so
-far."""
+"""Nats of logits, of one token in a hundred and of the second highest: neither cut sampling nor noise raises any."""
 TILT = 0.06
 """Of 1: weights alone tilt less, see :func:`~.seen.identity`."""
 SMALL_KL = 0.028

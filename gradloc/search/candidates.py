@@ -125,17 +125,15 @@ def least_bound(task: Task, norm: float, candidate: Span) -> float:
 def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     """How many candidates get a backward of their own, for their exact norm, though their bound names them.
 
-    All if they are three at most, and the certificate will subtract their gradients or hints stand beside them, which
-    have one: the sum of all tells whether the rest spikes. Otherwise the loudest of two or three, and of any number as
-    many as cost an eighth of a pass over the micro-batches. A single one's is the spike less the residual.
+    All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
+    that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
     num_tokens = sum(len(candidate.tokens) for candidate in named)
     is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
-    has_hints = 1 < len(named) < len(candidates)
-    if len(named) <= _MAX_VERIFIED and (is_used or has_hints):
+    if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
-    return min(_MAX_VERIFIED, max(1 < len(named) <= _MAX_VERIFIED, task.prober.step.num_micro_batches // 8))
+    return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
 
 def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float, float]:

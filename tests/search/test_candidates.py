@@ -195,10 +195,8 @@ def test_the_bound_that_names_a_candidate(candidate, least):
         (1, False, 7, 0),
         (1, False, 8, 1),
         (1, True, 7, 3),
-        (2, False, 7, 1),
-        (2, True, 7, 3),
-        (3, False, 16, 2),
-        (3, True, 7, 3),
+        (2, False, 7, 3),
+        (3, False, 7, 3),
         (4, False, 7, 0),
         (4, True, 16, 2),
         (4, False, 64, 3),
@@ -210,9 +208,8 @@ def test_few_have_a_backward_of_their_own(monkeypatch, num_named, is_used, num_m
     step = SimpleNamespace(num_micro_batches=num_micro_batches)
     spike = SimpleNamespace(grad_norm=9.0, threshold=4.0)
     task = SimpleNamespace(culprit_norm=1.0, prober=SimpleNamespace(step=step), spike=spike)
-    given, hint = [span_of(1.0, "segment", 2)] * num_named, span_of(0.9, "segment", 2)
+    given = [span_of(1.0, "segment", 2)] * num_named + [span_of(0.9, "segment", 2)]
     assert most_verified(task, 1.0, given) == most and asked == [2 * num_named]
-    assert most_verified(task, 1.0, [*given, hint]) == (3 if num_named in (2, 3) else most), "as the hint's"
 
 
 def spread(bounds, size=1, closure=1.0, threshold=4.0, room=8, num_tokens=100):
