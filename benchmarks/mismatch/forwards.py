@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("pool", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text-rate", type=float, default=1e-4)
-    parser.add_argument("--policy-rate", type=float, default=4e-6)
+    parser.add_argument("--policy-rate", type=float, default=1.2e-5)
     args = parser.parse_args()
     pool = Pool(args.model, args.seed, args.pool)
     whole = {name: value.clone() for name, value in pool.model.state_dict().items()}

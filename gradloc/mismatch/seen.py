@@ -91,18 +91,21 @@ def row_scales(tokens: Tokens, kept: NDArray) -> Floats:
 
 def unevenness(tokens: Tokens) -> Numbers:
     """How much the rows' mean sizes of z around its median differ, relative to their mean, beyond the chance of
-    independent tokens; and in standard errors. ``beside_ids``: likewise, of z less its mean over other tokens of the
-    same id, of which there are three: other weights move an id alike in all rows, another prompt does not."""
+    independent tokens; and in standard errors. ``prompts``: likewise between prompts, where they are known, of d less
+    its mean over three other tokens of the same id or more: other weights and a sampler that cuts do to an id alike in
+    all rows, another prompt does not."""
     found = _uneven("uneven", tokens.z - np.median(tokens.z), tokens.row)
-    if tokens.columns.ids is not None:
-        z = np.clip(tokens.z, -6 * tokens.scale, 6 * tokens.scale)
-        labels = np.unique(tokens.columns.ids, return_inverse=True)[1]
-        others = np.bincount(labels)[labels] - 1
-        kept = others >= 3
-        if kept.sum() > 50:
-            beside = z - (np.bincount(labels, z)[labels] - z) / np.maximum(others, 1)
-            found |= _uneven("beside_ids", beside[kept], np.unique(tokens.row[kept], return_inverse=True)[1])
-    return found
+    columns = tokens.columns
+    if columns.ids is None:
+        return found
+    d, labels = np.clip(tokens.d, -6, 6), np.unique(columns.ids, return_inverse=True)[1]
+    others = np.bincount(labels)[labels] - 1
+    kept = others >= 3
+    if kept.sum() < 50:
+        return found
+    rest = d - (np.bincount(labels, d)[labels] - d) / np.maximum(others, 1)
+    prompt = tokens.row if columns.group is None else columns.group
+    return found | _uneven("prompts", rest[kept], np.unique(prompt[kept], return_inverse=True)[1])
 
 
 def _uneven(name: str, values: Floats, row: NDArray) -> Numbers:

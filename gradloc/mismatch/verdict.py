@@ -30,12 +30,14 @@ LEAST = 0.02
 """Nats of logits: below it two columns agree, whatever the rest looks like."""
 UPPER, HIGHEST = 0.25, 0.4
 """Nats of logits, of one token in a hundred and of the second highest: neither cut sampling nor noise raises any."""
-TILT = 0.06
+TILT = 0.1
 """Of 1: weights alone tilt less, see :func:`~.seen.identity`."""
 SMALL_KL = 0.028
 """Below it, per token, another version of a policy; above it another model."""
 FEW_OUTLIERS = 0.04
 """Of the tokens: so many may stand out where the weights differ, without a kind of their own."""
+FAR = 12.0
+"""Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
 GAIN = 2.0
 """Ranks' differences, summed over a stretch of a row, by which a shift must mend it: of six unrelated tokens."""
 FOLLOWS = 0.85
@@ -97,9 +99,11 @@ def judge(given: Columns) -> Verdict:
             break
         if look is in_common and "tail" in evidence and seen.identity(tokens.d)["kl"] < FADED_KL:
             break
+        if look is in_common and tokens.scale < evidence.get("routing", {}).get("size", 0.0) / FAR:
+            break  # tokens after those see another past
         found = look(tokens)
         if isinstance(found, str):
-            why_not = "" if is_aftermath(evidence, tokens.scale) else found
+            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # likewise
         elif found and not (evidence and found.kind == "noise"):
             told = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
             told.update(found.numbers)
@@ -124,11 +128,6 @@ def judge(given: Columns) -> Verdict:
     )
 
 
-def is_aftermath(evidence: dict[str, Numbers], noise: float) -> bool:
-    """Whether single tokens explain why the rest is noisier than kernels: tokens after them see another past."""
-    return "lags" in evidence.get("never_sampled", {}) or noise < evidence.get("routing", {}).get("size", 0.0) / 12
-
-
 def beyond_noise(rollout: Floats, trainer: Floats, mask: Floats) -> tuple[NDArray, float]:
     """Tokens (R, T) at which two columns (R, T) differ by more than noise, and the noise, nats of logits: the batch's
     own, and at most what bfloat16 kernels have.
@@ -148,7 +147,7 @@ def gaps(tokens: Tokens) -> Found | None:
     missing = ~np.isfinite(columns.rollout)
     marks, large = missing, ~missing & (np.abs(tokens.d) > 0.3)
     values, counts = np.unique(np.round(columns.rollout[large], 6), return_counts=True)
-    if len(values) and counts.max() >= max(4, 0.002 * len(large)):
+    if len(values) and counts.max() >= max(8, 0.003 * len(large)):
         value = values[counts.argmax()]
         same = np.abs(columns.rollout - value) < 1e-6
         if same[~missing][columns.rollout[~missing].argmin()] and np.median(columns.trainer[same]) < value / 2 < -2.5:
@@ -157,7 +156,7 @@ def gaps(tokens: Tokens) -> Found | None:
         is_zero = value == 0 and np.median(columns.trainer[same & large]) < -1
         if is_zero:  # as of a sampler that left one token, which stand alone
             after = tokens.next & same[:-1]
-            is_zero = bool(after.any()) and np.mean(same[1:][after]) > 0.3
+            is_zero = bool(after.any()) and np.mean(same[1:][after]) > 0.6
         if is_zero or (value != 0 and np.mean(large[same]) > 0.3):
             marks = marks | same & large
     if marks.sum() < 4:
@@ -223,7 +222,7 @@ def strange_rows(tokens: Tokens) -> Found | None:
         numbers["whole_prompts"] = float(np.mean([strange[groups == g].mean() for g in np.unique(groups[strange])]))
     is_layout = abs(follows[layout]) > FOLLOWS
     # of a mixture, the rows between the two parts are few; and prompts differ as a whole
-    is_between = ((scales > 1.6 * low) & ~strange).sum() > 0.5 * strange.sum()
+    is_between = ((scales > 1.6 * low) & ~strange).sum() > 0.8 * strange.sum()
     is_few = numbers["rows"] < 0.5 and numbers.get("whole_prompts", 1.0) > 0.7
     if not is_layout and (is_between or not is_few):
         return None
@@ -255,6 +254,8 @@ def strange_tokens(tokens: Tokens) -> Found | None:
     return Found(kind, share, numbers, tokens.columns.only(~marks))
 
 
+PROMPTS = {"stale": 0.15, "truncated": 0.22, "other_weights": 0.35}
+"""By how much the prompts of a language model differ under these kinds at most, see :func:`~.seen.unevenness`."""
 WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "truncated": lambda n: n["mean_ratio"] < 1 - max(5 * n["ratio_error"], 0.004) and n["upward"] < 0.35,
     "temperature": lambda n: (
@@ -273,12 +274,8 @@ MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "upper": ("truncated", lambda n: n["upper"] > UPPER or n["highest"] > HIGHEST),
     "bend": ("temperature", lambda n: not -0.03 < n["bend"] * np.sign(n["along"]) < most_bend(n)),
     "tilt": ("stale other_weights", lambda n: abs(n["tilt"]) > TILT and abs(n["tilt_sigma"]) > 2.5),
-    "rows": ("stale noise", lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.12),
-    "rows_of_weights": ("other_weights", lambda n: n["uneven_sigma"] > 5 and n["uneven"] > 0.2),
-    "rows_beside_ids": (
-        "stale",
-        lambda n: n["noise"] > LEAST and n.get("beside_ids_sigma", 0) > 2.7 and n["beside_ids"] > 0.11,
-    ),
+    "rows": ("stale noise", lambda n: n["noise"] > LEAST and n["uneven_sigma"] > 5 and n["uneven"] > 0.3),
+    "prompts": (" ".join(PROMPTS), lambda n: n.get("prompts_sigma", 0) > 4 and n["prompts"] > n["prompts_usual"]),
     "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.5),
 }
 """What a kind alone would not show, by the names of its sentences in words/mismatch.ini."""
@@ -310,5 +307,6 @@ def in_common(tokens: Tokens) -> Found | str:
         "has_ids": float(tokens.columns.ids is not None),
     }
     kind = next((kind for kind, fits in WHOLE.items() if fits(numbers)), "")
+    numbers["prompts_usual"] = PROMPTS.get(kind, 0.0)
     doubt = next((name for name, (kinds, holds) in MORE.items() if kind in kinds.split(" ") and holds(numbers)), None)
     return DOUBTS[doubt].format(**numbers) if doubt else Found(kind, 1.0, numbers, tokens.columns)
