@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..core.ranks import Ranks
+from ..keys import VERSIONS_KEY
 from ..mismatch import MismatchError, beyond_noise
 from ..record import (
     BatchStatistics,
@@ -326,6 +327,7 @@ class DriverSide:
             **told,
             **self._labels(row),
             data_row=self._data_row(row),
+            versions=self.batch.labels[VERSIONS_KEY][row] if VERSIONS_KEY in self.batch.labels else None,
             reward=self._reward(row),
             loss_weight=at.get("loss_weight", culprit.loss_weight),
             old_log_prob_stored=stored,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .fields import Count, never_null, optional
+from .fields import Count, Interval, never_null, optional
 
 CAUSES = (
     "token_mismatch",
@@ -137,6 +137,8 @@ class Culprit:
     data_source: str | None = None
     data_row: Count | None = optional()
     """Of the data set, where its rows say their ``index``."""
+    versions: Interval | None = optional()
+    """The steps whose weights sampled its sequence's first token and its last; null where the trainer does not say."""
     reward: float | None = None
     """The sequence's: sum of its token-level scores."""
     token_ids: tuple[int, ...] | None = never_null()

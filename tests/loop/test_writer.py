@@ -171,6 +171,11 @@ def test_the_row_of_the_data_set_is_what_its_rows_say(index, row):
     assert one(batch_of(None if index is None else {"index": index})).data_row == row
 
 
+def test_a_culprit_says_which_weights_sampled_its_answer():
+    assert one(batch_of({"versions": [None, (3, 4), None]})).versions == (3, 4)
+    assert one(batch_of({"versions": [None] * 3})).versions is None and one(batch_of()).versions is None
+
+
 TURNS = [1, 1, 0, 0, 0, 1, 1, 1]
 
 

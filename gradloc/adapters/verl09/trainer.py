@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 from ...analysis.config import check_separate
 from ...analysis.reporter import AnalysisBatch
 from ...config import fix_dump_dir
-from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
+from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY, VERSIONS_KEY
 from ...loop.batch import BatchView
 from ...loop.metrics import joined
 from ...loop.wire import Policy
@@ -404,6 +404,8 @@ def _positions(nested: torch.Tensor, attention_mask: torch.Tensor, starts: torch
 def _labels(batch: Any, rows: Any) -> dict[str, Sequence[Any]]:
     labels = {name: list(rows[name]) for name in _LABELS if name in rows.keys()}
     ids = list(map(_sequence_id, batch.keys, labels["uid"]))
+    steps = [(tag.get("min_global_steps"), tag.get("max_global_steps")) for tag in batch.tags]
+    labels[VERSIONS_KEY] = [None if None in span else (int(span[0]), int(span[1])) for span in steps]
     return {SEQUENCE_KEY: ids, "multi_modal_inputs": _Inputs(batch), **labels}
 
 

@@ -112,7 +112,13 @@ def _facts(culprit: Culprit) -> dict[str, str]:
     }
     numbers = culprit.cause.numbers.items()
     pairs = [*facts.items(), *((_in_words(name), value) for name, value in numbers if name not in _AMONG_FACTS)]
-    return {label: number(value) for label, value in pairs if value is not None}
+    known = {label: number(value) for label, value in pairs if value is not None}
+    return known if culprit.versions is None else {**known, "sampled by the weights of": _steps(culprit.versions)}
+
+
+def _steps(versions: tuple[int, int]) -> str:
+    first, last = versions
+    return f"step {last}" if first == last else f"steps {first} to {last}"
 
 
 class EventView:
@@ -312,9 +318,16 @@ def context(event: Event, kinds: list[tuple[int, str, str]]) -> list[tuple[str, 
         "commit": run.commit,
         "config": run.config,
         "data": ", ".join(filter(None, (first and first.data_source, row))),
+        "sampled": first and first.versions and _sampled(first.versions, event.step.global_step),
         "seen": _seen(event, kinds),
     }
     return [(name, one_line(value)) for name, value in known.items() if value]
+
+
+def _sampled(versions: tuple[int, int], step: int | None) -> str:
+    """By which weights, and by how many updates they lag: step n's own rollout has those of step n - 1."""
+    behind = 0 if step is None else max(step - 1 - versions[1], 0)
+    return f"by the weights of {_steps(versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
 
 
 def _when(time: str | None) -> str | None:

@@ -168,7 +168,8 @@ class Store:
             row = _row(batch, index)
             self.rows[f"{row['uid']}_{index % 2}_0"] = row
             lengths = {"prompt_len": len(row["prompts"]), "response_len": len(row["responses"])}
-            tags.append({**lengths, "seq_len": sum(lengths.values()), "status": "success"})
+            versions = {"min_global_steps": 3, "max_global_steps": 4}
+            tags.append({**lengths, **versions, "seq_len": sum(lengths.values()), "status": "success"})
         return KVBatchMeta(keys=list(self.rows), tags=tags, partition_id="train")
 
     # What transfer_queue's functions of the name `kv_...` do.

@@ -56,7 +56,7 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
     *_, event = read_events(tmp_path)
     assert event["certificate"]["verdict"] == "explained"
     (culprit,) = event["culprits"]
-    assert culprit["row"] == 5 and 3 in culprit["positions"]
+    assert culprit["row"] == 5 and 3 in culprit["positions"] and culprit["versions"] == [3, 4]
     if layout in LAYOUTS or layout == "entropy and KL":
         check_record(layout, stock, watched, event)
 
