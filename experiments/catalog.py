@@ -56,6 +56,13 @@ DEMO_VLLM = DEMO_VERL09.heir(
     verls=("0.9.1",),
 )
 
+DEMO_ASYNC = DEMO_VERL09.heir(
+    "demo-async",
+    "the demo on verl 0.9.1 with rollouts that go on while it trains: separate_async, a batch ahead",
+    is_planted=True,
+    verls=("0.9.1",),
+)
+
 PUBLISHED = Experiment(
     "gradloc-qwen3-4b",
     "the published experiment: Qwen3-4B-Instruct-2507, GRPO, 8 nodes of 8 GPUs, vLLM",

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/advice.md, and docs/health.md's table of advice, from ``gradloc.words``."""
+"""Make docs/advice.md from ``gradloc.words`` and the rules of health."""
 
 import re
 import sys
@@ -53,8 +53,13 @@ Settings that a search measures ([cures](cures.md)), in this order.
 | cause | what it means | what people do |
 | --- | --- | --- |
 {causes}
+
+## By rule of health
+
+| [reason](health.md) | what people do |
+| --- | --- |
+{reasons}
 """
-HEALTH = re.compile(r"(\| reason \| what people do \|\n\| --- \| --- \|\n)(?:\|.*\n)+")
 
 
 def _italic(text: str) -> str:
@@ -90,17 +95,16 @@ def pages() -> dict[Path, str]:
         f"| `{label}` | {found.title}. {found.means} | {'as above' if found.why else _all(found.do)} |"
         for label, found in MEANINGS.items()
     ]
-    reasons = "".join(f"| `{name}` | {_all(names)} |\n" for name, names in ADVICE.items())
+    reasons = [f"| `{name}` | {_all(names)} |" for name, names in ADVICE.items()]
     cures = [f"| {ACTIONS[name].do} | {_trainers_of(name)} | {_causes_of(name)} |" for name in MILDEST_FIRST]
-    health = ROOT / "docs" / "health.md"
     return {
         ROOT / "docs" / "advice.md": PAGE.format(
             rules=_italic("\n".join(rules)),
             actions="\n".join(actions),
             causes="\n".join(causes),
             cures="\n".join(cures),
-        ),
-        health: HEALTH.sub(lambda found: found[1] + reasons, health.read_text(encoding="utf-8")),
+            reasons="\n".join(reasons),
+        )
     }
 
 

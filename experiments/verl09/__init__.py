@@ -6,6 +6,7 @@
 - `megatron`  what Megatron-Core needs there, for the tests and the demo
 - `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
+- `weights`   the trainer's weights, to rollouts in processes of their own
 - `rows`      a batch of its queue, as what plants something sees it
 - `explosion`  what `experiments.explosion` plants, through that rollout and the trainer; loaded likewise
 """
@@ -22,6 +23,8 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # verl 0.9.1 cannot write its own line of this level about a trainer without rollouts in its processes.
+    "VERL_LOGGING_LEVEL": "WARN",
     "TQ_NUM_THREADS": "2",
     # vLLM's, where it is the rollout: its threads on no cores of their own, and little room for keys and values.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -13,8 +13,9 @@ import ray
 import torch
 
 from experiments.generation import call_seed, sample
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.workers.rollout import base
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.WeightSender"
 RolloutReplicaRegistry.register("hf_cpu", lambda: Replica)
@@ -127,6 +128,17 @@ class Replica(RolloutReplica):
 
     server = Server
 
+    async def init_standalone(self):
+        """As verl's, on processors: its own asks Ray for GPUs."""
+        self.rollout_mode = RolloutMode.STANDALONE
+        name = f"rollout_standalone_{self.replica_rank}"
+        self.resource_pool = RayResourcePool([self.world_size], use_gpu=False, name_prefix=name, max_colocate_count=2)
+        group = RayWorkerGroup(
+            self.resource_pool, self.get_ray_class_with_init_args(), bin_pack=False, name_prefix=name, use_gpu=False
+        )
+        self.workers = group.workers
+        await self.launch_servers()
+
     async def launch_servers(self):
         path, config = self.model_config["path"], self.config
         make = ray.remote(num_cpus=0)(self.server).options(name=server_name(self.replica_rank))
@@ -146,8 +158,11 @@ class WeightSender(base.BaseRollout):
         """Nothing sleeps on a CPU."""
 
     async def update_weights(self, weights, global_steps=None, **_):
-        """Every worker of the replica takes part in gathering the weights."""
-        gathered = {name: tensor.detach().clone() for name, tensor in weights}
+        """Every worker of the replica takes part in gathering the weights, which come as a checkpoint engine gives them."""
+        if hasattr(weights, "__aiter__"):
+            gathered = {name: tensor async for name, tensor in weights}
+        else:
+            gathered = {name: tensor.detach().clone() for name, tensor in weights}
         replica, place = divmod(torch.distributed.get_rank(), self.config.tensor_model_parallel_size)
         if place == 0:
             server = ray.get_actor(server_name(replica))

@@ -7,6 +7,7 @@ import pytest
 
 from experiments.cpu import places
 from tests.experiments.real import demo, explode, largest_difference, run_to_the_end, steps_of
+from tests.world.events import read_events
 
 pytestmark = pytest.mark.e2e
 
@@ -39,6 +40,20 @@ def test_vllm_generates_from_the_weights_being_trained_and_the_planted_token_is_
     assert "FOUND: the event names exactly the token that was planted" in printed
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2 and largest_difference(steps) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_where_rollouts_go_on_meanwhile_the_culprit_says_which_weights_sampled_it(ahead, tmp_path):
+    later = ("demo.steps=5", "demo.fault.first_step=5", "demo.fault.last_step=5")
+    warmed = f"trainer.v1.separate_async.num_warmup_batches={ahead}"
+    printed = run_to_the_end("demo-async", *later, warmed, run_dir=tmp_path / "run", seconds=600)
+    assert "FOUND: the event names exactly the token that was planted" in printed
+    (event,) = read_events(tmp_path / "run" / "gradloc")
+    (culprit,) = event["culprits"]
+    staleness = "training/off_policy/trajectory_staleness/max"
+    assert event["step"]["global_step"] - 1 - culprit["versions"][1] <= steps_of(tmp_path / "run")[-1][staleness]
+    assert steps_of(tmp_path / "run")[-1][staleness] == ahead
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ def test_the_page_has_the_recorded_table():
         f'{counts["two"]} are named as the two, {counts["cannot tell"]} "cannot tell". {counts["one of the two"]} are'
     )
     assert said in PAGE and f"and {counts['another']} otherwise" in PAGE
+    small = outcome(json.loads((ROOT / "benchmarks" / "results" / "mismatch-small.json").read_text("utf-8"))["pairs"])
+    assert f"of pairs {small['one of the two']} are named as one" in PAGE
+    assert counts["two"] + counts["cannot tell"] >= 0.95 * sum(counts.values())
 
 
 def test_nine_kinds_are_named_right_and_clean_batches_are_noise():

@@ -18,7 +18,9 @@ MEGATRON = "model_engine=megatron"
 EXPLOSION = catalog.EXPLOSION_VERL09
 EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
 OTHERS = {
-    form.name: form for form in (catalog.DEMO_VLLM, catalog.TOOL_LOOP, *catalog.ON_VERL09.values()) if form.name != NAME
+    form.name: form
+    for form in (catalog.DEMO_ASYNC, catalog.DEMO_VLLM, catalog.TOOL_LOOP, *catalog.ON_VERL09.values())
+    if form.name != NAME
 }
 
 
