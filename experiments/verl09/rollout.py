@@ -158,7 +158,7 @@ class WeightSender(base.BaseRollout):
         """Nothing sleeps on a CPU."""
 
     async def update_weights(self, weights, global_steps=None, **_):
-        """Every worker of the replica takes part in gathering the weights, which come as a checkpoint engine gives them."""
+        """Every worker of the replica takes part in gathering; a checkpoint engine gives them one by one."""
         if hasattr(weights, "__aiter__"):
             gathered = {name: tensor async for name, tensor in weights}
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights for rollout servers in processes of their own, through a file: verl's checkpoint engine "file_cpu".
 
-Loaded by `rollout.checkpoint_engine.custom_backend_module`, for `trainer.v1.trainer_mode=separate_async`, which takes no
-engine that shares the trainer's processes.
+Loaded by `rollout.checkpoint_engine.custom_backend_module`, for `trainer.v1.trainer_mode=separate_async`, which takes
+no engine that shares the trainer's processes.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ __all__ = ["rollout"]  # the server's, which its worker looks for
 
 @CheckpointEngineRegistry.register("file_cpu")
 class FileEngine(CheckpointEngine):
-    """Rank 0 of the trainer writes, then the rollouts read: verl's two calls are under way at the same time, so a reader
-    waits until the file has its name."""
+    """Rank 0 of the trainer writes, the rollouts read. verl makes both calls at once, so a reader waits until the file
+    has its name."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.path = ""

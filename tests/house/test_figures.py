@@ -126,6 +126,9 @@ def test_the_price_of_a_search_is_the_record_s_on_every_page():
     said = f"one culprit costs {one[0]} training steps, eight cost {eight[0]} (bfloat16: {one[1]} and {eight[1]})"
     for name in ("README.md", "docs/faq.md", "docs/benchmarks.md"):
         assert said in page(name), name
+    rows_of_all = record("cost")["rows"]
+    whole = sum(row["cost_f"] for row in rows_of_all)
+    assert f"{whole} f in all {len(rows_of_all)}" in page("docs/benchmarks.md") and whole <= 1000
 
 
 def test_the_hook_s_share_and_the_noise_are_the_record_s():
