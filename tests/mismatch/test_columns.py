@@ -91,6 +91,30 @@ def test_the_stretch_that_moves_is_the_one_that_a_search_of_all_finds():
         assert np.mean(marked == best[1]) > 0.8 and (lags[own] != 0).sum() <= len(marked) + 6, "equal sums aside"
 
 
+@pytest.mark.parametrize("spread", [0.05, 0.5, 1.0])
+def test_tokens_of_two_models_tilt_to_no_side_and_a_cut_sampler_s_do(spread):
+    """By weights alone d is normal around -s^2 / 2 with spread s, whatever else mixes in: E[exp(d)] = 1."""
+    sizes = spread * np.random.default_rng(7).exponential(1.0, 40_000)
+    d = sizes * np.random.default_rng(8).standard_normal(40_000) - sizes**2 / 2
+    found, cut = identity(d), identity(d + np.log(0.7))
+    assert abs(found["tilt"]) < 0.02 and abs(found["tilt_sigma"]) < 3
+    assert cut["tilt"] < -0.3 and cut["tilt_sigma"] < -50
+    assert identity(np.full(40_000, np.log(0.7)))["tilt"] == pytest.approx(-1)
+
+
+def test_prompts_differ_where_their_tokens_ids_do_not_tell():
+    random = np.random.default_rng(9)
+    ids, group = random.integers(0, 40, (48, 100)), np.repeat(range(12), 4)
+    by_id = random.standard_normal(40)[ids]  # alike in all prompts, as other weights have it
+    strange = np.where(group < 3, 3.0, 1.0)[:, None] * random.standard_normal(ids.shape)
+    one, other = (
+        unevenness(Tokens(columns(np.full(ids.shape, -9.0), -9.0 + 0.1 * d, np.ones(ids.shape), ids=ids, group=group)))
+        for d in (by_id + random.standard_normal(ids.shape), by_id + strange)
+    )
+    assert one["prompts"] < 0.1 and abs(one["prompts_sigma"]) < 4
+    assert other["prompts"] > 0.4 and other["prompts_sigma"] > 20
+
+
 def test_rows_that_differ_by_more_than_chance_have_that_spread():
     random = np.random.default_rng(6)
     z = random.standard_normal((400, 200))
