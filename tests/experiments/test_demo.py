@@ -47,13 +47,18 @@ def test_vllm_generates_from_the_weights_being_trained_and_the_planted_token_is_
 def test_where_rollouts_go_on_meanwhile_the_culprit_says_which_weights_sampled_it(ahead, tmp_path):
     later = ("demo.steps=5", "demo.fault.first_step=5", "demo.fault.last_step=5")
     warmed = f"trainer.v1.separate_async.num_warmup_batches={ahead}"
-    printed = run_to_the_end("demo-async", *later, warmed, run_dir=tmp_path / "run", seconds=600)
+    every = "actor_rollout_ref.actor.gradloc.mismatch.every=1"
+    printed = run_to_the_end("demo-async", *later, warmed, every, run_dir=tmp_path / "run", seconds=600)
     assert "FOUND: the event names exactly the token that was planted" in printed
     (event,) = read_events(tmp_path / "run" / "gradloc")
     (culprit,) = event["culprits"]
     staleness = "training/off_policy/trajectory_staleness/max"
     assert event["step"]["global_step"] - 1 - culprit["versions"][1] <= steps_of(tmp_path / "run")[-1][staleness]
     assert steps_of(tmp_path / "run")[-1][staleness] == ahead
+    lines = (tmp_path / "run" / "gradloc" / "mismatch.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[0] == "noise" and set(kinds) <= {"noise", "stale", "cannot tell"}
+    assert ("stale" in kinds) == (ahead > 0), kinds
 
 
 @pytest.mark.slow
