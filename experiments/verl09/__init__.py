@@ -23,8 +23,6 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # verl 0.9.1 cannot write its own line of this level about a trainer without rollouts in its processes.
-    "VERL_LOGGING_LEVEL": "WARN",
     "TQ_NUM_THREADS": "2",
     # vLLM's, where it is the rollout: its threads on no cores of their own, and little room for keys and values.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -6,6 +6,7 @@ no engine that shares the trainer's processes.
 """
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,9 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngine
 
 __all__ = ["rollout"]  # the server's, which its worker looks for
+
+# verl 0.9.1 cannot write its own line about a trainer that has no rollouts in its processes.
+logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async").setLevel(logging.WARNING)
 
 
 @CheckpointEngineRegistry.register("file_cpu")
