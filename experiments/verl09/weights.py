@@ -44,6 +44,7 @@ class FileEngine(CheckpointEngine):
 
     def init_process_group(self, path: str) -> None:
         self.path = path
+        self.finalize()  # what a run that was killed has left
 
     def finalize(self) -> None:
         Path(self.path).unlink(missing_ok=True)

@@ -437,11 +437,16 @@ class _AutoSearch:
 
     def _is_subtracted(self, candidates: list[Span]) -> bool:
         """Whether the certificate will subtract several culprits' own gradients, and nothing but tokens makes them."""
-        task, has_beside = self.task, self.prober.step.recorded(0).beside_coefficient is not None
-        if len(candidates) == 1 or self.others is not None or self.prober.ranks.sum([float(has_beside)])[0]:
+        task = self.task
+        if len(candidates) == 1 or self.others is not None or self._has_beside():
             return False
         num_tokens = sum(len(candidate.tokens) for candidate in candidates) + len(self.result.tokens)
         return is_subtracted(self.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
+
+    def _has_beside(self) -> bool:
+        """Whether on any rank a part of the loss passes through no token, which each probe would add."""
+        own = self.prober.step.recorded(0).beside_coefficient is not None
+        return self.prober.ranks.sum([float(own)])[0] > 0
 
     def add_up(self, culprit: Span, is_alone: bool, runs_again: bool) -> None:
         """Add the culprit's gradient in ``.grad`` to ``alone``, or give that sum up if one of its parts is unknown.
@@ -507,9 +512,7 @@ class _AutoSearch:
         if not rows or not beside or not most < (task.spike.threshold or 0.0):
             return
         holders = sorted({culprit.micro_batch for culprit in beside})
-        ranks, own = self.prober.ranks, self.prober.step.recorded(0).beside_coefficient is not None
-        has_beside = ranks.sum([float(own)])[0] > 0  # which each probe would add
-        if has_beside or task.unit != 1.0 or not task.can_afford(backwards=len(holders), is_certificate=True):
+        if self._has_beside() or task.unit != 1.0 or not task.can_afford(backwards=len(holders), is_certificate=True):
             return
         self.prober.compute_only([token for culprit in beside for token in culprit.tokens], holders)
         self.prober.add(self.direction)

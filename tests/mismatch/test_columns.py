@@ -102,6 +102,16 @@ def test_tokens_of_two_models_tilt_to_no_side_and_a_cut_sampler_s_do(spread):
     assert identity(np.full(40_000, np.log(0.7)))["tilt"] == pytest.approx(-1)
 
 
+@pytest.mark.parametrize("rows", [40, 4000])
+def test_a_cut_sampler_is_told_in_small_batches_and_in_large_ones(rows):
+    """The highest of many draws of noise are higher: they are no sign of a second kind."""
+    random = np.random.default_rng(11)
+    trainer = np.log(0.7 * random.beta(2, 1, (rows, 60)))
+    noise = 0.11 * -np.expm1(trainer) * random.standard_normal(trainer.shape)
+    mass = random.choice([1.0, 0.8], trainer.shape)
+    assert judge(columns(trainer + noise - np.log(mass), trainer, np.ones(trainer.shape))).name == "truncated"
+
+
 def test_prompts_differ_where_their_tokens_ids_do_not_tell():
     random = np.random.default_rng(9)
     ids, group = random.integers(0, 40, (48, 100)), np.repeat(range(12), 4)
