@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.record import Event
+from gradloc.record import Culprit, Event, Step
 from gradloc.record.reading import read
 from gradloc.report.pages import exports
-from gradloc.report.pages.eventview import EventView, context
+from gradloc.report.pages.eventview import CulpritView, EventView, context
 from gradloc.report.runs.run import RunFolder, read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
 from tests.report.long_run import MADE_BY
@@ -85,6 +85,21 @@ def test_how_often_its_like_came_is_counted_by_token_and_cause(steps, seen):
     events = [read(Event, document) for document in [*map(event, steps), *others]]
     known = dict(context(events[0], RunFolder(Path(), events=events).kinds))
     assert known["seen"].startswith(seen) and known["commit"] == MADE_BY["commit"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "context_says", "fact"),
+    [
+        ((3, 4), "by the weights of steps 3 to 4, 1 update behind", "steps 3 to 4"),
+        ((2, 2), "by the weights of step 2, 3 updates behind", "step 2"),
+        ((5, 5), "by the weights of step 5", "step 5"),
+        (None, None, None),
+    ],
+)
+def test_the_page_says_which_weights_sampled_the_culprit_and_how_far_they_lag(versions, context_says, fact):
+    event = Event(step=Step(global_step=6), culprits=(Culprit(positions=(1,), versions=versions),))
+    assert dict(context(event, [])).get("sampled") == context_says
+    assert dict(CulpritView(event, event.culprits[0]).rest).get("sampled by the weights of") == fact
 
 
 def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
