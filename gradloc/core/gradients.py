@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from .forecast import PART
+from .forecast import HOST_PART, PART
 from .ranks import Ranks
 from .sharding import (
     abandon_pass,
@@ -46,7 +46,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut tensors of one shape at the same places into parts of at most ``PART`` elements: views, to write through.
+    """Cut tensors of one shape at the same places into parts of at most ``PART`` elements, on a CPU ``HOST_PART``: views, to write through.
 
     Tensors that are not contiguous come as one part.
     """
@@ -54,7 +54,8 @@ def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     if flat[0].dim() != 1:
         yield tuple(flat)
         return
-    yield from zip(*(tensor.split(PART) for tensor in flat), strict=True)
+    most = HOST_PART if is_slow(flat[0].device) else PART
+    yield from zip(*(tensor.split(most) for tensor in flat), strict=True)
 
 
 def total_of(tensor: torch.Tensor, order: int | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .forecast import COPIES, PART, SCRATCH_BYTES, Memory, Need, Way, rounded
+from .forecast import COPIES, Memory, Need, Way, rounded
 from .gradients import GradientSpace, host_copy
 from .sharding import local_shard
 
@@ -68,7 +68,7 @@ class Room:
             state=sum(map(_size, self._state)),
             micro_batch=micro_batch,
             forward=forward,
-            host=COPIES * size + SCRATCH_BYTES * min(largest, PART) if space.is_offloaded else 0,
+            host=COPIES * size if space.is_offloaded else 0,
             pinned_state=sum(map(pinned_bytes, self._state)),
             pinned_copies=0 if space.is_offloaded else COPIES * sum(map(pinned_bytes, shards)),
         )
