@@ -46,9 +46,9 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut tensors of one shape at the same places into parts of at most ``PART`` elements, on a CPU ``HOST_PART``: views, to write through.
+    """Cut tensors of one shape at the same places into parts: views, to write through.
 
-    Tensors that are not contiguous come as one part.
+    A part has at most ``PART`` elements, or ``HOST_PART`` on a CPU. Tensors that are not contiguous come as one part.
     """
     flat = [tensor.view(-1) for tensor in tensors] if all(t.is_contiguous() for t in tensors) else list(tensors)
     if flat[0].dim() != 1:
