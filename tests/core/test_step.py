@@ -155,3 +155,16 @@ def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
     host = HostStep(step, CPU)
     for index in range(M):
         torch.testing.assert_close(host.token_weights(index), wanted[index], check_dtype=False)
+
+
+def test_a_unit_divides_all_coefficients_until_another_is_set():
+    model = shard(build("tiny"), "plain")
+    step = BareStep(model, random_batch(model), M, loss=Loss(entropy=0.1))
+    step.train()
+    host = HostStep(step, CPU)
+    before = [host.coefficients(index) for index in range(M)]
+    for unit in (4.0, 0.5, 1.0):
+        host.rescale(unit)
+        for index in range(M):
+            pairs = zip(host.coefficients(index), before[index], strict=True)
+            assert all(torch.equal(found * unit, own) for found, own in pairs)

@@ -15,7 +15,7 @@ import pytest
 from patchkit.apply import Applier, load
 from patchkit.refusal import Refusal
 from patchkit.tree import resolve
-from patchkit.write import JOURNAL, Filesystem
+from patchkit.write import JOURNAL, Filesystem, locked
 from tests.conftest import ROOT
 from tests.patchkit.world import ACTOR, BASE, RESULT, TRAINER, files_of, write_tree
 
@@ -190,4 +190,7 @@ def test_a_lock_says_who_holds_it_and_goes_with_its_holder(apply, tree):
     assert time.monotonic() - began < 5
     process.kill()
     process.wait()
+    (tree / ".gradloc-patch/lock").write_text("process 7 " * 40)
+    with locked(Filesystem(), tree / ".gradloc-patch"):
+        assert (tree / ".gradloc-patch/lock").read_text().count("process") == 1, "nothing of an older holder"
     apply(tree).expect(0)

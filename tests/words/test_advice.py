@@ -17,10 +17,11 @@ from gradloc.words.advice import (
     actions_of,
     in_force,
     lines_of,
+    sampling_cut,
     trl_settings,
     verl_of,
 )
-from gradloc.words.cures import MILDEST_FIRST
+from gradloc.words.cures import MILDEST_FIRST, is_measured
 from gradloc.words.meanings import MEANINGS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,3 +112,30 @@ def test_a_trainers_own_line_is_told_in_its_place():
     assert lines_of("mean_only", "trl 1.16.0") == {"": 'scale_rewards="none"'}
     assert lines_of("mask_padding", LOOP) == {"": "mask = ids != tokenizer.pad_token_id"}
     assert not lines_of("mask_padding", "trl 1.16.0") and not lines_of("mask_padding", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "is_told"),
+    [
+        ({"actor_rollout_ref.rollout.top_p": 0.95}, "verl", True),
+        ({"actor_rollout_ref.rollout.top_p": "1.0", "actor_rollout_ref.rollout.top_k": "-1"}, "verl", False),
+        ({"top_k": 50, "num_generations": 8}, "trl", True),
+        ({"min_p": 0.05, "num_generations": 8}, "trl", True),
+        ({"top_k": 1, "num_generations": 8}, "trl", True),
+        ({"top_k": 50}, "trl", False),  # a model's generation settings, in a run without rollouts
+        ({}, "other", False),
+    ],
+)
+def test_a_cut_of_the_sampling_is_told_where_it_is_on(settings, trainer, is_told):
+    assert bool(sampling_cut(settings, trainer)) == is_told
+
+
+def test_no_cut_of_the_sampling_is_advised():
+    lines = [action.line(verl) for action in ACTIONS.values() for verl in ("0.7", "0.9")]
+    assert not [line for line in lines if "rollout.top_" in line or "min_p" in line]
+
+
+def test_a_cure_is_measured_where_the_trainer_has_a_line_for_it_and_can_recompute_what_it_changes():
+    assert is_measured("truncate", "verl 0.9") and is_measured("truncate", "trl") and is_measured("clip", "trl")
+    assert not is_measured("clip_tokens", "trl"), "of the batch, which TRL has no such setting of"
+    assert not is_measured("gspo", LOOP)

@@ -22,6 +22,20 @@ def test_the_clip_of_a_bundle_is_told_where_the_event_has_none():
     assert "1/1,495" in story.given(event(), 0.5) and story.given(event()) != story.given(event(), 0.5)
 
 
+def test_a_clipped_step_says_how_much_of_the_healthy_gradient_is_left():
+    assert "to 0.1%" in story.given(event(), 0.5), "to 0.77 / 1,495, where 0.5 would have been left without the spike"
+    healthy = {"grad_clip": 2.0, "healthy_norm": 0.077, "is_taken": True}
+    assert "to 10%" in story.given(event(consequence=healthy)), "of 0.77, which no clip at 2 touches"
+
+
+def test_a_healed_step_says_under_which_setting_it_was_taken():
+    cure = {"name": "clip", "line": "a=1", "verdict": "healed", "norm_after": 3.04, "forwards": 4, "backwards": 4}
+    healed = event(cures=[cure], action={"requested": "heal", "taken": "heal", "reason": ""})
+    assert story.given(healed) == "The optimizer took the step under a=1, of norm 3.04."
+    unnamed = event(action={"requested": "heal", "taken": "heal", "reason": ""})
+    assert story.given(unnamed) == "The optimizer took the step under another setting."
+
+
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
 def test_every_cause_is_said_without_its_numbers_and_with_hostile_tokens(label):
     culprit = make_culprit(token="".join(HOSTILE), cause={"label": label, "numbers": {}})
