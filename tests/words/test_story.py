@@ -28,12 +28,34 @@ def test_a_clipped_step_says_how_much_of_the_healthy_gradient_is_left():
     assert "to 10%" in story.given(event(consequence=healthy)), "of 0.77, which no clip at 2 touches"
 
 
-def test_a_healed_step_says_under_which_setting_it_was_taken():
-    cure = {"name": "clip", "line": "a=1", "verdict": "healed", "norm_after": 3.04, "forwards": 4, "backwards": 4}
-    healed = event(cures=[cure], action={"requested": "heal", "taken": "heal", "reason": ""})
-    assert story.given(healed) == "The optimizer took the step under a=1, of norm 3.04."
-    unnamed = event(action={"requested": "heal", "taken": "heal", "reason": ""})
-    assert story.given(unnamed) == "The optimizer took the step under another setting."
+def taken(how, **changes):
+    return {"action": {"requested": how, "taken": how, "reason": ""}, **changes}
+
+
+HEALER = {"name": "clip", "line": "a=1", "verdict": "healed", "norm_after": 3.04, "forwards": 4, "backwards": 4}
+INFINITE = {"trigger": {"kind": "non_finite", "grad_norm": "Infinity", "threshold": 52.26, "tau": 640.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "clip", "said"),
+    [
+        (taken("heal", cures=[HEALER]), 1.0, "The optimizer took the step under a=1, of norm 3.04."),
+        (taken("heal"), 1.0, "The optimizer took the step under another setting."),
+        (taken("abort"), 1.0, "The run was stopped before the step was taken."),
+        (taken("skip"), 1.0, "The optimizer took no step: this mini-batch was skipped."),
+        (taken("mask"), 0.5, "The optimizer took the step without it, of norm 0.77, clipped to 0.5."),
+        ({}, None, "The optimizer took the step with the spike in it."),
+        ({}, 1e3, "The optimizer took the step as it was: its norm is within the clip limit of 1,000."),
+        (INFINITE, 1.0, "The trainer skipped the step, because its norm was not finite."),
+        (
+            INFINITE | {"consequence": {"is_taken": True}},
+            1.0,
+            "The optimizer took the step, so the weights are not finite any more.",
+        ),
+    ],
+)
+def test_what_the_optimizer_was_given_is_said_in_one_sentence(changes, clip, said):
+    assert story.given(event(**changes), clip) == said
 
 
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
