@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import WAYS, Layout, Load, forecast, model_of
+from gradloc.core.forecast import MODELS, WAYS, Layout, Load, forecast, model_of
 from tests.world import World
 
 BASE = {
@@ -93,6 +93,29 @@ def test_a_model_has_as_many_weights_as_its_config_says(config):
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     assert model_of("the model", config).weights == pytest.approx(sum(p.numel() for p in made.parameters()), rel=0.005)
+
+
+PUBLISHED = {
+    "0.5B": 494_032_768,
+    "1.5B": 1_543_714_304,
+    "7B": 7_615_616_512,
+    "32B": 32_763_876_352,
+    "72B": 72_706_203_648,
+    "235B": 235_093_634_560,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_by_name_has_as_many_weights_as_its_checkpoint(name):
+    model = MODELS[name]
+    small = 2 * 128 if model.experts else model.queries + 2 * model.keys  # norms of a head's width, or biases
+    assert model.weights + model.layers * small == PUBLISHED[name]
+
+
+def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time():
+    model, layout = model_of("the model", BASE), Layout()
+    sizes = [forecast(model, layout, Load(tokens, rows=512)).need.forward for tokens in (256, 512, 1024)]
+    assert sizes[1] == 2 * sizes[0] == sizes[2] > 256 * model.vocabulary
 
 
 def test_a_config_without_a_size_is_refused_by_name():
