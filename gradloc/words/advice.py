@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from configparser import ConfigParser, ExtendedInterpolation
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def verl_of(trainer: str | None) -> str | None:
 
 _BEYOND = {"longer": 2.0, "more_rollouts": 2.0, "smaller_steps": 0.5, "clip": 0.5, "clip_less": 2.0, "cooler": 0.8}
 """Actions that go on from what the run has: where the table's value is no further, so many times the run's own."""
-_ONE_WAY = {"warmer": 1.0, "warm_up": 1.0, "clip_higher": 1.0}
+_ONE_WAY = ("warmer", "warm_up", "clip_higher")
 """Those that are done where the run's own value is as high already."""
 
 
@@ -128,13 +129,12 @@ def _from(name: str, line: str, settings: Mapping[str, Any]) -> str:
     for override in line.split():
         key, _, wanted = override.partition("=")
         own: Any = settings.get(key)
-        factor = _BEYOND.get(name) or _ONE_WAY.get(name)
-        try:
-            is_there = (float(own) - float(wanted)) * (-1 if factor and factor < 1 else 1) >= 0 if factor else None
-        except (TypeError, ValueError):
-            is_there = None
+        factor, is_there = _BEYOND.get(name, 1.0), False
+        if name in _BEYOND or name in _ONE_WAY:
+            with suppress(TypeError, ValueError):
+                is_there = (float(own) - float(wanted)) * (-1 if factor < 1 else 1) >= 0
         if is_there and name in _BEYOND:
-            made.append(f"{key}={float(own) * _BEYOND[name]:.10g}")
+            made.append(f"{key}={float(own) * factor:.10g}")
             is_new = True
         else:
             made.append(override)

@@ -438,3 +438,16 @@ def test_loud_tokens_explain_it_where_they_are_named_and_that_is_certified(is_na
     monkeypatch.setattr(search, "name", lambda candidates: is_named and candidates[0].norm == 0)
     monkeypatch.setattr(search, "certify", lambda: is_over)
     assert search._is_explained_by([Span(9.0, "token", 0, 0, 0, 1)]) == (is_named and is_over)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_a_culprit_without_a_backward_of_its_own_is_measured_by_what_the_certificate_leaves(clip):
+    task, _ = task_of({(3, 2): 1e6})
+    space = task.prober.space
+    space.put(task.gradient)
+    space.scale(clip)
+    found = auto.auto(replace(task, gradient=space.take(), scale=clip))
+    (culprit,) = found.culprits
+    assert [entry.phase for entry in found.path] == ["share", "residual"] and culprit.is_exact
+    task.prober.compute_only(culprit.tokens, [culprit.micro_batch])
+    assert culprit.norm == pytest.approx(space.norm(), rel=1e-6)
