@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """patches/ is what the sources say, and a patched tree's edits come back into them."""
 
+import hashlib
 import json
 import shutil
 import subprocess
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -180,6 +183,39 @@ def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypat
     with pytest.raises(build.Refusal, match="base-digest"):
         build.ensure_base(build.bases()["v0.7.0"], tmp_path / "cache")
     assert not (tmp_path / "cache" / "verl-0.7.0").exists()
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_where_another_process_unpacks_the_same_its_tree_is_taken(real_bases, tmp_path, monkeypatch, comes_first):
+    (tmp_path / "verl-0.7.0").mkdir()
+    (tmp_path / "verl-0.7.0/mine").write_text("")
+    with tarfile.open(tmp_path / "verl-0.7.0.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "verl-0.7.0", "verl-0.7.0")
+    monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "verl-0.7.0.tar.gz"))
+    sha256 = hashlib.sha256((tmp_path / "verl-0.7.0.tar.gz").read_bytes()).hexdigest()
+    base, cache = build.Base(tmp_path / "v0.7.0", "f9c855f7", sha256), tmp_path / "cache"
+
+    def rename(self, target):
+        if comes_first:
+            target.mkdir()
+        raise OSError("the target is there, or the disk has failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        if comes_first:
+            assert build.ensure_base(base, cache) == cache / "verl-0.7.0"
+            return
+        with pytest.raises(OSError, match="the disk"):
+            build.ensure_base(base, cache)
+    assert [*(build.ensure_base(base, cache)).iterdir()] == [cache / "verl-0.7.0/mine"]
+
+
+def test_where_pip_fetches_nothing_its_error_is_told(real_bases, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("VERL_BASE_SDIST", raising=False)
+    with pytest.raises(build.Refusal, match="base-pip") as refusal:
+        build.ensure_base(build.Base(tmp_path / "v0.7.0", "f9c855f7", ""), tmp_path / "cache")
+    assert "ERROR: " in str(vars(refusal.value)) and "verl==0.7.0" in str(refusal.value)
 
 
 @pytest.mark.slow
