@@ -32,7 +32,13 @@ SEED, SAMPLE, WORKERS = 20, 900, 2
 SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health", "watch")]
 SOURCES += ["gradloc/reweighting", "patchkit"]
 TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
-TESTS += ["watch", "adapters/test_precise.py", "house/test_examples.py", "house/test_settings.py"]
+TESTS += [
+    "report/pages/test_one_truth.py",
+    "watch",
+    "adapters/test_precise.py",
+    "house/test_examples.py",
+    "house/test_settings.py",
+]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
 MOST_SECONDS = 20.0
 """Of tests for one mutant, by what they usually take."""

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import MODELS, WAYS, Layout, Load, forecast, model_of
+from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, WAYS, Layout, Load, forecast, logit_bytes, model_of
 from tests.world import World
 
 BASE = {
@@ -118,6 +118,11 @@ def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time
     assert sizes[1] == 2 * sizes[0] == sizes[2] > 256 * model.vocabulary
 
 
+def test_a_temperature_makes_one_more_float32_of_each_logit_and_entropies_two():
+    plain = logit_bytes()
+    assert logit_bytes(is_scaled=True) - plain == 4 and logit_bytes(has_entropy=True) - plain == 2 * 4 < 2 * plain
+
+
 def test_a_config_without_a_size_is_refused_by_name():
     with pytest.raises(ValueError, match="config.json must name vocab_size, and does not: name a size by --model"):
         model_of("mine", {name: value for name, value in BASE.items() if name != "vocab_size"})
@@ -128,6 +133,11 @@ def test_what_moves_to_the_host_leaves_the_device_and_takes_its_time():
     assert told.device(WAYS[0]) - told.device(WAYS[1]) == told.need.state
     assert told.device(WAYS[1]) - told.device(WAYS[2]) == 2 * told.need.shards
     assert told.node(WAYS[0]) == 0 and told.node(WAYS[2]) == 8 * (told.need.pinned_state + told.need.pinned_copies)
+    moved = told.need.state + COPIES * told.need.shards
+    pinned = told.need.pinned_state + told.need.pinned_copies
     assert 0 == told.seconds(WAYS[0]) < told.seconds(WAYS[1]) < told.seconds(WAYS[2])
+    assert told.seconds(WAYS[2]) == pytest.approx(2 * moved / PCIE + pinned / PINNING), (
+        "there and back, and pinned once"
+    )
     offloaded = forecast(model_of("the model", BASE), Layout(16, shards=16, is_offloaded=True), Load(1024))
     assert offloaded.held == 0 < offloaded.node(WAYS[0]) and offloaded.device(WAYS[0]) < told.device(WAYS[0])

@@ -58,6 +58,8 @@ def spiky(name: str) -> list[tuple[int, float]]:
 def test_what_came_after_says_whether_it_hurt(found, known, answer, worse):
     hurt = did_it_hurt(event(**found), known)
     assert (hurt.answer, [part.title for part in hurt.parts if part.is_worse]) == (answer, worse)
+    ways = {"norm": "rose", "KL": "rose", "reward": "fell", "entropy": "fell"}
+    assert all(f"The {title} {ways[title]} from " in hurt.why for title in worse)
     assert all(f"The {title} " in hurt.why for title in worse) and hurt.why.endswith(".")
 
 
