@@ -90,5 +90,9 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Words in a row.
+
+    >>> listed("a"), listed("ab"), listed("abc")
+    ('a', 'a and b', 'a, b and c')
+    """
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

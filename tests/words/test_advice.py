@@ -16,6 +16,7 @@ from gradloc.words.advice import (
     Advice,
     actions_of,
     in_force,
+    in_verls_names,
     lines_of,
     sampling_cut,
     trl_settings,
@@ -105,6 +106,12 @@ IN_TRLS_WORDS = {
 @pytest.mark.parametrize("line, said", IN_TRLS_WORDS.items())
 def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(line, said):
     assert trl_settings(line) == said
+
+
+def test_a_run_s_settings_are_read_by_verls_names():
+    found = in_verls_names({"learning_rate": 1e-6, "num_iterations": 2, "seed": 3}, "trl 1.16.0")
+    assert found == {"actor_rollout_ref.actor.optim.lr": 1e-6, "actor_rollout_ref.actor.ppo_epochs": 2}
+    assert in_verls_names({"seed": 3}, "verl 0.9.1") == {"seed": 3}
 
 
 def test_a_trainers_own_line_is_told_in_its_place():

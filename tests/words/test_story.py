@@ -5,6 +5,7 @@ import pytest
 
 from gradloc.record import CAUSES
 from gradloc.words import story
+from gradloc.words.culprits import engine_words
 from gradloc.words.verdict import verdict_sentences
 from tests.report.builder import HOSTILE, make_culprit
 from tests.words import event
@@ -56,6 +57,27 @@ INFINITE = {"trigger": {"kind": "non_finite", "grad_norm": "Infinity", "threshol
 )
 def test_what_the_optimizer_was_given_is_said_in_one_sentence(changes, clip, said):
     assert story.given(event(**changes), clip) == said
+
+
+def test_weights_that_are_not_finite_make_every_further_step_so():
+    cause = {"label": "non_finite_weights", "reason": "2", "numbers": {}, "names": [], "places": []}
+    says = "Every further step will be like it"
+    assert any(says in said for said in story.tell(event(culprits=[], cause=cause)).given)
+    assert not any(says in said for said in story.tell(event()).given)
+
+
+@pytest.mark.parametrize(
+    ("label", "old", "said"),
+    [
+        ("not_sampled", -3.0, ": the engine says log-prob -9, the trainer -3 before the update and -2 now"),
+        ("not_sampled", -9.0, ": the engine says log-prob -9, the trainer -2 now"),
+        ("extreme_advantage", -3.0, ""),
+    ],
+)
+def test_what_engine_and_trainer_say_of_a_token(label, old, said):
+    numbers = {"log_prob": -2.0, "rollout_log_prob": -9.0, "old_log_prob_stored": old}
+    culprit = make_culprit(cause={"label": label, "numbers": {}}, **numbers)
+    assert engine_words(event(culprits=[culprit]).culprits[0]) == said
 
 
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
