@@ -118,6 +118,19 @@ def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time
     assert sizes[1] == 2 * sizes[0] == sizes[2] > 256 * model.vocabulary
 
 
+def test_adapters_are_a_pair_of_matrices_on_each_of_a_layer_s_seven_maps():
+    model, rank = model_of("the model", BASE), 4
+    maps = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64)]
+    assert model.adapted(rank) * model.weights == pytest.approx(4 * rank * sum(a + b for a, b in maps))
+
+
+@pytest.mark.parametrize(("number", "spare"), [(0, 0), (1, -1), (1, 0), (2, 0), (None, -1)])
+def test_a_card_gets_the_first_way_that_fits_with_a_twentieth_to_spare(number, spare):
+    told = forecast(model_of("the model", BASE), Layout(16, shards=16), Load(1024))
+    exact = told.device(WAYS[{0: 0, 1: 0 if spare else 1, 2: 2}.get(number, 3)]) / 0.95
+    assert told.way(exact + spare * 4096) is (None if number is None else WAYS[number])
+
+
 def test_a_temperature_makes_one_more_float32_of_each_logit_and_entropies_two():
     plain = logit_bytes()
     assert logit_bytes(is_scaled=True) - plain == 4 and logit_bytes(has_entropy=True) - plain == 2 * 4 < 2 * plain
