@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, ratio, raw_event
-from gradloc.record import Action, History, Step, Trigger
+from gradloc.record import Action, Cured, History, Step, Trigger
 from tests.bare import BareStep, Loss, build, random_batch, shard
 from tests.bare.events import context_of
 
@@ -205,3 +205,12 @@ def test_what_the_optimizer_was_given_is_told(context, taken, limit, scale, is_t
     assert found.clip_scale == pytest.approx(min(1.0, limit / given), rel=1e-4)
     assert found.healthy_norm == pytest.approx(after * found.clip_scale)
     assert found.culprit_share == (0.0 if taken == "mask" else pytest.approx(event.culprits[0].share))
+
+
+def test_a_healed_step_was_given_the_norm_under_the_first_setting_that_heals(context):
+    cures = [Cured("gspo", verdict="not_healed", norm_after=9.0)]
+    cures += [Cured(name, verdict="healed", norm_after=norm) for name, norm in (("clip", 4.0), ("cispo", 3.0))]
+    finding = replace(context.finding, cures=cures)
+    found = gathered(context, action=Action("heal", "heal", ""), finding=finding).event.consequence
+    assert found.is_taken and found.clip_scale == pytest.approx(2.0 / 4.0)
+    assert found.culprit_share is None is found.healthy_norm
