@@ -449,5 +449,6 @@ def test_a_culprit_without_a_backward_of_its_own_is_measured_by_what_the_certifi
     found = auto.auto(replace(task, gradient=space.take(), scale=clip))
     (culprit,) = found.culprits
     assert [entry.phase for entry in found.path] == ["share", "residual"] and culprit.is_exact
+    assert found.path[0].norm == pytest.approx(task.spike.grad_norm)
     task.prober.compute_only(culprit.tokens, [culprit.micro_batch])
     assert culprit.norm == pytest.approx(space.norm(), rel=1e-6)

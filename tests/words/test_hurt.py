@@ -95,3 +95,7 @@ def test_twenty_steps_before_and_ten_after_are_compared():
     values = [(step, 1.0 if STEP - 20 <= step <= STEP + 10 else 500.0) for step in range(1, 90)]
     (part,) = did_it_hurt(event(), lambda name: values if name == "actor/grad_norm" else []).parts
     assert {value for _, value in part.points} == {1.0} and len(part.points) == 31
+
+
+def test_before_enough_is_known_it_says_how_many_steps_there_are():
+    assert did_it_hurt(event(), series(last=STEP + 2)).why.startswith("2 steps since; ")

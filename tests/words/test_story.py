@@ -80,6 +80,32 @@ def test_what_engine_and_trainer_say_of_a_token(label, old, said):
     assert engine_words(event(culprits=[culprit]).culprits[0]) == said
 
 
+SEARCH, WEIGHTS = event().search, {"label": "non_finite_weights", "reason": "2", "numbers": {}}
+
+
+@pytest.mark.parametrize(
+    ("certificate", "changes", "said"),
+    [
+        ({}, {}, "; 0.77 (within 0.0007) without it: the spike is explained."),
+        ({"verdict": "undecided"}, {}, " without it. Whether that explains the spike is undecided: for this."),
+        ({"verdict": "not_explained"}, {}, " without it, still over the threshold: something else spikes, too."),
+        (
+            {"verdict": "not_explained"},
+            {"search": vars(SEARCH) | {"num_more": 3, "more_norm": 60.0}},
+            "threshold: search.max_culprits ended the search, and at least 3 culprits of about 60 are left.",
+        ),
+        ({"norm_after": None}, {}, "; the norm without it is not known: for this."),
+        ({"norm_after": None, "reason": ""}, {}, "times the threshold of 52.3."),
+        ({}, {"culprits": [], "cause": WEIGHTS}, "; 0.77 (within 0.0007) without that."),
+        ({"method": "none"}, {"culprits": [], "cause": WEIGHTS}, "The norm was 748, 14.3 times the threshold of 52.3."),
+        ({}, {"culprits": [], "trigger": INFINITE["trigger"]}, "The norm was not finite."),
+    ],
+)
+def test_the_norm_with_and_without_what_made_it_and_what_that_proves(certificate, changes, said):
+    made = vars(event().certificate) | {"reason": "for this"} | certificate
+    assert verdict_sentences(event(certificate=made, **changes)).split("\n")[0].count(said) == 1
+
+
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
 def test_every_cause_is_said_without_its_numbers_and_with_hostile_tokens(label):
     culprit = make_culprit(token="".join(HOSTILE), cause={"label": label, "numbers": {}})
