@@ -66,6 +66,16 @@ def both(kind, tmp_path, **given):
     return event, observed
 
 
+def test_a_culprit_has_its_answer_s_reward(tmp_path):
+    class Rewarded(Loop):
+        def micro_batch(self, x, mask, weight):
+            (-(self.log_probs(x, mask, rewards=x[:, 0].float()) * mask * weight).sum() / 96).backward()
+
+    event, _ = both(Rewarded, tmp_path)
+    ids = [ids for ids, _ in batches(SPIKE)][-1]
+    assert event["culprits"][0]["reward"] == float(ids[PLANT[0], 0])
+
+
 def test_as_many_micro_batches_as_the_batch_takes(tmp_path):
     class Varying(Loop):
         def step(self, ids, mask, weight):
