@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the golden events do not hold of the words: how text is cut, and that hostile text is made visible."""
 
+import re
+
 import pytest
 
 from gradloc.record import CAUSES
@@ -37,26 +39,25 @@ HEALER = {"name": "clip", "line": "a=1", "verdict": "healed", "norm_after": 3.04
 INFINITE = {"trigger": {"kind": "non_finite", "grad_norm": "Infinity", "threshold": 52.26, "tau": 640.0}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "clip", "said"),
-    [
-        (taken("heal", cures=[HEALER]), 1.0, "The optimizer took the step under a=1, of norm 3.04."),
-        (taken("heal"), 1.0, "The optimizer took the step under another setting."),
-        (taken("abort"), 1.0, "The run was stopped before the step was taken."),
-        (taken("skip"), 1.0, "The optimizer took no step: this mini-batch was skipped."),
-        (taken("mask"), 0.5, "The optimizer took the step without it, of norm 0.77, clipped to 0.5."),
-        ({}, None, "The optimizer took the step with the spike in it."),
-        ({}, 1e3, "The optimizer took the step as it was: its norm is within the clip limit of 1,000."),
-        (INFINITE, 1.0, "The trainer skipped the step, because its norm was not finite."),
-        (
-            INFINITE | {"consequence": {"is_taken": True}},
-            1.0,
-            "The optimizer took the step, so the weights are not finite any more.",
-        ),
-    ],
-)
-def test_what_the_optimizer_was_given_is_said_in_one_sentence(changes, clip, said):
-    assert story.given(event(**changes), clip) == said
+GIVEN = [
+    (taken("heal", cures=[HEALER]), 1.0, ["a=1", "3.04"]),
+    (taken("heal"), 1.0, []),
+    (taken("abort"), 1.0, []),
+    (taken("skip"), 1.0, []),
+    (taken("mask"), 0.5, ["0.77", "0.5"]),
+    ({}, None, []),
+    ({}, 1e3, ["1,000"]),
+    ({}, 0.5, ["0.5", "1,495", "75%"]),
+    (INFINITE, 1.0, []),
+    (INFINITE | {"consequence": {"is_taken": True}}, 1.0, []),
+]
+
+
+def test_whatever_the_optimizer_was_given_is_told_apart_with_its_figures():
+    told = [(story.given(event(**changes), clip), figures) for changes, clip, figures in GIVEN]
+    assert len({said for said, _ in told}) == len(told) and all(said for said, _ in told)
+    for said, figures in told:
+        assert all(figure in said for figure in figures), said
 
 
 def test_weights_that_are_not_finite_make_every_further_step_so():
@@ -66,44 +67,45 @@ def test_weights_that_are_not_finite_make_every_further_step_so():
     assert not any(says in said for said in story.tell(event()).given)
 
 
-@pytest.mark.parametrize(
-    ("label", "old", "said"),
-    [
-        ("not_sampled", -3.0, ": the engine says log-prob -9, the trainer -3 before the update and -2 now"),
-        ("not_sampled", -9.0, ": the engine says log-prob -9, the trainer -2 now"),
-        ("extreme_advantage", -3.0, ""),
-    ],
-)
-def test_what_engine_and_trainer_say_of_a_token(label, old, said):
-    numbers = {"log_prob": -2.0, "rollout_log_prob": -9.0, "old_log_prob_stored": old}
-    culprit = make_culprit(cause={"label": label, "numbers": {}}, **numbers)
-    assert engine_words(event(culprits=[culprit]).culprits[0]) == said
+def test_what_engine_and_trainer_say_of_a_token_is_told_where_it_was_not_sampled():
+    def said(label, old):
+        numbers = {"log_prob": -2.0, "rollout_log_prob": -9.0, "old_log_prob_stored": old}
+        culprit = make_culprit(cause={"label": label, "numbers": {}}, **numbers)
+        return re.findall(r"-\d", engine_words(event(culprits=[culprit]).culprits[0]))
+
+    assert said("not_sampled", -3.0) == ["-9", "-3", "-2"] and said("extreme_advantage", -3.0) == []
+    assert said("not_sampled", -9.0) == said("shifted_log_probs", None) == ["-9", "-2"]
 
 
 SEARCH, WEIGHTS = event().search, {"label": "non_finite_weights", "reason": "2", "numbers": {}}
 
 
-@pytest.mark.parametrize(
-    ("certificate", "changes", "said"),
-    [
-        ({}, {}, "; 0.77 (within 0.0007) without it: the spike is explained."),
-        ({"verdict": "undecided"}, {}, " without it. Whether that explains the spike is undecided: for this."),
-        ({"verdict": "not_explained"}, {}, " without it, still over the threshold: something else spikes, too."),
-        (
-            {"verdict": "not_explained"},
-            {"search": vars(SEARCH) | {"num_more": 3, "more_norm": 60.0}},
-            "threshold: search.max_culprits ended the search, and at least 3 culprits of about 60 are left.",
-        ),
-        ({"norm_after": None}, {}, "; the norm without it is not known: for this."),
-        ({"norm_after": None, "reason": ""}, {}, "times the threshold of 52.3."),
-        ({}, {"culprits": [], "cause": WEIGHTS}, "; 0.77 (within 0.0007) without that."),
-        ({"method": "none"}, {"culprits": [], "cause": WEIGHTS}, "The norm was 748, 14.3 times the threshold of 52.3."),
-        ({}, {"culprits": [], "trigger": INFINITE["trigger"]}, "The norm was not finite."),
-    ],
-)
-def test_the_norm_with_and_without_what_made_it_and_what_that_proves(certificate, changes, said):
-    made = vars(event().certificate) | {"reason": "for this"} | certificate
-    assert verdict_sentences(event(certificate=made, **changes)).split("\n")[0].count(said) == 1
+NORMS = [
+    ({}, {}, ["748", "14.3", "52.3", "0.77", "0.0007"]),
+    ({"verdict": "undecided"}, {}, ["0.77", "for this"]),
+    ({"verdict": "not_explained"}, {}, ["0.77"]),
+    (
+        {"verdict": "not_explained"},
+        {"search": vars(SEARCH) | {"num_more": 3, "more_norm": 60.0}},
+        ["0.77", "search.max_culprits", "3 culprits", "60"],
+    ),
+    ({"norm_after": None}, {}, ["748", "not known: for this"]),
+    ({"norm_after": None, "reason": ""}, {}, ["748"]),
+    ({}, {"culprits": [], "cause": WEIGHTS}, ["748", "0.77"]),
+    ({"method": "none"}, {"culprits": [], "cause": WEIGHTS}, ["748"]),
+    ({}, {"culprits": [], "trigger": INFINITE["trigger"]}, ["not finite"]),
+]
+
+
+def test_the_norm_with_and_without_what_made_it_is_told_as_it_was_certified():
+    told = []
+    for certificate, changes, figures in NORMS:
+        made = vars(event().certificate) | {"reason": "for this"} | certificate
+        said = verdict_sentences(event(certificate=made, **changes))
+        assert all(figure in said for figure in figures), said
+        assert ("0.77" in said) == ("0.77" in figures), "what is not known, or no culprit's, is not told"
+        told.append(said)
+    assert len({*told}) == len(told)
 
 
 @pytest.mark.parametrize("label", [*CAUSES, "brand_new"])
