@@ -379,6 +379,7 @@ def test_a_sum_with_a_part_that_was_not_measured_alone_is_given_up():
     first, second = by_coefficient(made, 2, set())
     assert search.name([first]) and search.name([second]) and search.alone is not None
     assert search.prober.space.norm(search.alone.gradient) == pytest.approx(made.spike.grad_norm, rel=0.1)
+    assert search.alone.square == pytest.approx(sum(culprit.norm**2 for culprit in search.result.culprits))
     assert search.name([replace(first, norm=99.0, span="segment", start=0)]) and search.alone is None
 
 

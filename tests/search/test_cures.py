@@ -4,10 +4,14 @@ has settings of its own. On real trainers: tests/adapters/verl07/test_cures.py."
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
+from gradloc.core.step import MASK
 from gradloc.search import cures
 from gradloc.search.auto import auto
 from gradloc.search.cures import Candidate, try_cures
@@ -86,3 +90,39 @@ def test_where_nothing_spiked_or_there_is_nothing_to_try_none_is(monkeypatch):
     monkeypatch.setattr(cures, "candidates", lambda step, groups: [Candidate("a", "a", {"kl": 1.0}, False)])
     rehearsed = replace(task, spike=replace(task.spike, kind="forced", threshold=None))
     assert try_cures(rehearsed, auto(task), None, 2) is None
+
+
+class Asked:
+    """A step that says which settings would change its loss, and which rows some leave."""
+
+    has_own_loss, trainer_name, num_micro_batches = True, "verl 0.9", 2
+    left = {"veto": torch.tensor([True, True, False]), "drop_sequences": torch.zeros(3, dtype=torch.bool)}
+
+    def __init__(self, is_value=False):
+        self.is_value = is_value
+
+    def recorded(self, micro_batch):
+        return SimpleNamespace(is_value=self.is_value)
+
+    def would_change(self, settings):
+        return "clip_ratio_c" in settings
+
+    def tensors_under(self, name, micro_batch, groups):
+        return {MASK: self.left[name]} if name in self.left else {} if name == "truncate" else None
+
+
+def test_tried_is_what_would_change_the_loss_and_leaves_tokens_in_it():
+    found = cures.candidates(Asked(), Ranks())
+    assert [(each.name, each.is_of_batch) for each in found] == [
+        ("dual_clip", False),
+        ("truncate", True),
+        ("veto", True),
+    ]
+    assert [each.num_tokens for each in found] == [0, 0, 4], "of two micro-batches"
+    refused = SimpleNamespace(refused_cures=("veto", "truncate"))
+    assert [each.name for each in cures.candidates(Asked(), Ranks(), refused)] == ["dual_clip"]
+    assert not cures.candidates(Asked(is_value=True), Ranks()), "of a critic's settings none is asked for"
+    for name, value in (("trainer_name", ""), ("has_own_loss", False)):
+        step = Asked()
+        setattr(step, name, value)
+        assert cures.candidates(step, Ranks()) == []

@@ -57,7 +57,7 @@ def test_shares_add_up_and_are_each_what_a_backward_says(plants, dtype):
     batch = random_batch(build("tiny")).planted(plants)
     found, _ = measured(batch, dtype)
     found = found if found.is_trusted else measured(batch, dtype, refined=found)[0]
-    assert found.is_trusted
+    assert found.is_trusted and found.num_tokens == batch.num_tokens
     assert abs(found.closure - 1) < max(0.03 if dtype == torch.float32 else 0.15, 3 * found.closure_error)
     for place, wanted in exact(batch, plants).items():
         share, error = share_of(found, place)
