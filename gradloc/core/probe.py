@@ -12,7 +12,7 @@ Shapes: B rows of the micro-batch, T response positions.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,24 @@ from .selection import Part, Token, mask_of, mask_without
 from .step import HostStep, Outputs, Recorded, TrainingStep, run_backward
 
 T = TypeVar("T")
+
+
+class _Pass(NamedTuple):
+    """One micro-batch of a pass: a forward, and a backward that begins with ``pull``."""
+
+    micro_batch: int
+    pull: Outputs
+    rows: list[int] | None = None
+    """Those that run; None for all."""
+
+
+def _rows_of(selected: torch.Tensor | None, pull: Outputs) -> list[int] | None:
+    """Those with anything selected, or the first: every rank runs a forward. None for all, as where a part of the loss
+    passes through no token."""
+    if selected is None or pull.beside is not None:
+        return None
+    rows = selected.any(dim=1).nonzero().flatten().tolist() or [0]
+    return rows if len(rows) < len(selected) else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,7 @@ class Prober:
         """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
+        self._is_by_row = self.step.is_by_row
 
     @property
     def cost(self) -> int:
@@ -85,50 +104,85 @@ class Prober:
         except LostRank:
             raise
         except Exception:
-            try:
-                self.space.abandon_pass()
-            except Exception as error:
-                why = "a failed forward or backward of the search left the engine in a state of its own"
-                raise LostRank(why) from error
+            self._abandon()
             raise
 
-    def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]]) -> None:
+    def _abandon(self) -> None:
+        """Make all ranks' modules fit for training again, after a forward that no backward follows."""
+        try:
+            self.space.abandon_pass()
+        except Exception as error:
+            why = "a forward or backward of the search that was cut off left the engine in a state of its own"
+            raise LostRank(why) from error
+
+    def compute(self, selections: Iterable[tuple[int, torch.Tensor | None]], by_row: bool = False) -> None:
         """Fill ``.grad`` with the sum of these selections' gradients, in the order given.
 
         Args:
             selections: pairs of a micro-batch and what to select: bool (B, T), factors (B, T), or None for all.
+            by_row: whether rows with nothing selected may be left out, where the others come out as in training.
         """
-        self._fill(
-            lambda: [(micro_batch, self.step.pull(micro_batch, selected)) for micro_batch, selected in selections]
-        )
+        by_row = by_row and self._is_by_row
+
+        def made() -> list[_Pass]:
+            pulls = [(index, self.step.pull(index, selected), selected) for index, selected in selections]
+            return [_Pass(index, pull, _rows_of(chosen, pull) if by_row else None) for index, pull, chosen in pulls]
+
+        self._fill(made, by_row)
 
     def compute_recorded(self, records: Mapping[int, Recorded]) -> None:
         """Fill ``.grad`` with the gradient that these records' coefficients give, by micro-batch: the one that training
         would have accumulated bit for bit, had its backward delivered them (:meth:`.step.OwnLoss.recorded_under`)."""
-        self._fill(lambda: [(micro_batch, record.pull(None)) for micro_batch, record in records.items()])
+        self._fill(lambda: [_Pass(micro_batch, record.pull(None)) for micro_batch, record in records.items()])
 
-    def _fill(self, pulled: Callable[[], list[tuple[int, Outputs]]]) -> None:
-        """One pass: the forwards of these micro-batches, each with its backward from what is pulled."""
-        self.space.clear()
+    def _fill(self, made: Callable[[], list[_Pass]], by_row: bool = False) -> None:
+        """Run the forwards of these micro-batches, each with its backward; ``by_row`` if any may leave rows out."""
 
-        def prepare() -> list[tuple[int, Outputs]]:
+        def prepare() -> list[_Pass]:
             self._make_sure()
-            return pulled()
+            return made()
 
-        pulls = self.ranks.agree(prepare)
-        self.num_forwards += len(pulls)
-        self.num_backwards += len(pulls)
+        self.space.clear()
+        passes = self.ranks.agree(prepare)
         if self.step.is_scheduled:
-            self._together(partial(self.step.run_pass, pulls))
+            self.num_forwards += len(passes)
+            self.num_backwards += len(passes)
+            self._together(partial(self.step.run_pass, [(each.micro_batch, each.pull) for each in passes]))
             return
-        for number, (micro_batch, pull) in enumerate(pulls, 1):
-            with self.step.in_pass(is_last=number == len(pulls)):
-                # Ranks agree between forward and backward. The logits need most memory: a rank that fails there would
-                # otherwise leave its peers waiting in the backward's collectives.
-                outputs = self._together(partial(self.step.forward_with_graph, micro_batch))
-                self._together(partial(run_backward, outputs, pull))
+        if not self._run(passes, by_row):
+            self._is_by_row = False
+            self._run([each._replace(rows=None) for each in passes])
         if self.step.numerics.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.numerics.loss_scale)
+
+    def _run(self, passes: list[_Pass], by_row: bool = False) -> bool:
+        """Returns whether rows that ran alone came out as in training, on every rank. If not, as with dropout or
+        kernels that go by the shape, ``.grad`` is left empty."""
+        for number, each in enumerate(passes, 1):
+            self.num_forwards += 1
+            with self.step.in_pass(is_last=number == len(passes)):
+                # Ranks agree between forward and backward. The logits need most memory: a rank that fails there would
+                # otherwise leave its peers waiting in the backward's collectives.
+                outputs = self._together(partial(self.step.forward_with_graph, each.micro_batch, each.rows))
+                if by_row and not self._are_trainings(outputs, each):
+                    self._abandon()
+                    return False
+                self.num_backwards += 1
+                pull = each.pull if each.rows is None else each.pull.of_rows(each.rows)
+                self._together(partial(run_backward, outputs, pull))
+        return True
+
+    def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
+        """Whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
+
+        def is_same() -> bool:
+            if of.rows is None:
+                return True
+            mask = self.step.token_mask(of.micro_batch)[of.rows]
+            known = self.step.recorded(of.micro_batch).log_prob[of.rows]
+            return torch.equal(outputs.log_prob.detach().cpu()[mask], known[mask])
+
+        return self.ranks.all(self.ranks.agree(is_same))
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
@@ -153,7 +207,7 @@ class Prober:
             mask = step.token_mask(index)
             return factor * (mask & ~mask_without(tokens, index, rank, mask)).float()
 
-        self.compute((index, selected(index)) for index in micro_batches)
+        self.compute(((index, selected(index)) for index in micro_batches), by_row=True)
 
     def measure(self, part: Part) -> Measurement:
         """Probe one part. Its gradient stays in ``.grad``."""

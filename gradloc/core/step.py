@@ -44,6 +44,10 @@ class Outputs(NamedTuple):
     beside: torch.Tensor | None = None
     """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
 
+    def of_rows(self, rows: list[int]) -> "Outputs":
+        """These rows of what is (B, T); what passes through no token is no row's."""
+        return Outputs(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
+
 
 @dataclass
 class Recorded:
@@ -207,6 +211,14 @@ class Scheduled(ABC):
     @abstractmethod
     def run_pass(self, pulls: Sequence[tuple[int, Outputs]]) -> None:
         """Fill ``.grad`` with the sum of these micro-batches' gradients, see :meth:`.probe.Prober.compute`."""
+
+
+class ByRow(ABC):
+    """A power of a :class:`TrainingStep` whose trainer can run some rows of a micro-batch by themselves."""
+
+    @abstractmethod
+    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+        """Training's forward with a graph, of these rows alone (R, T); by their places in the micro-batch, rising."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +389,7 @@ class HostStep:
         self._unit = 1.0
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
+        self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
         self.has_own_loss = isinstance(step, OwnLoss)
         if isinstance(step, Scheduled):
             step.share()
@@ -426,10 +439,11 @@ class HostStep:
             log_prob, entropy, *_ = self._step.forward(micro_batch, needs_entropy)
         return Outputs(*to_host([log_prob, entropy]))  # type: ignore[arg-type]
 
-    def forward_with_graph(self, micro_batch: int) -> Outputs:
-        """Training's forward again, on the device, to run a backward from."""
-        self._step.recorded(micro_batch).rng.restore()
-        return self._step.forward(micro_batch)
+    def forward_with_graph(self, micro_batch: int, rows: list[int] | None = None) -> Outputs:
+        """Training's forward again, on the device, to run a backward from; of these rows alone if the step can."""
+        step: Any = self._step
+        step.recorded(micro_batch).rng.restore()
+        return step.forward(micro_batch) if rows is None else step.forward_rows(micro_batch, rows)
 
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Outputs:
         """See :meth:`Recorded.pull`: on the device."""

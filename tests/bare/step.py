@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from gradloc.core.step import ByRow, Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
@@ -121,7 +121,7 @@ class Loss:
         return losses if entropy is None else losses - self.entropy * entropy
 
 
-class BareStep(OwnLoss):
+class BareStep(OwnLoss, ByRow):
     """One rank's part of a batch, in M micro-batches: what the search may replay.
 
     Args:
@@ -144,7 +144,7 @@ class BareStep(OwnLoss):
     ):
         self.model = model
         self.num_micro_batches = num_micro_batches
-        self._terms = loss
+        self._batch, self._terms = batch, loss
         self._vocabulary = model.head.out_features
         self.device = next(model.parameters()).device
         rank, self.dp_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -194,6 +194,12 @@ class BareStep(OwnLoss):
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         is_read = not torch.is_grad_enabled()
         return self._outputs(micro_batch, precise=is_read, needs_entropy=needs_entropy)
+
+    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+        part, numbers = self._parts[micro_batch], self.rows(micro_batch)
+        with edit_of(self.model, self._batch.amplified, [numbers[row] for row in rows]):
+            logits = self.model(part.tokens[rows], part.labels.shape[1])
+        return Outputs(log_prob_of(logits, part.labels[rows]), entropy_of(logits) if self._terms.entropy else None)
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()

@@ -88,6 +88,40 @@ def test_parts_of_a_pass_add_up_to_the_training_gradient_without_its_loss_scale(
     assert (prober.num_forwards, prober.num_backwards, prober.cost) == (10, 10, 30)
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_rows_without_a_token_are_left_out_where_the_others_come_out_as_in_training(is_same):
+    prober, step, _ = probed()
+    each, ran = int(step.token_mask(1)[0].sum()), []
+    tokens = [Token(1, 0, each), Token(3, 0, 0)]
+    forward_rows, recorded = step.forward_rows, prober.step.recorded(3)
+
+    def forward(micro_batch, rows):
+        ran.append((micro_batch, rows))
+        outputs = forward_rows(micro_batch, rows)  # kernels that go by the shape may let the last bits differ
+        known = prober.step.recorded(micro_batch).log_prob[rows]
+        recorded.log_prob[0, 0] += 0.0 if is_same else 1.0
+        return outputs._replace(log_prob=outputs.log_prob + (known - outputs.log_prob).detach())
+
+    step.forward_rows = forward
+    prober.compute_only(tokens, [1, 3], factor=2.0)
+    alone, num_alone = prober.space.take(), len(ran)
+    assert ran == [(1, [1]), (3, [0])]
+    assert prober.cost == (6 if is_same else 6 + 3 + 1), "what ran before it came out is paid"
+    prober._is_by_row = False
+    prober.compute_only(tokens, [1, 3], factor=2.0)
+    assert len(ran) == num_alone
+    for part, whole in zip(alone, prober.space.take(), strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-6 if is_same else 0.0)
+
+
+def test_all_rows_run_where_a_part_of_the_loss_passes_through_no_token():
+    prober, step, _ = probed()
+    step.recorded(1).beside_coefficient = torch.tensor(1.0)
+    step.forward_rows = None
+    prober.compute_only([Token(1, 0, 0)], [1])
+    assert prober.cost == 3 and prober.space.norm() > 0
+
+
 def test_a_probe_tells_the_norm_and_the_loss_weight_of_its_tokens():
     prober, step, _ = probed()
     found = prober.measure(Part(1, 0, 1, 2, 5))

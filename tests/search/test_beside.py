@@ -155,7 +155,7 @@ def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
 
 def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
     spiking = Spiking({(3, 2): 300.0})
-    add_router_loss(spiking.model, 1.0)
+    add_router_loss(spiking.model, 0.5)
     found = spiking.search()
     certificate, (culprit,) = found.certificate, found.tokens
     spiking.space.clear()

@@ -60,6 +60,40 @@ def cover_error(overrides: list[str], dump_dir: str, noise: float = 0.3) -> dict
     return results[0]
 
 
+def rows_alone(overrides: list[str], dump_dir: str, dropout: float = 0.0) -> dict[str, Any]:
+    """The backward of a token in the first rank's second row, where that may run alone and where it may not: how far
+    apart they are, which rows ran, and how far the whole step, run again, then is from training's. Without dropout it
+    is not asked whether they come out as in training: some processors' kernels go by the shape."""
+
+    def measure(hook, saved, clip, prober, spike):
+        step = hook._step
+        first_row = hook.ranks.gather(int(step.token_mask(1)[0].sum()))[0]
+        tokens, ran = [part("core.selection").Token(1, 0, first_row + 1)], []
+
+        def forward_rows(micro_batch: int, rows: list[int]) -> Any:
+            ran.append((micro_batch, rows))
+            return type(step).forward_rows(step, micro_batch, rows)
+
+        if not dropout:
+            prober._are_trainings = lambda *_: True
+        with mock.patch.object(step, "forward_rows", forward_rows):
+            prober.compute_only(tokens, [1])
+            alone = prober.space.take()
+            prober.compute_only(tokens, [1], factor=-1.0)
+        norm, forwards = prober.space.norm(), prober.num_forwards
+        prober._is_by_row = False
+        prober.compute_only(tokens, [1])
+        prober.space.add(alone, alpha=-1.0)
+        error = prober.space.norm() / norm
+        prober.compute_without([])
+        prober.space.add(saved, alpha=-1.0 / clip)
+        return {"error": error, "ran": ran, "forwards": forwards, "again": prober.space.norm() / spike.grad_norm}
+
+    with instead_of_localizing(measure) as results:
+        make_trainer(ON + FORCE + overrides, dump_dir, dropout=dropout).update(make_batch())
+    return results[0]
+
+
 def read_in_parts(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Log-probs and entropies of a forward without a graph, its logits read seven positions at a time and all at once;
     and of the step's own forward the memory that it says it takes."""

@@ -14,14 +14,14 @@ from verl.workers.critic import DataParallelPPOCritic
 
 from ...core.forecast import logit_bytes
 from ...core.precise import precise_readout
-from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.step import ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
 from ...touched import replaced
 from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
 from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
-class VerlStep(OwnLoss):
+class VerlStep(OwnLoss, ByRow):
     """One mini-batch of verl's actor or critic, replayable: the :class:`~...core.step.TrainingStep` of the search.
 
     Args:
@@ -70,10 +70,12 @@ class VerlStep(OwnLoss):
     def _mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch]["response_mask"].to(get_device_id())
 
-    def _inputs(self, micro_batch: int) -> dict[str, Any]:
-        """What the model and the loss read, on the device."""
-        tensors = {name: value for name, value in self.micro_batches[micro_batch].items() if hasattr(value, "to")}
-        return {**self.micro_batches[micro_batch], **{name: each.to(get_device_id()) for name, each in tensors.items()}}
+    def _inputs(self, micro_batch: int, rows: list[int] | None = None) -> dict[str, Any]:
+        """What the model and the loss read, on the device; of these rows alone."""
+        inputs = dict(self.micro_batches[micro_batch])
+        if rows is not None:
+            inputs = {name: value[rows] if hasattr(value, "shape") else value for name, value in inputs.items()}
+        return {name: value.to(get_device_id()) if hasattr(value, "to") else value for name, value in inputs.items()}
 
     def loss_scale_factor(self, micro_batch: int) -> float:
         """The factor that verl's gradient accumulation puts on the loss of this micro-batch."""
@@ -145,10 +147,16 @@ class ActorStep(VerlStep):
             with replaced(self.actor, actor_module=forward, use_fused_kernels=True):
                 yield
 
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Training's forward, with a graph or without."""
+    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+        return self.train_forward(micro_batch, rows=rows)
+
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False, rows: list[int] | None = None) -> Outputs:
+        """Training's forward, with a graph or without; of these rows alone."""
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
-        inputs, given = self._inputs(micro_batch), {"temperature": self.temperature, "calculate_entropy": has_entropy}
+        inputs, given = (
+            self._inputs(micro_batch, rows),
+            {"temperature": self.temperature, "calculate_entropy": has_entropy},
+        )
         log_prob, entropy = forwarded(self.actor._forward_micro_batch(inputs, **given))
         return Outputs(log_prob, entropy if has_entropy else None)
 
@@ -219,6 +227,9 @@ class CriticStep(VerlStep):
         is_training = torch.is_grad_enabled()
         with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
             return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch]))
+
+    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+        return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self._inputs(micro_batch, rows)))
 
     def forward_bytes(self) -> int:
         return 0

@@ -25,7 +25,7 @@ from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...core.forecast import logit_bytes
-from ...core.step import NUM_TOKENS, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
+from ...core.step import NUM_TOKENS, ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
 from ...keys import ROW_KEY
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
@@ -45,16 +45,17 @@ class Packing:
     Args:
         data: verl's TensorDict, as it came to the engine.
         device: of the values.
+        length: T, if it is not that of the longest response.
     """
 
-    def __init__(self, data: Any, device: torch.device):
+    def __init__(self, data: Any, device: torch.device, length: int | None = None):
         ends = data["input_ids"].offsets().cpu()[1:]
         lengths = data["responses"].offsets().cpu().diff()
-        steps = torch.arange(int(lengths.max()))
+        steps = torch.arange(int(lengths.max()) if length is None else length)
         is_token = steps < lengths.unsqueeze(1)
         places = (ends - lengths - 1).unsqueeze(1) + steps
         tokens = is_token.flatten().nonzero().squeeze(-1)
-        self._num_positions = int(ends[-1])
+        self.length, self._num_positions = len(steps), int(ends[-1])
         self._is_token = is_token.to(device)
         self._places = places.clamp(max=self._num_positions - 1).to(device)
         self._tokens, self._positions = tokens.to(device), places.flatten()[tokens].to(device)
@@ -96,7 +97,7 @@ _DISTILLED = "distillation_loss."
 """Settings of this block are another config's."""
 
 
-class EngineStep(OwnLoss):
+class EngineStep(OwnLoss, ByRow):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
@@ -200,9 +201,16 @@ class EngineStep(OwnLoss):
         with readout_of(self.engine.module, self.numerics.dtype, is_fused(data)), set_aside():
             return self.train_forward(micro_batch, needs_entropy)
 
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """verl's forward, with a graph or without."""
-        data, kept = self._data(micro_batch), {}
+    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+        with settled(self.engine):
+            return self.train_forward(micro_batch, rows=rows)
+
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False, rows: list[int] | None = None) -> Outputs:
+        """verl's forward, with a graph or without; of these rows alone."""
+        data, layout, kept = self._data(micro_batch), self._layout(micro_batch), {}
+        if rows is not None:
+            data = tu.index_select_tensor_dict(data, rows)
+            layout = Packing(data, torch.device(get_device_name()), layout.length)
         if needs_entropy:
             data = data.copy()
             tu.assign_non_tensor(data, calculate_entropy=True)
@@ -212,8 +220,9 @@ class EngineStep(OwnLoss):
             return torch.zeros((), device=get_device_name()), {}
 
         FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
-        unpack = self._layout(micro_batch).unpack
-        return Outputs(**{FIELDS[key]: unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None})
+        return Outputs(
+            **{FIELDS[key]: layout.unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None}
+        )
 
     def _reads_in_parts(self, data: Any) -> bool:
         """A loss of verl's that reads logits needs them; a critic has none."""

@@ -92,6 +92,22 @@ def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_di
         assert found["log_prob_drift"] == 0.0, "no stale weights are left in any unit"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_token_s_backward_runs_its_row_alone(world, dump_dir, layout):
+    found, other = world.run("identities.rows_alone", overrides=layout, dump_dir=dump_dir)
+    assert found["ran"] == [(1, [1])] * 2
+    assert other["ran"] == [(1, [0])] * 2, "it has no such token, and runs a row as well"
+    assert 0 <= found["error"] < (2e-2 if BF16[0] in layout else 1e-5) and found["forwards"] == 2
+    assert found["again"] < 1e-6
+
+
+@pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
+def test_with_dropout_all_rows_run_since_random_numbers_would_be_others(world, dump_dir, strategy):
+    found, _ = world.run("identities.rows_alone", overrides=strategy, dump_dir=dump_dir, dropout=0.3)
+    assert found["ran"] == [(1, [1])], "tried once"
+    assert found["error"] == 0.0 and found["forwards"] == 3 and found["again"] < 1e-6
+
+
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, strategy, dropout):
