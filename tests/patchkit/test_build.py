@@ -108,7 +108,8 @@ def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, 
     apply(tree).expect(0)
     write_tree(tree, {SEAM: 'VERSION = "1.0"\nthere = 1\n'})
     write_tree(repo / "verl_overrides/v0.7.0", {SEAM: 'VERSION = "1.0"\nhere = 1\n'})
-    make("--repo", tree).expect(1, "edited there and in verl_overrides/", "-here = 1", "+there = 1")
+    said = make("--repo", tree).expect(1, "edited there and in verl_overrides/", "-here = 1", "+there = 1").err
+    assert "VERSION" not in said, "what both have is not shown"
     write_tree(tree, {SEAM: RESULT[SEAM]})  # as it was given: the edit here stays
     make("--repo", tree).expect(0)
     assert "here = 1" in (repo / "patches/verl-0.7.0.patch").read_text()
@@ -154,6 +155,14 @@ def test_an_edit_that_does_not_fit_another_base_leaves_that_one_as_it_is(apply, 
     make("--repo", tree).expect(0, f"{TRAINER} of verl v0.7.9 stays as it is")
     assert (repo / "patches/verl-0.7.9.patch").read_bytes() == before
     assert "line of ours" in (repo / "patches/verl-0.7.0.patch").read_text()
+
+
+def test_a_verl_without_a_folder_is_not_taken(apply, make, repo, tree):
+    apply(tree).expect(0)
+    write_tree(tree, {"verl/version/version": "0.8.0\n"})
+    with unchanged(repo):
+        make("--repo", tree).expect(1, "is verl 0.8.0", "v0.7.0")
+        make("--check", "--debug").expect(0)
 
 
 def test_a_port_by_hand_is_taken(make, repo, tmp_path):
@@ -215,7 +224,7 @@ def test_where_pip_fetches_nothing_its_error_is_told(real_bases, tmp_path, monke
     monkeypatch.delenv("VERL_BASE_SDIST", raising=False)
     with pytest.raises(build.Refusal, match="base-pip") as refusal:
         build.ensure_base(build.Base(tmp_path / "v0.7.0", "f9c855f7", ""), tmp_path / "cache")
-    assert "ERROR: " in str(vars(refusal.value)) and "verl==0.7.0" in str(refusal.value)
+    assert "ERROR: Could not find" in str(vars(refusal.value)) and "verl==0.7.0" in str(refusal.value)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from patchkit.build import new_file, seam
 from patchkit.language import Refusal, blob_id, hidden_character, parse
+from patchkit.refusal import MAX_LISTED, capped
 from tests.patchkit.world import ACTOR, BASE, RESULT
 
 TEXT = st.lists(st.sampled_from("abcde"), max_size=30).map(lambda lines: "".join(f"{line}\n" for line in lines))
@@ -71,6 +72,11 @@ def test_a_hunk_applies_at_its_own_line_alone():
         file.forward(b"one line more\n" + BASE[ACTOR].encode())
     with pytest.raises(Refusal, match="would not become what the patch promises"):
         file.forward(BASE[ACTOR].replace("line 39", "line x").encode())
+
+
+def test_a_list_is_cut_where_it_is_too_long_and_says_by_how_much():
+    lines = [f"{number}" for number in range(MAX_LISTED)]
+    assert capped(lines) == lines and capped(iter([*lines, "a", "b"])) == [*lines, "... and 2 more"]
 
 
 def test_characters_that_are_not_seen_are_named():

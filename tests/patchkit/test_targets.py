@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every state of a tree, and every odd target: what is done is done whole, what is refused changes nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def test_a_second_time_writes_nothing(apply, tree):
         apply(tree).expect(0, "nothing to apply")
         apply(tree, "--status").expect(0, "APPLIED")
         apply(tree, "--check").expect(0, "nothing to apply")
+        assert "... and" not in apply(tree, "--check").out
     apply(tree, "--reverse").expect(0)
     with unchanged(tree):
         apply(tree, "--reverse").expect(0, "nothing to take off")
@@ -49,6 +51,7 @@ def test_a_check_predicts_and_changes_nothing(apply, tree, reverse):
     if reverse:
         apply(tree).expect(0)
     with unchanged(tree):
+        apply(tree, "--check", *reverse).expect(0, *TOUCHED)
         assert apply(tree, "--check", "--json", *reverse).expect(0).document["changed"] == sorted(TOUCHED)
 
 
@@ -237,6 +240,8 @@ def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
     assert apply(tree, "--status", "--quiet").out == "DRIFTED\n"
     found = apply(tree, "--status", "--json").document
     assert (found["state"], found["exit_code"], [one["path"] for one in found["files"]]) == ("DRIFTED", 1, [ACTOR])
+    refused = apply(tree, "--json").document
+    assert refused["error"]["what"] and [one["path"] for one in refused["files"]] == [ACTOR]
 
 
 def test_your_own_edits_in_a_patched_file_stay_and_the_way_to_keep_them_works(apply, clone):
@@ -290,7 +295,11 @@ def test_put_on_by_git_or_by_patch_it_is_known(apply, repo, clone, tree):
 def test_modes_stay_and_a_hard_link_elsewhere_keeps_its_bytes(apply, tree, tmp_path):
     (tree / ACTOR).chmod(0o640)
     os.link(tree / ACTOR, tmp_path / "cached")
+    with contextlib.suppress(OSError):  # of a file system without any
+        os.setxattr(tree / ACTOR, "user.label", b"mine")
+    labels = os.listxattr(tree / ACTOR)
     apply(tree).expect(0)
+    assert os.listxattr(tree / ACTOR) == labels
     assert (tree / ACTOR).stat().st_mode & 0o777 == 0o640
     assert (tmp_path / "cached").read_text() == BASE[ACTOR]
 

@@ -130,8 +130,9 @@ def interrupted(tree):
 
 
 def test_what_an_interrupted_run_changed_is_put_back_first(apply, tree):
+    assert apply(tree, "--status", "--json").document["notes"] == []
     interrupted(tree)
-    apply(tree, "--status").expect(1, "")
+    assert len(apply(tree, "--status", "--json").expect(1, "").document["notes"]) == 1
     apply(tree, "--reverse").expect(0, "put back what an interrupted run had changed")
     assert files_of(tree) == BASE
 

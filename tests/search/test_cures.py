@@ -11,7 +11,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.step import MASK
+from gradloc.core.step import MASK, NUM_TOKENS
 from gradloc.search import cures
 from gradloc.search.auto import auto
 from gradloc.search.cures import Candidate, try_cures
@@ -110,6 +110,9 @@ class Asked:
     def tensors_under(self, name, micro_batch, groups):
         return {MASK: self.left[name]} if name in self.left else {} if name == "truncate" else None
 
+    def recorded_under(self, micro_batch, settings, tensors=None):
+        return micro_batch, dict(settings), tensors
+
 
 def test_tried_is_what_would_change_the_loss_and_leaves_tokens_in_it():
     found = cures.candidates(Asked(), Ranks())
@@ -126,3 +129,13 @@ def test_tried_is_what_would_change_the_loss_and_leaves_tokens_in_it():
         step = Asked()
         setattr(step, name, value)
         assert cures.candidates(step, Ranks()) == []
+
+
+def test_a_setting_s_records_are_the_loss_s_own_under_it_with_as_many_tokens_as_it_leaves():
+    step, ranks = Asked(), Ranks()
+    (first, second) = cures.records_under(step, ranks, "dual_clip", None).items()
+    assert [first[0], second[0]] == [0, 1] == [first[1][0], second[1][0]]
+    assert "clip_ratio_c" in first[1][1] and first[1][2] is None
+    assert cures.records_under(step, ranks, "truncate", None) == {0: (0, {}, {}), 1: (1, {}, {})}
+    _, settings, tensors = cures.records_under(step, ranks, "veto", None)[1]
+    assert settings == {} and tensors[MASK] is step.left["veto"] and tensors[NUM_TOKENS].item() == 4.0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gradloc.words.numbers import bounded, number, percent, with_error
-from gradloc.words.text import one_line, span, visible
+from gradloc.words.text import one_line, span, times, visible
 from tests.report.builder import HOSTILE, VISIBLE
 
 NAN, INF = math.nan, math.inf
@@ -33,6 +33,8 @@ TEXTS += [
     ("\u2028", "⟨U+2028⟩"),
     *((same, same) for same in ("plain", "", "é")),
 ]
+TIMES = [(6.0, 2.0, 3.0), (0.0, 2.0, 0.0), (INF, 2.0, None), (NAN, 2.0, None), (None, 2.0, None), (6.0, None, None)]
+TIMES += [(6.0, 0.0, None)]
 SPANS = [([], "–"), ([9], "9"), ([9, 10, 11], "9 to 11"), ([9, 20], "9 to 20 (2 of them)")]
 
 
@@ -45,8 +47,9 @@ SPANS = [([], "–"), ([9], "9"), ([9, 10, 11], "9 to 11"), ([9, 20], "9 to 20 (
         (lambda norm, bound: "".join(bounded(norm, bound, 3)), BOUNDS),  # over half the norm: what it is at most
         (visible, TEXTS),
         (span, SPANS),
+        (times, TIMES),
     ],
-    ids=["number", "percent", "with error", "bounded", "visible", "span"],
+    ids=["number", "percent", "with error", "bounded", "visible", "span", "times"],
 )
 def test_what_is_shown(function, cases):
     for *given, shown in cases:

@@ -17,6 +17,7 @@ def test_the_text_stands_around_the_largest_culprit_s_token():
     large = make_culprit(token=" is", text_before="1\n2\n3\n4\n" + "x" * 300 + "\nthe answer", text_after="y" * 300)
     told = story.tell(event(culprits=[make_culprit(share=0.1, grad_norm=9.0, token="no"), large]), 1.0)
     assert (told.before, told.token, told.after) == ("x" * 188 + "↵\nthe answer", " is", "y" * 160)
+    assert story.tell(event(culprits=[make_culprit(token="z" * 300)])).token == "z" * 200
     short = story.tell(event(culprits=[make_culprit(text_before="1\n2\n3\n4\n5")]))
     assert short.before.replace("↵", "") == "2\n3\n4\n5", "a chat's prompt has many short lines"
 

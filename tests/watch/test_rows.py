@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of all ranks as one batch, and logits found again behind the log-probs that a loop gave."""
+
+import torch
+
+from gradloc import token_log_probs
+from gradloc.watch.rows import brief_of, brief_view, view_of
+from gradloc.watch.step import _aligned, frozen
+
+
+def rows(*names, weight=0.5, width=3):
+    shape = (len(names), width)
+    mask = torch.ones(shape, dtype=torch.long)
+    return {
+        "responses": torch.arange(len(names) * width).view(shape),
+        "attention_mask": mask,
+        "response_mask": mask,
+        "loss_weights": torch.full(shape, weight),
+        "names": [*names],
+    }
+
+
+def test_rows_of_ranks_stand_one_below_the_other_and_a_weight_counts_as_that_of_a_mean():
+    made = view_of([rows("a", "b"), rows("c", "d", weight=0.25, width=2) | {"only_here": torch.zeros(2, 2)}])
+    assert made.tensors["responses"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 0], [2, 3, 0]]
+    assert made.tensors["input_ids"] is made.tensors["responses"] and "only_here" not in made.tensors
+    assert made.tensors["loss_weights"][:, 0].tolist() == [5.0, 5.0, 2.5, 2.5], "of ten tokens"
+    assert made.labels == {"sequence_id": ["a", "b", "c", "d"]}
+
+
+def test_a_name_that_comes_twice_is_a_prompt_s_and_no_name_is_none():
+    made = view_of([rows("a", "b"), rows("a", "c") | {"advantages": torch.zeros(2, 3)}])
+    assert made.labels["uid"] == ["a", "b", "a", "c"]
+    assert len(set(made.labels["sequence_id"])) == 4 and "loss_weights" in made.tensors
+    assert view_of([rows("", "")]).labels == {}
+    assert "loss_weights" not in view_of([rows("a") | {"advantages": torch.zeros(1, 3)}]).tensors
+
+
+def test_a_brief_batch_has_each_row_s_length_and_signal():
+    masks = [torch.tensor([[True, True, False], [True, True, True]]), torch.tensor([[False, False, True]])]
+    values = [torch.tensor([[0.5, 0.5, 9.0], [-1.0, -1.0, -1.0]]), torch.tensor([[9.0, 9.0, 2.0]])]
+    pairs = brief_of(masks, values)
+    assert pairs == [(2, 0.5), (3, -1.0), (1, 2.0)]
+    made = brief_view([pairs[:2], pairs[2:]], "advantages").tensors
+    assert made["response_mask"].tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert made["advantages"].shape == (3, 3) and made["advantages"][:, 0].tolist() == [0.5, -1.0, 2.0]
+
+
+def test_logits_are_those_of_the_positions_that_the_log_probs_are_of():
+    logits, ids = torch.randn(2, 5, 7, generator=torch.manual_seed(0)), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for start in range(3):
+        part = logits[:, start : start + 3]
+        assert torch.equal(_aligned(logits, ids, token_log_probs(part, ids), mask), part)
+    assert _aligned(logits, ids, torch.zeros(2, 3), mask) is None
+    assert (
+        _aligned(logits[0], ids, torch.zeros(2, 3), mask) is _aligned(logits[:1], ids, torch.zeros(2, 3), mask) is None
+    )
+
+
+def test_a_variable_that_has_no_value_yet_keeps_its_place():
+    early = 1
+
+    def function():
+        return early, late
+
+    kept = frozen(function)
+    early, late = 2, 3
+    assert kept() == (1, 3) and function() == (2, 3)
+    assert frozen(len) is len
