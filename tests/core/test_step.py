@@ -157,6 +157,19 @@ def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
         torch.testing.assert_close(host.token_weights(index), wanted[index], check_dtype=False)
 
 
+def test_numbers_of_a_plain_step_change_nothing():
+    assert Numerics() == Numerics(torch.float32, loss_scale=1.0, weight=1.0, temperature=1.0, reduces_once=False)
+
+
+def test_a_loss_without_a_setting_would_not_change_by_it():
+    model = build("tiny")
+    step = BareStep(model, random_batch(model), 4)
+    assert not step.would_change({"clip": 9.0})
+    step.setting = {"clip": 0.2}.__getitem__
+    assert step.would_change({"clip": 9.0}) and not step.would_change({"clip": 0.2})
+    assert not step.would_change({"clip": 9.0, "dual_clip": 3.0}), "it has to have all of them"
+
+
 def test_a_unit_divides_all_coefficients_until_another_is_set():
     model = shard(build("tiny"), "plain")
     step = BareStep(model, random_batch(model), M, loss=Loss(entropy=0.1))

@@ -64,6 +64,13 @@ def test_a_weight_that_is_not_finite_is_named_without_a_single_forward():
     assert found.certificate.verdict == "not_explained"
 
 
+def test_a_large_weight_is_finite_though_its_square_is_not():
+    space = Spiking().space
+    with torch.no_grad():
+        space.params[0].view(-1)[0] = 1e30
+    assert beside.non_finite_weights(space) == ()
+
+
 def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
     mask = random_batch(build("tiny")).mask
     row, position = (~mask).nonzero()[3].tolist()
