@@ -168,7 +168,7 @@ class Prober:
                     self._abandon()
                     return False
                 self.num_backwards += 1
-                pull = each.pull if each.rows is None else each.pull.of_rows(each.rows)
+                pull = each.pull if each.rows is None else each.pull.at(each.rows)
                 self._together(partial(run_backward, outputs, pull))
         return True
 

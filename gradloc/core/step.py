@@ -44,7 +44,7 @@ class Outputs(NamedTuple):
     beside: torch.Tensor | None = None
     """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
 
-    def of_rows(self, rows: list[int]) -> "Outputs":
+    def at(self, rows: list[int]) -> "Outputs":
         """These rows of what is (B, T); what passes through no token is no row's."""
         return Outputs(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
 

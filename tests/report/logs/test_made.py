@@ -46,6 +46,7 @@ def damaged(seed):
     return name, text
 
 
+@pytest.mark.full
 def test_of_a_damaged_log_no_step_and_no_norm_is_told_that_is_not_so(tmp_path, capsys):
     told = []
     for seed in range(200):
@@ -68,6 +69,7 @@ def test_what_would_be_misread_is_refused(name, tmp_path, refused):
 ANSWERS = {"prose": "the loss is (a) step of x.y " * 2000, "a word": "a" * 60000, "dots": "a." * 30000}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
 def test_a_line_that_holds_a_whole_answer_takes_no_time(text, tmp_path, capsys):
     lines = FILES["torchtune.txt"].split("\n")

@@ -25,6 +25,8 @@ BY_DEFAULT: dict[str, tuple[str, ...]] = {
     "never_reaches_training": ("[file in the way",),  # trouble with telling is not the engine's
     "under_every_loss": ("[cispo]",),
     "add_up_however_they_are_grouped": ("[FSDP1]", "[FSDP2, entropy and KL]"),
+    "runs_its_row_alone": ("[FSDP1]", "[FSDP2, bf16]"),
+    "random_numbers_would_be_others": ("[FSDP2]",),
     "without_the_culprits_bit_for_bit": ("[dropout-",),
     "healthy_twins": (),
     "from_the_cap_to_its_end": (),
