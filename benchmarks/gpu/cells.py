@@ -166,7 +166,8 @@ def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
 
 
 def repeat_cell(bench: Bench) -> dict[str, Any]:
-    """How far two passes of the same micro-batch differ, relative to the pass; nothing has to hold."""
+    """How far two passes of the same micro-batch differ, relative to the pass, and a row alone from itself among
+    others; nothing has to hold."""
     step, space = bench.step, bench.space
     space.clear()
     step.loss(0, None).backward()
@@ -176,10 +177,11 @@ def repeat_cell(bench: Bench) -> dict[str, Any]:
     space.add(first, alpha=-1.0)
     difference = space.norm() / first_norm
     space.clear()
-    log_prob, again = step.forward(0)[0], step.forward(0)[0]
+    log_prob, again, alone = step.forward(0)[0], step.forward(0)[0], step.forward_rows(0, [0])[0]
     return {
         "backward_difference": difference,
         "forward_difference": float((log_prob - again).abs().max()),
+        "row_difference": float((log_prob[:1] - alone).abs().max()),
         "is_ok": None,
     }
 
