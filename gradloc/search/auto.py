@@ -48,6 +48,8 @@ _ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
 _MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
+_FEW = 1 / 3  # of the batch's tokens: spans that have more are not few
+_STANDS_OUT = 4.0  # times what all other tokens make: the least by which the trigger, too, tells a spike
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 
 
@@ -295,7 +297,16 @@ class _AutoSearch:
     def _stop_spread(self, why: str) -> bool:
         self.result.stop_reason = f"the spike is spread: {why}"
         self.note("share", "measured", self.result.stop_reason)
+        self._let_go()
         return True
+
+    def _let_go(self) -> None:
+        """Where all other tokens together still spike, name nobody unless the step is a spike beside these, too."""
+        threshold, norm = self.task.spike.threshold, self.task.spike.grad_norm
+        if not self.result.culprits or threshold is None or self.others is not None:
+            return
+        if threshold < self.norm and norm < _STANDS_OUT * self.norm:
+            self.result.culprits, self.result.certificate, self.result.rest, self.alone = [], None, None, None
 
     def _few_loud_tokens(self, shares: ShareMap) -> list[Span]:
         """The one or two tokens that stand out of untrusted shares, and the two with the largest coefficients.
@@ -359,6 +370,12 @@ class _AutoSearch:
             self.cut(0)
             return self.result
         more = self._spans(shares)
+        _, part = carried(self.task, shares, self.result.culprits + more)
+        if part > _FEW or not are_few(self.task, shares, more):
+            self._let_go()
+            if not self.result.culprits:
+                self._stop_spread("more spans than may be named are alike")
+                return self.result
         self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)))
         return self.result
 

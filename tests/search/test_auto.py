@@ -18,7 +18,7 @@ from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.share import ShareMap
 from gradloc.search.task import SearchResult, Span, Task
-from tests.bare import BareStep, build, random_batch, shard
+from tests.bare import BareStep, Loss, build, random_batch, shard
 from tests.bare.scenarios import scatter, useless_shares
 from tests.search import task_of
 
@@ -194,6 +194,38 @@ def test_what_is_left_by_the_culprits_own_gradients_is_searched_along_its_own_di
     assert "all micro-batches add up to 1.0" in path[at + 2].note
     last, _ = searched({(3, 2): 1e3}, healthy.edited(advantages=8 * healthy.advantages), max_culprits=1)
     assert [entry.verdict for entry in last.path[:3]] == ["measured", "culprit", "not_explained"], "no next round"
+
+
+def loud_as_a_whole(seed, scale=1.0, entropy=0.0):
+    """A search of a batch whose advantages, or whose entropy bonus, are far too large, without a history."""
+    norms = []
+    for times, bonus in ((1.0, min(entropy, 0.01)), (scale, entropy)):
+        batch = random_batch(build("tiny"), seed=seed)
+        batch = replace(batch, advantages=times * batch.advantages)
+        step = BareStep(shard(build("tiny"), "plain"), batch, M, loss=Loss(entropy=bonus))
+        space = GradientSpace(step.model)
+        step.train()
+        norms.append(space.norm())
+    healthy, norm = norms
+    threshold = THRESHOLD * healthy
+    spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    return localize(step, space, Ranks(), spike, 1.0, max_steps=4)
+
+
+@pytest.mark.parametrize(
+    "given", [*({"seed": seed, "scale": 100.0} for seed in (0, 3, 7)), {"seed": 3, "entropy": 1e2}]
+)
+def test_the_loudest_of_a_batch_that_is_too_large_as_a_whole_are_no_culprits(given):
+    found = loud_as_a_whole(**given)
+    assert (found.culprits, found.status) == ([], "not_found") and found.stop_reason.startswith("the spike is spread")
+    assert (
+        found.certificate.verdict == "not_explained" and found.certificate.norm_after == found.certificate.norm_before
+    )
+
+
+def test_more_culprits_than_may_be_named_are_still_few_and_stay_named():
+    found, _ = searched({(row, 1 + row % 2): 1e4 for row in range(12)})
+    assert found.status == "max_culprits" and len(found.culprits) == 8 and found.num_more > 0
 
 
 def test_where_no_more_may_be_named_and_the_limit_is_spent_no_more_is_counted():
