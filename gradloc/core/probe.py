@@ -182,7 +182,7 @@ class Prober:
             known = self.step.recorded(of.micro_batch).log_prob[of.rows]
             return torch.equal(outputs.log_prob.detach().cpu()[mask], known[mask])
 
-        return self.ranks.all(self.ranks.agree(is_same))
+        return self.ranks.all(self._together(is_same))
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""

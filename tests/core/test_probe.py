@@ -162,6 +162,20 @@ def test_a_pass_that_fails_leaves_a_module_that_can_be_trained_or_ends_the_run(i
     assert abandoned == [] if is_stuck else [True]
 
 
+def test_so_does_one_whose_rows_cannot_be_compared(monkeypatch):
+    prober, _, _ = probed()
+    abandoned = []
+    prober.space.abandon_pass = lambda: abandoned.append(True)
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "equal", fail)
+    with pytest.raises(MemoryError):
+        prober.compute_only([Token(1, 0, 0)], [1])
+    assert abandoned == [True]
+
+
 def test_before_each_forward_alone_all_ranks_make_sure_that_it_has_room():
     prober, _, _ = probed(loss=Loss())
     asked = []
