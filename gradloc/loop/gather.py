@@ -79,6 +79,16 @@ class SpikeContext:
         return self.finding.certificate
 
 
+class RowShare(NamedTuple):
+    """What a row carries of the spike."""
+
+    row: int
+    """Of the batch as it was dispatched."""
+    share: float
+    variance: float
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class RawEntry:
     """One micro-batch of one rank, for the bundle."""
@@ -104,6 +114,8 @@ class RawEvent:
     layout: list[RawEntry]
     meta: BundleMeta
     """Of the bundle, likewise, and without its layout."""
+    row_shares: tuple["RowShare", ...] = ()
+    """Of all rows, where shares are trusted and rows have numbers."""
 
 
 def raw_event(context: SpikeContext) -> RawEvent | None:
@@ -134,7 +146,8 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
             layout=(),
             event=event,
         )
-        return RawEvent(event, sequences, [entry for part in parts for entry in part.layout], meta)
+        layout = [entry for part in parts for entry in part.layout]
+        return RawEvent(event, sequences, layout, meta, tuple(row for part in parts for row in part.row_shares))
 
     return ranks.agree(lambda: None if gathered is None else build(gathered))
 
@@ -252,6 +265,7 @@ class _Sums:
     """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
     shares: list[float]
     """Per micro-batch."""
+    row_shares: list[RowShare]
     layout: list[RawEntry]
 
 
@@ -274,8 +288,21 @@ def _sums(context: SpikeContext) -> _Sums:
         term_squares=terms,
         low_entropy=float(flat.quantile(_LOW)) if len(flat) else None,
         shares=shares,
+        row_shares=_row_shares(context),
         layout=[_entry(step, rank, index) for index in kept],
     )
+
+
+def _row_shares(context: SpikeContext) -> list[RowShare]:
+    step, shares, found = context.step, context.finding.shares, list[RowShare]()
+    if shares is None or not shares.is_trusted:
+        return found
+    for index in range(step.num_micro_batches):
+        sums, variances = shares.shares(index).sum(-1), (shares.errors[index] / shares.square).square().sum(-1)
+        counts, rows = step.token_mask(index).sum(-1), step.rows(index)
+        each = zip(rows, sums.tolist(), variances.tolist(), counts.tolist(), strict=False)  # rows may have no numbers
+        found += [RowShare(*row) for row in each]
+    return found
 
 
 def _entry(step: HostStep, rank: int, index: int) -> RawEntry:

@@ -7,9 +7,10 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 """
 
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -26,9 +27,11 @@ from ..record import (
     Culprit,
     Event,
     Mismatch,
+    PartShare,
     Ratios,
     Run,
     SequenceFile,
+    Shares,
     Sibling,
     StepCause,
     Turn,
@@ -45,7 +48,7 @@ from ..words.numbers import number
 from ..words.verdict import verdict_sentences
 from .batch import BatchView
 from .documents import Documents
-from .gather import RawEvent, ratio
+from .gather import RawEvent, RowShare, ratio
 from .pictures import Album, inputs_of, kept_inputs
 
 logger = logging.getLogger(__name__)
@@ -88,6 +91,10 @@ _PLACEHOLDERS = 8
 """More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
 _LEADS = 3.0
 """A term whose coefficients are this many times the others' carries the gradient."""
+
+
+_MOST_PARTS = 16
+"""Rows, prompts and data sources whose shares are told, of each the largest."""
 
 
 class EventWriter:
@@ -186,6 +193,7 @@ def complete_event(
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
     event = replace(event, cause=_step_cause(event, tensors), mismatch=_mismatch(raw, batch))
+    event = replace(event, shares=_shares(raw, batch))
     event = replace(event, cures=cures_for(event))
     return replace(event, verdict=verdict_sentences(event))
 
@@ -244,6 +252,26 @@ def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> 
     shape, at = tensors["response_mask"].shape, tuple(zip(*known, strict=True))
     keys = [key for key in BUNDLE_KEYS if key in tensors.keys() and tensors[key].shape == shape]
     return tuple(key for key in keys if not torch.isfinite(tensors[key][at]).all())
+
+
+def _shares(raw: RawEvent, batch: BatchView) -> Shares | None:
+    """The measured shares, with what rows, prompts and data sources carry: shares add up."""
+
+    def by(name: Callable[[int], Any]) -> tuple[PartShare, ...]:
+        parts: dict[str, list[RowShare]] = {}
+        for each in raw.row_shares:
+            parts.setdefault(str(name(each.row)), []).append(each)
+        made = []
+        for key, rows in parts.items():
+            _, shares, variances, counts = zip(*rows, strict=True)
+            made.append(PartShare(key, math.fsum(shares), math.fsum(variances) ** 0.5, len(rows), sum(counts)))
+        return tuple(sorted(made, key=lambda part: -abs(part.share))[:_MOST_PARTS])
+
+    shares, labels = raw.event.shares, batch.labels
+    if shares is None or not raw.row_shares:
+        return shares
+    prompts, sources = (by(labels[name].__getitem__) if name in labels else None for name in ("uid", "data_source"))
+    return replace(shares, rows=by(lambda row: row), prompts=prompts, sources=sources)
 
 
 def _mismatch(raw: RawEvent, batch: BatchView) -> Mismatch | None:

@@ -133,8 +133,23 @@ class LayerHistory:
 
 
 @dataclass(frozen=True)
+class PartShare:
+    """What one row, one prompt's rollouts or one data source carry of the spike."""
+
+    name: str | None = never_null()
+    """The row of the batch as it was dispatched, the prompt's uid, or the data source."""
+    share: float = 0.0
+    """Sum of its tokens' shares."""
+    share_error: float = 0.0
+    """Its standard error."""
+    num_rows: Count = 0
+    num_tokens: Count = 0
+
+
+@dataclass(frozen=True)
 class Shares:
-    """Measured shares of the spike by micro-batch and rank."""
+    """Measured shares of the spike by micro-batch and rank; where they are trusted, also by what is in the batch: of
+    each kind the sixteen largest at most, null where the trainer does not say."""
 
     closure: float | None = never_null()
     """Sum of all measured shares: 1 when the measurement is right, less where it left quiet micro-batches out."""
@@ -144,6 +159,9 @@ class Shares:
     """Whether closure is 1 within its error."""
     micro_batches: tuple[tuple[float, ...], ...] = ()
     """One list per micro-batch, one share per rank."""
+    rows: tuple[PartShare, ...] | None = optional()
+    prompts: tuple[PartShare, ...] | None = optional()
+    sources: tuple[PartShare, ...] | None = optional()
 
 
 @dataclass(frozen=True)

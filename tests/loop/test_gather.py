@@ -89,7 +89,7 @@ def test_terms_are_roots_of_all_tokens_squares_and_the_residual_leaves_the_culpr
 
 
 def part(policy=1.0, kl=0.0, residual=0.25, low=None):
-    return _Sums(residual, {"policy": policy, "kl": kl, "entropy": 0.0}, low, [], [])
+    return _Sums(residual, {"policy": policy, "kl": kl, "entropy": 0.0}, low, [], [], [])
 
 
 @pytest.mark.parametrize(("after", "residual"), [(None, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)])
@@ -105,6 +105,16 @@ def test_terms_are_compared_where_both_are_numbers(policy, kl, ratio):
 def test_what_is_typical_is_of_all_ranks():
     found = _typical([part(3.0, 1.0, 0.25, 0.1), part(1.0, 3.0, 0.75, 0.3), part(0.0, 0.0, 0.0, 0.2)], 6.0, 7.0)
     assert (found.kl_over_policy, found.jacobian, found.low_entropy, found.layer_spread) == (1.0, 6.0, 0.2, 7.0)
+
+
+def test_every_row_says_what_it_carries_and_of_shares_that_are_not_trusted_none_does(context):
+    rows, shares, step = gathered(context).row_shares, context.finding.shares, context.step
+    assert [found.row for found in rows] == list(range(4 * M)) and rows[5].share > 0.9
+    assert sum(found.share for found in rows) == pytest.approx(shares.closure)
+    assert sum(found.num_tokens for found in rows) == sum(int(step.token_mask(index).sum()) for index in range(M))
+    assert rows[5].variance == pytest.approx(float((shares.errors[1][1] / shares.square).square().sum()))
+    for none in (None, replace(shares, is_trusted=False)):
+        assert gathered(context, finding=replace(context.finding, shares=none)).row_shares == ()
 
 
 def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by_token(context):

@@ -13,7 +13,7 @@ import torch
 
 from gradloc.core.ranks import Ranks
 from gradloc.loop.batch import BatchView
-from gradloc.loop.gather import RawEntry, RawEvent
+from gradloc.loop.gather import RawEntry, RawEvent, RowShare
 from gradloc.loop.pictures import Album
 from gradloc.loop.writer import (
     BUNDLE_KEYS,
@@ -351,6 +351,27 @@ def test_weights_are_kept_where_that_is_asked_for_and_the_folder_is_not_full(che
 
 
 # ---- what tokens carry at which engine and trainer differ
+
+
+ROWS = (RowShare(0, 0.5, 0.09, 8), RowShare(1, -0.1, 0.16, 6), RowShare(2, 0.6, 0.0, 8))
+
+
+def test_prompts_and_data_sources_carry_what_their_rows_do():
+    raw = replace(raw_of(shares=Shares(closure=1.0)), row_shares=ROWS)
+    batch = batch_of(labels={"data_source": ["a", "b", "a"]})
+    found = complete_event(raw, "name", Run(), DriverSide(batch, None)).shares
+    told = [(part.name, part.share, part.num_rows, part.num_tokens) for part in (*found.prompts, *found.sources)]
+    wanted = [("q", 0.6, 1, 8), ("p", 0.4, 2, 14), ("a", 1.1, 2, 16), ("b", -0.1, 1, 6)]
+    assert [(name, pytest.approx(share), *counts) for name, share, *counts in wanted] == told
+    assert found.prompts[1].share_error == pytest.approx(0.5) and found.closure == 1.0
+    assert [part.name for part in found.rows] == ["2", "0", "1"]
+    bare = BatchView(batch.tensors, {})
+    alone = complete_event(raw, "name", Run(), DriverSide(bare, None)).shares
+    assert alone.prompts is alone.sources is None and alone.rows == found.rows
+    many = replace(raw, row_shares=tuple(RowShare(row, row / 1e3, 0.0, 1) for row in range(40)))
+    (first, *_, last) = complete_event(many, "name", Run(), DriverSide(bare, None)).shares.rows
+    assert (first.name, last.name) == ("39", "24"), "sixteen"
+    assert completed(batch, shares=Shares(is_trusted=False)).shares == Shares(is_trusted=False)
 
 
 def differing_batch(at=((1, 5), (2, 7)), by=2.0, **tensors):

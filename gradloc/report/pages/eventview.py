@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from ...record import Culprit, Event, PathEntry, Search, Sequence
+from ...record import Culprit, Event, PartShare, PathEntry, Search, Sequence
 from ...words.advice import replay_line
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
 from ...words.hurt import did_it_hurt
 from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
-from ...words.numbers import number, percent
+from ...words.numbers import number, percent, with_error
 from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell
 from ...words.text import one_line, plural, span, spoken, visible
 from ...words.verdict import verdict_sentences
@@ -27,6 +27,8 @@ from ..runs.tokens import Shades, shade
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
+_PARTS = 6
+"""Of the rows, prompts and data sources each."""
 PICTURE_BYTES = 3_000_000
 """Of the pictures of one event in a page."""
 ODD_FACTS = {
@@ -150,6 +152,8 @@ class EventView:
         self.over_run = _over_run(event)
         self.again = _again(event)
         self.shares = shares_sentence(event)
+        self.parts = _parts(event)
+        """By kind a table's cells: what each row, prompt and data source carries."""
         self.search_cost = cost(event.search)
         self.certificate = CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict)
         self.action = ACTIONS.get(event.action.taken, event.action.taken)
@@ -216,6 +220,17 @@ def _replay(event: Event, run: RunFolder) -> dict[str, str]:
     if folder is None or not (folder / "meta.json").is_file():
         return {}
     return {"": replay_line(shlex.quote(one_line(str(folder))))}
+
+
+def _parts(event: Event) -> list[tuple[str, list[tuple[str, ...]]]]:
+    found = event.shares
+    kinds = () if found is None else (("row", found.rows), ("prompt", found.prompts), ("data source", found.sources))
+    return [(kind, [_part_cells(part) for part in parts[:_PARTS]]) for kind, parts in kinds if parts]
+
+
+def _part_cells(part: PartShare) -> tuple[str, ...]:
+    share = with_error(part.share, part.share_error, 3, percent)
+    return part.name or "–", share, number(part.num_rows), number(part.num_tokens)
 
 
 def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:

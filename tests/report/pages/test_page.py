@@ -52,6 +52,19 @@ def plain(tmp_path_factory):
     return rendered(tmp_path_factory.mktemp("plain"), make_event())
 
 
+def test_rows_prompts_and_data_sources_have_a_table_of_what_they_carry(plain, tmp_path):
+    def part(name, share, rows):
+        return {"name": name, "share": share, "share_error": 0.01, "num_rows": rows, "num_tokens": 7 * rows}
+
+    shares = make_event()["shares"] | {"rows": [part("6", 0.75, 1), part("4", -0.1, 1)]}
+    shares |= {"prompts": None, "sources": [part("<b>sums", 0.65, 2)]}
+    text = rendered(tmp_path, make_event(shares=shares))
+    cells = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>.*?</tr>", text)]
+    assert ["6", "75% +- 1%", "1", "7"] in cells and ["4", "-10% +- 1%", "1", "7"] in cells
+    assert ["&lt;b&gt;sums", "65% +- 1%", "2", "14"] in cells
+    assert ">data source</th>" in text and ">prompt</th>" not in text and ">data source</th>" not in plain
+
+
 def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     body = plain.partition("<main>")[2]
     parts = ['"headline"', '"lede"', '"text passage"', '"figures"', '"card hurt"', '"card todo"', '"context"']
