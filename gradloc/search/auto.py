@@ -48,7 +48,7 @@ _ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
 _MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
-_FEW = 1 / 3  # of the batch's tokens: spans that have more are not few
+_FEW = 0.5  # of the batch's tokens: spans that have more are not few
 _STANDS_OUT = 4.0  # times what all other tokens make: the least by which the trigger, too, tells a spike
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 

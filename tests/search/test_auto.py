@@ -306,8 +306,12 @@ def test_of_tokens_that_are_not_finite_those_beyond_the_most_are_counted(most, n
 
 
 @pytest.mark.parametrize(("is_trusted", "num_more", "norm"), [(True, 2, 5.0), (False, 0, None)])
-def test_what_is_left_of_a_full_list_is_counted_by_its_shares_where_they_are_trusted(is_trusted, num_more, norm):
+def test_what_is_left_of_a_full_list_is_counted_by_its_shares_where_they_are_trusted(
+    is_trusted, num_more, norm, monkeypatch
+):
     search, _ = two_planted()
+    monkeypatch.setattr(auto, "carried", lambda task, shares, spans: (0.9, 0.4))
+    monkeypatch.setattr(auto, "are_few", lambda task, shares, spans: True)
     search._measure = lambda number: SimpleNamespace(is_trusted=is_trusted)
     search._spans = lambda shares: [span_of(3.0), span_of(4.0)]
     found = search._count_more()
