@@ -12,6 +12,8 @@ NOT_HERE = {
     "bypass_mode": "verl's",
     "a_user_registered": "verl's registry; a subclass of TRL's is in test_step.py",
     "under_every_loss": "verl's losses; TRL's are in test_step.py",
+    "runs_its_row_alone": "TRL's forward of a micro-batch comes whole",
+    "random_numbers_would_be_others": "TRL's forward of a micro-batch comes whole",
     "so_they_do_with_every_mean": "verl's losses; TRL's are in test_step.py",
     "FSDP1": "TRL's FSDP2 is in test_ranks.py",
     "[FSDP2-": "TRL's FSDP2 is in test_ranks.py",
