@@ -49,7 +49,7 @@ _MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
 _MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
 _FEW = 0.5  # of the batch's tokens: spans that have more are not few
-_STANDS_OUT = 4.0  # times what all other tokens make: the least by which the trigger, too, tells a spike
+_STANDS_OUT = 4.0  # times the norm of all other tokens: the least at which the trigger calls a step a spike
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 
 
@@ -301,7 +301,7 @@ class _AutoSearch:
         return True
 
     def _let_go(self) -> None:
-        """Where all other tokens together still spike, name nobody unless the step is a spike beside these, too."""
+        """Name nobody if the rest spikes by itself and the step is not a spike compared with that rest."""
         threshold, norm = self.task.spike.threshold, self.task.spike.grad_norm
         if not self.result.culprits or threshold is None or self.others is not None:
             return

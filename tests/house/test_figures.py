@@ -55,7 +55,7 @@ def rows(text: str) -> list[str]:
 
 
 def in_both_precisions(found: dict) -> str:
-    """Three runs: what a later one has timed, too, takes the place of an earlier one's."""
+    """Three runs; the latest that timed a case counts."""
     cases = {}
     for run in (found, record("spiking-bfloat16"), record("spiking-rows")):
         cases |= {(case["case"], case["dtype"]): case for case in run["cases"]}

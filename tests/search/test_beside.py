@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from gradloc.core import step as step_module
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import mask_without
@@ -160,9 +161,10 @@ def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
     assert found.source.numbers["tokens_norm"] > THRESHOLD
 
 
-def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s():
+def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s(monkeypatch):
+    monkeypatch.setattr(step_module, "ByRow", step_module.Scheduled)  # an engine whose micro-batches come whole
     spiking = Spiking({(3, 2): 300.0})
-    add_router_loss(spiking.model, 0.5)
+    add_router_loss(spiking.model, 1.0)
     found = spiking.search()
     certificate, (culprit,) = found.certificate, found.tokens
     spiking.space.clear()
