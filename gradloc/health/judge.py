@@ -83,7 +83,7 @@ class Judge:
             for _, measure in self._asked:
                 measure.resume()
         self._last_step = step
-        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        numbers = {name: known for name, value in metrics.items() if (known := _number(value)) is not None}
         reads = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
         known = [(rule, measure, *read) for rule, measure, read in reads if read is not None]
         self.heard.update(rule.name for rule, *_ in known)
@@ -127,9 +127,10 @@ class Judge:
         return None
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     try:
-        float(value)
+        return None if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
-        return False
-    return not isinstance(value, bool | str)
+        return None

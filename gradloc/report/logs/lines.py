@@ -44,9 +44,9 @@ _BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
 _BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:it/s|s/it),\s*([^\]]+)")
-_SPELLED = re.compile(
-    rf"(?<!max_)(?<!clip_)(?:grad(?:ient)?[ _.]*norm|gnorm)[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{_NUMBER}",
-    re.IGNORECASE,
+_SPELLED = re.compile(  # the letter comes first, and as a set: only that is scanned for
+    r"[gG](?i:(?<!max_g)(?<!clip_g)(?:rad(?:ient)?[ _.]*norm|norm)"
+    rf"[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{_NUMBER})"
 )
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
@@ -99,12 +99,15 @@ def _dashed(text: str) -> dict[str, float]:
     values = {}
     for part in text.split(" - "):
         name, _, value = part.rpartition(":")
-        if value.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
-            before, bracket, inside = part.partition("(")
-            name, _, value = before.rpartition(":")
-            value += bracket + inside
-        known, name = number(value), name.strip()
-        if name and known is not None:
+        try:
+            known: float | None = float(value)
+        except ValueError:
+            if value.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
+                before, bracket, inside = part.partition("(")
+                name, _, value = before.rpartition(":")
+                value += bracket + inside
+            known = number(value)
+        if known is not None and (name := name.strip()):
             values[name] = known
     return values
 
