@@ -392,14 +392,16 @@ class Row:
         return found
 
     def _is_sequence(self) -> bool:
-        """Whether the row is off as a whole: nearly all its tokens weigh more than typical and about alike, and even
-        without its three loudest it is a culprit."""
+        """Whether the row is off as a whole: nearly all its tokens weigh more than typical and about alike, and most
+        of them are loud, or even without its three loudest it is a culprit."""
         matters = self.weights > 0
         elevated = self.weights >= ELEVATED * self.typical
         if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
             return False
         if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median(self.weights):
             return False
+        if 2 * len(self.loud) > matters.sum() and self.total >= self.least:
+            return True
         quiet = torch.ones_like(matters)
         quiet[self.values.abs().topk(_FEW).indices] = False
         return self._bound(self.values[quiet], self.errors[quiet]) >= self.least

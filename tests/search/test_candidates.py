@@ -335,6 +335,13 @@ def test_a_row_that_is_nothing_without_its_three_loudest_tokens_is_no_sequence()
     assert spans([9.0, 9.0, 9.0] + [0.01] * 7, [50.0] * 10) == [(0, 1), (1, 2), (2, 3)]
 
 
+def test_a_short_row_is_a_sequence_where_most_of_its_tokens_are_loud():
+    assert spans([4.8, 3.3, 0.9, 7.8], [50.0] * 4) == [(0, 4)]
+    assert spans([4.8, 3.3, 0.1, -0.2], [50.0] * 4) == [(0, 1), (1, 2)], "half of them are not most"
+    assert spans([4.0, -4.2, 1.5, 0.1, -0.9], [50.0] * 5) == [(0, 1), (1, 2), (2, 3)], "together they are no culprit"
+    assert spans([4.8, 3.3, 0.9, 7.8], [50.0, 50.0, 1.0, 50.0])[0] == (0, 1), "one is not weighed more"
+
+
 def test_a_token_with_just_a_culprit_s_norm_is_named():
     quiet = [0.01] * 40
     assert spans([*quiet, 1.0, *quiet]) == [(40, 41)]
