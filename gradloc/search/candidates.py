@@ -400,7 +400,7 @@ class Row:
             return False
         if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median(self.weights):
             return False
-        if 2 * len(self.loud) > matters.sum() and self.total >= self.least:
+        if _FEW < matters.sum() < 2 * len(self.loud) and self.total >= self.least:
             return True
         quiet = torch.ones_like(matters)
         quiet[self.values.abs().topk(_FEW).indices] = False

@@ -339,6 +339,7 @@ def test_a_short_row_is_a_sequence_where_most_of_its_tokens_are_loud():
     assert spans([4.8, 3.3, 0.9, 7.8], [50.0] * 4) == [(0, 4)]
     assert spans([4.8, 3.3, 0.1, -0.2], [50.0] * 4) == [(0, 1), (1, 2)], "half of them are not most"
     assert spans([4.0, -4.2, 1.5, 0.1, -0.9], [50.0] * 5) == [(0, 1), (1, 2), (2, 3)], "together they are no culprit"
+    assert spans([9.0, 0.0, 8.0, 0.0, 7.0], [50.0, 0.0] * 2 + [50.0]) != [(0, 5)], "three that the loss weighs are few"
     assert spans([4.8, 3.3, 0.9, 7.8], [50.0, 50.0, 1.0, 50.0])[0] == (0, 1), "one is not weighed more"
 
 
