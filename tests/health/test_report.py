@@ -102,7 +102,7 @@ def test_a_wrong_option_is_refused_with_a_sentence(run_of, capsys, options, sent
 
 def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run_of, tmp_path, capsys):
     assert main(["health", str(run_of([(1, {"val-core/acc": 0.5})]))]) == 2
-    assert "has no metrics that can be judged" in capsys.readouterr().err
+    assert "has no gradient norm" in capsys.readouterr().err
     assert main(["health", str(tmp_path / "nowhere")]) == 2
     assert "does not exist: name a run's log, or the folder that holds it." in capsys.readouterr().err
     events = write_run(tmp_path / "events", [make_event()])

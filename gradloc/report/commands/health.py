@@ -32,6 +32,7 @@ from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
+from ..runs.trigger import missing_norm
 from . import add_log_arguments
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
@@ -81,8 +82,10 @@ def run(args: argparse.Namespace) -> int:
     folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
     healths = [judge(run.parts, config, args.grad_clip or None) for run in folder.runs]
     if not healths or not healths[0]:
+        why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         raise ReportError(
-            f"{folder.path} has no metrics that can be judged: add `file` to trainer.logger, or "
+            why
+            or f"{folder.path} has no metrics that can be judged: add `file` to trainer.logger, or "
             "name them with --metrics."
         )
     for run, health in zip(folder.runs, healths, strict=True):

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ..runs.metrics import MEAN
 from .lines import read_lines
 from .names import is_norm, number, numbers, step_of
 from .recording import Recording, gather
@@ -24,7 +23,7 @@ def is_document(source: Source) -> bool:
     first, newline, rest = head.partition("\n")
     try:
         json.loads(first)
-    except ValueError:  # over several lines, beyond the head, or a Python literal
+    except (ValueError, RecursionError):  # over several lines, beyond the head, or a Python literal
         return not newline or not rest.strip() or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
     return not rest.strip()
 
@@ -48,7 +47,7 @@ def read_document(source: Source) -> list[Recording]:
     elif isinstance(document.get("series"), list):
         made.format = "JSON of a series"
         name = str(document.get("metric", ""))
-        name = name if is_norm(name) else MEAN
+        name = name if is_norm(name) else "grad_norm"
         pairs = (pair for pair in document["series"] if isinstance(pair, list) and len(pair) == 2)
         _add_rows(made, [{"step": step, name: norm} for step, norm in pairs])
     elif isinstance(document.get("log_history"), list):
@@ -78,7 +77,7 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
         values.pop("step", None)
         if step is None and any(map(is_norm, values)):
             step = made.rows[-1][0] + 1 if made.rows else 1
-            made.notes = [f"The rows of {made.source} do not say their step: it was counted."]
+            made.notes, made.is_counted = [f"The rows of {made.source} do not say their step: it was counted."], True
         if step is not None and values:
             made.rows.append((step, values))
 

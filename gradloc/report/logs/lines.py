@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 from ..errors import ReportError
 from .names import is_norm, number, numbers, step_of
@@ -18,24 +19,30 @@ from .source import Source
 from .wrappers import unwrapped
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
-_PROCESS = re.compile(r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[rank(\d+)\]")
+_PROCESS = re.compile(
+    r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]?(\d+)\]|\brank[=:] ?(\d+)\b", re.IGNORECASE
+)
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
+_NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 _PAIR = re.compile(rf"['\"]([^'\"]{{1,120}})['\"]\s*:\s*['\"]?(?:[\w.]+\()?({_NUMBER})(?![\w.])", re.IGNORECASE)
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _HEADED = re.compile(
-    r"\b(?:global[_ ])?(?:step|iteration|iter|num_updates)\b\s*[:=#]?\s*\[?\s*(\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+    r"\b(?:(?:global|train|training)[_ ])?(?:steps?|iteration|iter|num_updates|update)\b\s*[:=#]?\s*\[?\s*"
+    r"(\d{1,3}(?:,\d{3})+|\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]",  # [73/120]
     re.IGNORECASE,
 )
+_HEADED_GLOBALLY = re.compile(r"\bglobal[_ ]steps?\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE)
+_EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d+)", re.IGNORECASE)
+_NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _LABELLED = re.compile(
     # a name of at most eight words: a line may hold a whole answer
     rf"(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
-    rf"\s*[:=]\s*({_NUMBER})(?![\w.]*\d)"
+    rf"\s*[:=]\s*(?:tensor\(|\[)?({_NUMBER})(?![\w.]*\d)"
     rf"|(?<![a-z_])([a-z_]{{0,40}}(?:grad_?norm|loss|reward|entropy))\s+({_NUMBER})",
     re.IGNORECASE,
 )
@@ -43,7 +50,8 @@ _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
-_BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:it/s|s/it),\s*([^\]]+)")
+_BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
+_DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 _SPELLED = re.compile(  # the letter comes first, and as a set: only that is scanned for
     r"[gG](?i:(?<!max_g)(?<!clip_g)(?:rad(?:ient)?[ _.]*norm|norm)"
     rf"[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{_NUMBER})"
@@ -135,6 +143,8 @@ class Json(Grammar):
             self.verdicts += map(str, verdict if isinstance(verdict, list) else [])
             self.add(process, step, numbers(data))
             return True
+        if type(entry.get("rank")) is int:
+            process = process or str(entry["rank"])
         values = numbers(entry)
         step = step_of(values)
         if step is None and any(map(is_norm, values)):
@@ -150,7 +160,11 @@ class Printed(Grammar):
 
     def __init__(self) -> None:
         super().__init__()
+        self.bar: tuple[int, int] | None = None
+        """Count and total of the progress bar that was drawn last."""
         self._pending: dict[str, float] = {}
+        self._bars: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """The bars before the lines whose steps were counted."""
 
     def take(self, line: str, process: str) -> bool:
         start = line.find("{")
@@ -158,7 +172,7 @@ class Printed(Grammar):
             return False
         if line.count("grad_norm") > 1 and len(parts := re.findall(r"\{[^{}]*\}", line)) > 1:  # a pasted log_history
             return any([self.take(part, process) for part in parts])
-        values = {name: float(value) for name, value in _PAIR.findall(line, start)}
+        values = {name: _float(value) for name, value in _PAIR.findall(line, start)}
         if not values:
             return False
         head = _BEFORE_DICT.search(line[:start][-80:])
@@ -181,8 +195,19 @@ class Printed(Grammar):
                     rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 return bool(rows)
             self.is_counted = True
+            self._bars[process] += [self.bar] if self.bar else []
             step = _next_step(rows, values.get("epoch"))
         return self.add(process, step, values)
+
+    def count_by_bars(self) -> None:
+        """The steps of lines that do not say them, by the bar before each: a Trainer's counts its steps."""
+        for process, bars in self._bars.items():
+            rows = self.rows[process]
+            counts = [count for count, _ in bars]
+            is_one = len(rows) == len(bars) and len({total for _, total in bars}) == 1
+            if is_one and all(before != after for before, after in pairwise(counts)):
+                self.rows[process] = [(count, values) for count, (_, values) in zip(counts, rows, strict=True)]
+                self.is_counted = False
 
 
 def _next_step(rows: list[Row], epoch: float | None) -> int:
@@ -207,7 +232,7 @@ class Blocks(Grammar):
             if head[2]:
                 self.title = "AReaL's log"
             return True
-        values = {name: float(value) for name, value in _CELL.findall(line)}
+        values = {name: _float(value) for name, value in _CELL.findall(line)}
         step = self._step.get(process)
         if not values or step is None:
             return False
@@ -229,13 +254,15 @@ class Labelled(Grammar):
         """Epoch and batch of the lines that say these and no step."""
 
     def take(self, line: str, process: str) -> bool:
-        head = _HEADED.search(line) or _BATCH.search(line)
-        if head is None:
+        head = ("lobal" in line and _HEADED_GLOBALLY.search(line)) or _HEADED.search(line) or _BATCH.search(line)
+        if not head:
             return False
-        values: dict[str, float] = {}
-        for name, value, bare, bare_value in _LABELLED.findall(line, head.end()):
-            if not name.endswith(".py"):  # where a line was printed
-                values[(name or bare).strip(" |,-")] = float(value or bare_value)
+        values = _labelled(line, head.end(), len(line))
+        if not any(map(is_norm, values)):
+            if _NOT_TRAINING.search(line, 0, head.start()):
+                return False
+            before = _labelled(line, 0, head.start())
+            values |= before if any(map(is_norm, before)) else {}
         if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
         if " | Grad. Norm:" in line:
@@ -246,13 +273,26 @@ class Labelled(Grammar):
             self.is_counted = True
             self.batches[process].append((int(head[1]), int(head[2])))
             return self.add(process, len(self.rows[process]) + 1, values)
-        return self.add(process, int(head[1] or head[2]), values)
+        if epoch := _EPOCH.search(line, 0, head.start()):
+            values.setdefault("epoch", float(epoch[1]))
+        return self.add(process, int((head[1] or head[2]).replace(",", "")), values)
 
     @property
     def skips(self) -> bool:
         """Whether batches go back, or some are missing: then lines cannot be counted as steps."""
         pairs = [pair for batches in self.batches.values() for pair in zip(batches, batches[1:], strict=False)]
         return len({b[1] - a[1] for a, b in pairs if a[0] == b[0]}) > 1 or any(a > b for a, b in pairs)
+
+
+def _labelled(line: str, start: int, end: int) -> dict[str, float]:
+    found = _LABELLED.findall(line, start, end)
+    named = [(name or bare, value or bare_value) for name, value, bare, bare_value in found]
+    # a name as data.py:31 is where a line was printed
+    return {name.strip(" |,-"): _float(value) for name, value in named if not name.endswith(".py")}
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 class Bar(Grammar):
@@ -265,12 +305,15 @@ class Bar(Grammar):
         values = (
             {}
             if bar is None
-            else {name.strip(" ,"): float(value) for name, value, *_ in _LABELLED.findall(bar[2]) if name}
+            else {name.strip(" ,"): _float(value) for name, value, *_ in _LABELLED.findall(bar[2]) if name}
         )
         if bar is None or not any(map(is_norm, values)):
             return False
+        if epoch := _EPOCH.search(line, 0, bar.start()):
+            values.setdefault("epoch", float(epoch[1]))
         rows = self.rows[process]
-        if rows and rows[-1][0] == int(bar[1]):  # drawn again: the last one has the step's own values
+        is_drawn_again = rows and rows[-1][0] == int(bar[1]) and rows[-1][1].get("epoch") == values.get("epoch")
+        if is_drawn_again:  # the last one has the step's own values
             rows[-1][1].update(values)
             self.num_drawn += sum(map(is_norm, values))
             return True
@@ -279,8 +322,8 @@ class Bar(Grammar):
 
 def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
     """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
-    json_lines = Json()
-    grammars = [Console(), json_lines, Printed(), Blocks(), Bar(), Labelled()]
+    json_lines, printed = Json(), Printed()
+    grammars = [Console(), json_lines, printed, Blocks(), Bar(), Labelled()]
     config = _Config()
     last, taken = "", None
     num_bad = num_seen = 0
@@ -291,6 +334,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             last, taken = line, None
         if config.is_open or "{'" in line:
             config.take(line)
+        if "<" in line and (drawn := _DRAWN.search(line)):
+            printed.bar = int(drawn[1]), int(drawn[2])
         if not (
             "tep" in line
             or "{" in line
@@ -307,9 +352,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
         num_bad += taken is None and line.startswith('{"')
+    printed.count_by_bars()
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
-    if not best.rows:
-        return []
     if isinstance(best, Labelled) and best.skips:
         raise ReportError(
             f"{source.name} says epoch and batch, not the step, and batches are missing or out of order: steps cannot "
@@ -322,16 +366,20 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             f"{source.name} prints {num_seen:,} gradient norms, of which {num_read:,} can be read: their lines have a "
             "form that is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
         )
+    if not best.rows:
+        return []
     notes = _notes(source, grammars, best, num_bad)
-    if best is taken and isinstance(best, Console) and lines is None and not source.ends_whole:
+    is_cut = lines is None and not source.ends_whole
+    if best is taken and isinstance(best, Console | Labelled | Bar) and is_cut:
         notes += _drop_cut_value(best, last)
     made = [
         Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)
         for process, rows in best.rows.items()
     ]
     made[0].notes = notes
-    if num_seen:
-        for recording in made:
+    for recording in made:
+        recording.is_counted = best.is_counted
+        if num_seen:
             recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"
     return made
 
@@ -367,7 +415,7 @@ def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
     """The last value of a file that ends within a line may lack digits: 90 of 903."""
     step, values = grammar.rows[_stripped(last)[1]][-1]
     name = next(reversed(values), None)
-    if name is None or last.rstrip().endswith(")"):
+    if name is None or last.rstrip().endswith((")", "]")):
         return []
     del values[name]
     return [f"The last line is cut off: {name} of step {step} may lack digits and was left out."]

@@ -9,10 +9,11 @@ from typing import Any
 from ..runs.metrics import MAX, MEAN
 
 STEPS = tuple(
-    "step global_step global_steps training/global_step train/global_step trainer/global_step train/step current_steps "
+    "global_step global_steps training/global_step train/global_step trainer/global_step step train/step current_steps "
     "global_step/max_steps iteration iter num_updates _step".split()
 )
-"""What a step is called, the surest first: W&B's ``_step`` counts calls of its own."""
+"""What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
+its own."""
 
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "

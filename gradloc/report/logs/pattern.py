@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 from ..errors import ReportError
-from ..runs.metrics import MEAN
 from .names import number
 from .recording import Recording
 from .source import Source
@@ -44,11 +43,12 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
         if norm is None or ("step" in known.groupindex and step is None):
             continue
         metrics = {name: value for name, value in values.items() if value is not None}
-        made.rows.append((len(made.rows) + 1 if step is None else int(step), {MEAN: norm, **metrics}))
+        made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **metrics}))
     if not made.rows:
         raise ReportError(f"{path.name}: --pattern {pattern!r} finds no number in its {num_lines:,} lines.")
     made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
     made.notes = list(source.notes)
-    if "step" not in known.groupindex:
+    made.is_counted = "step" not in known.groupindex
+    if made.is_counted:
         made.notes.append("--pattern has no group `step`: each line that it finds was counted as one.")
     return made

@@ -33,6 +33,8 @@ class Recording:
     """Where it lies; None for standard input."""
     receipt: str = ""
     """How much of the file was read."""
+    is_counted: bool = False
+    """Whether its lines do not say the trainer's step, so that steps were counted."""
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:

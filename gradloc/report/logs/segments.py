@@ -9,6 +9,7 @@ begins no later than the first is a run of its own.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class LoggedRun:
     """Where its first log lies; None for standard input."""
     receipt: str = ""
     """How much of its first log was read."""
+    is_counted: bool = False
+    """Whether steps were counted, so that they are no checkpoints' names."""
 
     @property
     def trainer(self) -> str:
@@ -65,8 +68,12 @@ class LoggedRun:
         is_named = any(name.startswith(("actor/", "trainer.")) for name in [*names, *self.config])
         if is_named or self.format.startswith("verl"):
             return "verl"
-        is_printed = self.format in ("trainer_state.json", "a Trainer's printed dicts")
-        if is_printed or _OF_TRAINER <= {name.removeprefix("train/") for name in names}:
+        is_printed = self.format == "a Trainer's printed dicts" and "grad_norm" in names
+        if (
+            is_printed
+            or self.format == "trainer_state.json"
+            or _OF_TRAINER <= {name.removeprefix("train/") for name in names}
+        ):
             return "trl"
         return "other"
 
@@ -146,8 +153,9 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     """A chain's segments, each put after the one that it goes on from."""
     runs: list[LoggedRun] = []
     for recording in chain:
+        _count_through_epochs(recording)
         steps = [step for step, _ in recording.rows]
-        num_back = sum(b < a for a, b in zip(steps, steps[1:], strict=False))
+        num_back = sum(after < before for before, after in pairwise(steps))
         if num_back > 3 and len(set(steps)) == len(steps):  # out of order: no resume leaves every step once
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
@@ -168,8 +176,33 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                     LoggedRun(name, recording.format, [segment], folder=recording.folder, receipt=recording.receipt)
                 )
             runs[-1].config = runs[-1].config or recording.config
+            runs[-1].is_counted |= recording.is_counted
         runs[-1].notes += [*recording.notes, *notes]
     return runs
+
+
+def _count_through_epochs(recording: Recording) -> None:
+    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises."""
+    rows = recording.rows
+    if all(before[0] <= after[0] for before, after in pairwise(rows)):
+        return
+    made: list[Row] = []
+    known: list[tuple[int, float]] = []
+    offset = 0
+    for step, values in rows:
+        if any(map(is_norm, values)):
+            epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
+            if known and step < known[-1][0]:
+                if not (epoch > known[-1][1] and epoch.is_integer() and step <= known[-1][0] / 2):
+                    return
+                apart = known[-1][0] - known[-2][0] if len(known) > 1 else 1
+                offset += known[-1][0] + (apart if step == 0 else 0)
+                known = []
+            known.append((step, epoch))
+        made.append((step + offset, values))
+    if offset:
+        recording.rows, recording.is_counted = made, True
+        recording.notes.append(f"The steps of {recording.source} begin anew in each epoch: they were counted on.")
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:
@@ -190,12 +223,23 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 
 def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, float]]], list[str]]:
     """Rows in the order written, as stretches in which steps go forwards, and sentences about what was put together."""
-    again = sum(a[0] == b[0] and _clash(a[1], b[1]) for a, b in zip(rows, rows[1:], strict=False))
+    has_norms = any(any(map(is_norm, values)) for _, values in rows)
+
+    def is_beside(values: dict[str, float]) -> bool:
+        """Whether a row is none of training's own, such as an evaluation's, which calls its loss as training does."""
+        return has_norms and not any(map(is_norm, values))
+
+    again = sum(
+        a[0] == b[0] and _clash(a[1], b[1]) and not is_beside(a[1]) and not is_beside(b[1]) for a, b in pairwise(rows)
+    )
     is_folded = again > max(2, len(rows) // 8)
     parts: list[_Stretch] = []
     num_same = 0
     for step, values in rows:
         if not parts or not parts[-1].takes(step, values, is_folded):
+            if parts and is_beside(values):
+                parts[-1].put_beside(step, values)
+                continue
             parts.append(_Stretch())
         elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():
             num_same += 1
@@ -232,6 +276,9 @@ class _Stretch:
                 known[name] = value
         self._last = max(self._last, step)
         self._latest.update(dict.fromkeys(values, step))
+
+    def put_beside(self, step: int, values: dict[str, float]) -> None:
+        self.rows[step] = values | self.rows.get(step, {})
 
 
 def _clash(known: dict[str, float], values: dict[str, float]) -> bool:

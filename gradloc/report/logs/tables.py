@@ -8,7 +8,6 @@ from itertools import chain, islice
 
 from ...words.text import plural
 from ..errors import ReportError
-from ..runs.metrics import MEAN
 from .names import STEPS, is_norm, listed, number, step_of
 from .recording import Recording, gather
 from .source import Source
@@ -176,7 +175,7 @@ def _read_long(
     alone = tag[1] if tag else stem
     if tag_at is None and not is_norm(alone):
         source.notes.append(f"{source.name} does not name its one metric: it was taken for the gradient norm.")
-        alone = MEAN
+        alone = "grad_norm"
     triples = []
     for cells in rows:
         step = step_of({"step": number(_cell(cells, step_at), has_decimal_comma)})
@@ -218,6 +217,7 @@ def _read_wide(
                 made[run].rows.append((count if step is None else step, values))
     for recording in made.values():
         recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
+        recording.is_counted = step_at is None
     if num_bad > num_rows / 2:
         raise ReportError(
             f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."

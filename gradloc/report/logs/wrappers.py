@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .names import is_norm
+
 _TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
 """The fields that hold a line."""
 _TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
@@ -23,7 +25,8 @@ def unwrapped(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if line[:1] == "{" and _WRAPS.search(line):
             try:
-                inner = texts_of(json.loads(line))
+                entry = json.loads(line)
+                inner = [] if any(map(is_norm, entry)) else texts_of(entry)
             except (ValueError, RecursionError):
                 inner = []
             if inner:

@@ -15,6 +15,7 @@ from ...words.cures import healer
 from ...words.numbers import bounded
 from ...words.story import cause_of, figures, given
 from ...words.text import one_line
+from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .eventview import CulpritView, EventView
 
@@ -54,8 +55,14 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
 
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
-    """The events' records with what was noted while reading; non-finite numbers are spelled out."""
-    document = {"run": run.name, "notes": run.notes, "events": events}
+    """The events' records, of logs alone what happened in each run, and what was noted while reading; non-finite
+    numbers are spelled out."""
+    document: dict[str, Any] = {"run": run.name, "notes": run.notes, "events": events}
+    if run.events_root is None:
+        document["diagnoses"] = [
+            {"run": d.run.name, "kind": d.kind, "headline": d.headline, "sentences": d.sentences, "command": d.command}
+            for d in map(diagnose, run.runs)
+        ]
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
@@ -88,7 +95,11 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     """The events as a page of Markdown to paste into an issue."""
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
-    if not events and not run.metrics.verdicts:
+    for said in map(diagnose, run.runs) if run.events_root is None else ():
+        lines += ["", f"### {escape(said.run.name)}: {escape(said.headline)}", ""]
+        lines += [f"- {escape(sentence)}" for sentence in said.sentences]
+        lines += ["", *_block({"": said.command})] if said.command else []
+    if run.events_root is not None and not events and not run.metrics.verdicts:
         lines.append("No spike was localized in this run.")
     for event in events:
         numbers, text = issue(EventView(event, run))

@@ -159,7 +159,7 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(f"  {one_line(other.run.name)}: {visible(other.headline)}")
     if len(others) > RUNS:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
-    where = shlex.quote(str(folder.path))
+    where = shlex.join(folder.named)
     if where != "-":
         steps = {
             "step by step, with what people do about it": f"gradloc-report health {where}",

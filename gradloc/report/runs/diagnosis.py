@@ -133,7 +133,12 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
     """Where nothing exploded: how near the largest norm came."""
     steps = [step for segment in judged for step in segment if math.isfinite(step.norm)]
-    largest, normal = max(steps, key=lambda step: step.norm), median(step.norm for step in steps if step.norm > 0)
+    above = [step.norm for step in steps if step.norm > 0]
+    if not above:
+        return (
+            f"None of {plural(len(steps), 'gradient norm')} is above 0: this metric is no norm, or nothing is learned."
+        )
+    largest, normal = max(steps, key=lambda step: step.norm), median(above)
     if largest.norm >= EARLY * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
@@ -152,7 +157,8 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
         return []
     reported = f"only norms above {EARLY:g} times the median are reported"
     if len(silent) == len(steps):
-        count = plural(len(steps), "step")
+        num_finite = sum(math.isfinite(step.norm) for step in steps)
+        count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")
         return [f"The log has {count}, fewer than the {warmup} that the rule learns from: {reported}."]
     return [f"In the first {len(silent)} steps, {reported}."]
 
@@ -178,22 +184,25 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         return "The log ends here, so its effect is unknown.", None
     changes, steady, lasting = [], [], set()
+    is_growth = worst.kind == "growth"  # it is its own aftermath
+    within, last = (None, worst.first) if is_growth else (AFTER, worst.steps[-1].step)
     for effect, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
-        change = _change(known, worst.first, fall, rise)
+        change = _change(known, worst.first, fall, rise, within)
         if change:
             changes.append(f"{effect} {change}")
             lasting |= set() if change.endswith("came back") else {effect}
             steady += [effect] if effect == "reward" and change.endswith("came back") else []
-        elif sum(step > worst.steps[-1].step for step, _ in known) >= AROUND and effect in ("reward", "entropy"):
+        elif sum(step > last for step, _ in known) >= AROUND and effect in ("reward", "entropy"):
             steady.append(effect)
     is_harmless = "reward" in steady and not lasting
     hurt = True if "reward" in lasting else False if is_harmless else None
     if changes:
         effects = "; ".join(changes)
     elif steady:
-        count = min(len(metrics.steps) - 1 - metrics.steps.index(worst.first), AFTER)
-        effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} after it"
+        count = len(metrics.steps[metrics.steps.index(worst.first) + 1 :][:within])
+        when = "of it" if is_growth else "after it"
+        effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} {when}"
     else:
         effects = "reward and entropy are not in the log, or not for long enough: its effect is unknown"
     return f"{effects[0].upper()}{effects[1:]}.", hurt
@@ -218,11 +227,13 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
     return made[:_CURVES]
 
 
-def _change(known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None) -> str:
-    """How far a metric went after a step, and whether it came back; empty where it only scattered."""
+def _change(
+    known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = AFTER
+) -> str:
+    """How far a metric went in so many values after a step, and whether it came back; empty where it only scattered."""
     before = [value for at, value in known if at <= step][-AROUND:]
     after = [(at, value) for at, value in known if at > step]
-    near = after[:AFTER]
+    near = after[:within]
     if not before or not near:
         return ""
     was = median(before)
@@ -266,6 +277,8 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str,
         return f"No need to resume{end}", on
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the reward held. Continue{end}", on
+    if worst.kind == "lost" and worst.first == run.segments[0].first:
+        return "Nothing before it is in the log: start anew.", ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
     return resume(run, worst.first, "" if is_certain else "If the reward falls, ")
 
@@ -300,8 +313,8 @@ def resume(run: LoggedRun, before: int, condition: str = "") -> tuple[str, str]:
     if known and not earlier:
         steps = ", ".join(str(step) for step, _ in known[:3]) + (", ..." if len(known) > 3 else "")
         return (
-            f"{condition}No checkpoint here is from before step {before} (there is step {steps}): start anew, or look "
-            "for an older one elsewhere."
+            f"{condition}{'no' if condition else 'No'} checkpoint here is from before step {before} (there is step "
+            f"{steps}): start anew, or look for an older one elsewhere."
         ), ""
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"
@@ -315,8 +328,8 @@ def resume(run: LoggedRun, before: int, condition: str = "") -> tuple[str, str]:
 
 
 def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
-    """The run's own checkpoints, by step: not empty, and not newer than the log."""
-    if run.folder is None:
+    """The run's own checkpoints, by step: not empty, and not newer than the log; none where steps were counted."""
+    if run.folder is None or run.is_counted:
         return
     logs = [run.folder / Path(segment.source).name for segment in run.segments]
     ends = [log.stat().st_mtime for log in logs if log.is_file()]

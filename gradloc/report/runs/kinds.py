@@ -209,7 +209,7 @@ def zeros(steps: Sequence[Judged]) -> str:
 
 def clipped_or_zero(judged: Sequence[Sequence[Judged]]) -> tuple[str, str]:
     """The kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
-    if sentence := zeros(judged[-1] if judged else []):
+    if sentence := zeros(next(filter(None, reversed(judged)), [])):
         return "zero", sentence
     sentence = ceiling([step for segment in judged for step in segment])
     return ("clipped", sentence) if sentence else ("", "")

@@ -36,6 +36,8 @@ class RunFolder:
     runs: list[LoggedRun] = field(default_factory=list)
     """What the logs tell; the first is the one that the page is about."""
     notes: list[str] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
+    """What a command takes to read the first run of a log again."""
 
     @property
     def metrics(self) -> Metrics:
@@ -116,6 +118,11 @@ def read_logs(
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
     run.runs.sort(key=_peak, reverse=True)
+    own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].segments[0].source)
+    run.named = [str(next(own, run.path))]
+    run.named += [
+        word for option, given in (("--metric", metric), ("--pattern", pattern)) if given for word in (option, given)
+    ]
     _note_verdicts(run)
     return run
 

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines as loops of all kinds print them: one run, its steps and its spike, whatever else the lines say."""
+
+import json
+import os
+
+import pytest
+
+from gradloc.report.errors import ReportError
+from gradloc.report.logs.formats import read
+from gradloc.report.runs.diagnosis import diagnose
+from gradloc.report.runs.run import read_run
+
+NUM, AT = 60, 40
+
+
+def norms():
+    """Of each step from 1: about a half, and 1,903 at step 40."""
+    return [(step, 1903.0 if step == AT else 0.5 + (step * 7 % 11) / 100) for step in range(1, NUM + 1)]
+
+
+def evaluated(every, line):
+    """Lines of training, and the line of an evaluation after every so many."""
+    for step, norm in norms():
+        yield f"[train] step {step}/60 | loss: {3 - step / 60:.3f} | grad_norm: {norm}"
+        if step % every == 0:
+            yield line.format(step=step)
+
+
+def in_epochs(line, size=20):
+    for step, norm in norms():
+        epoch, at = divmod(step - 1, size)
+        yield line.format(epoch=epoch, at=at + 1, step=step, norm=norm, size=size)
+
+
+def by_ranks(line):
+    """Two ranks, the second one line behind."""
+    lines = [
+        (step + 1.5 * rank, line.format(rank=rank, step=step, norm=norm)) for rank in (0, 1) for step, norm in norms()
+    ]
+    return [text for _, text in sorted(lines)]
+
+
+def plain(line):
+    return [line.format(step=step, norm=norm) for step, norm in norms()]
+
+
+LINES = {
+    "an evaluation that calls its loss as training does": evaluated(10, "[eval] step {step}/60 | loss: 2.1"),
+    "an evaluation in batches": evaluated(20, "[eval] step 3/8 | loss: 2.1"),
+    "the best so far": evaluated(15, "new best at step 5: loss: 2.0"),
+    "commas in thousands": [f"step {100 * s:,} | loss: 2.6 | grad_norm: {n:,.4f}" for s, n in norms()],
+    "steps of each epoch and of all": in_epochs("epoch {epoch} step {at} global_step {step} loss 2.0 grad_norm {norm}"),
+    "steps of each epoch": in_epochs("Epoch [{epoch}/3], Step [{at}/{size}], Loss: 2.0, Grad Norm: {norm}"),
+    "rows of each epoch": in_epochs('{{"epoch": {epoch}, "step": {at}, "grad_norm": {norm}, "loss": 2.0}}'),
+    "a bar for each epoch": in_epochs(
+        "Epoch {epoch}: 9%|#| {at}/{size} [00:01<00:01, 1.0it/s, loss=2.0, grad_norm={norm}]"
+    ),
+    "rows with two counts": in_epochs('{{"step": {at}, "global_step": {step}, "grad_norm": {norm}}}'),
+    "ranks in brackets": by_ranks("[Rank {rank}] step {step} | loss: 2.0 | grad_norm: {norm}"),
+    "torchrun's ranks": by_ranks("[default{rank}]:step {step} | loss: 2.0 | grad_norm: {norm}"),
+    "a rank as a label": by_ranks("INFO rank={rank} step {step} | loss: 2.0 | grad_norm: {norm}"),
+    "a rank as a field": by_ranks('{{"rank": {rank}, "step": {step}, "grad_norm": {norm}}}'),
+    "a message beside numbers": plain('{{"msg": "train metrics", "step": {step}, "grad_norm": {norm}, "loss": 1.0}}'),
+    "the step last": plain("loss: 2.0 | grad_norm: {norm} | step: {step}"),
+    "Steps": plain("Steps: {step} | loss: 2.0 | grad_norm: {norm}"),
+    "train_step": plain("train_step: {step} | loss: 2.0 | grad_norm: {norm}"),
+    "updates": plain("update {step} | loss: 2.0 | grad_norm: {norm}"),
+    "a tensor's own words": plain("step {step} | loss: tensor(2.0) | grad_norm: tensor({norm}, device='cuda:0')"),
+    "a bar in steps": plain(" 9%|#| {step}/60 [00:01<00:01, 1.0step/s, loss=2.0, grad_norm={norm}]"),
+}
+
+
+@pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
+def test_it_is_one_run_with_its_spike_at_its_step(tmp_path, lines):
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(lines) + "\n")
+    run, *others = read([log])[0]
+    factor = 100 if "step 100 " in log.read_text() else 1
+    assert len(others) == ("rank" in log.read_text().lower() or "default1" in log.read_text())
+    assert len(run.segments) == 1 and run.metrics.steps == [factor * step for step, _ in norms()]
+    (spike,) = diagnose(run).explosions
+    assert (spike.peak.step, spike.peak.norm) == (factor * AT, 1903.0)
+
+
+def test_steps_that_begin_at_0_in_each_epoch_go_on_by_one(tmp_path):
+    log = tmp_path / "a.csv"
+    rows = [f"{(step - 1) // 20},{(step - 1) % 20},{norm}" for step, norm in norms()]
+    log.write_text("\n".join(["epoch,step,grad_norm", *rows]))
+    ((run,), _) = read([log])
+    assert run.metrics.steps == list(range(60)) and run.is_counted
+
+
+def test_a_resume_within_an_epoch_is_no_new_epoch(tmp_path):
+    log = tmp_path / "a.jsonl"
+    steps = [*range(1, 31), *range(21, 61)]
+    rows = ({"epoch": step // 20, "step": step, "grad_norm": 0.5 + at / 1000} for at, step in enumerate(steps))
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ((run,), _) = read([log])
+    assert [(part.first, part.last) for part in run.segments] == [(1, 30), (21, 60)] and not run.is_counted
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_checkpoint(tmp_path, has_bar):
+    log = tmp_path / "train.log"
+    bar = " 40%|####      | {}/600 [00:40<01:00, 10.0it/s]\n" if has_bar else ""
+    dicts = [
+        f"{{'loss': 2.0, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}" for s, norm in norms()
+    ]
+    log.write_text("".join(bar.format(10 * at) + line + "\n" for at, line in enumerate(dicts, 1)))
+    for step in (100, 300, 600):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights").write_text("x")
+        os.utime(tmp_path / f"checkpoint-{step}", (0, 0))
+    ((run,), _) = read([log])
+    said = diagnose(run)
+    assert said.worst.peak.step == (400 if has_bar else 40) and run.is_counted != has_bar
+    assert ("checkpoint-300" in said.command) == has_bar and "checkpoint-100" not in said.command
+
+
+@pytest.mark.parametrize("reward", [0.5, -0.01])
+def test_growth_is_judged_by_the_reward_since_it_began(tmp_path, reward):
+    log = tmp_path / "a.log"
+    rows = ((s, 0.1 * 2 ** max(0, (s - 20) / 20), 0.5 + reward * max(0, s - 60) / 140) for s in range(1, 161))
+    log.write_text("".join(f"step:{s} - actor/grad_norm:{n} - critic/score/mean:{r}\n" for s, n, r in rows))
+    ((run,), _) = read([log])
+    said = diagnose(run)
+    assert said.kind == "growth" and said.advice.startswith("If the reward falls")
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0])
+def test_norms_none_of_which_is_above_0_are_told_of(tmp_path, shown, norm):
+    log = tmp_path / "a.log"
+    rows = [f"step:{step} - actor/grad_norm:{norm} - actor/pg_loss:0.0" for step in range(1, 31)]
+    log.write_text("\n".join([*rows, "step:30 - actor/pg_loss:0.0", "step:25 - actor/pg_loss:0.1"]) + "\n")
+    assert "30 gradient norms" in shown(log) and shown("health", log)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_last_value_that_may_be_cut_is_left_out(tmp_path, end):
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(f"step {step} | loss: 2.0 | grad_norm: {norm / 1903}" for step, norm in norms()) + end)
+    ((run,), _) = read([log])
+    assert len(run.metrics.norms) == (60 if end else 59)
+
+
+def test_norms_in_a_form_that_is_not_known_are_not_called_a_file_without_any(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"{step}) train/grad_norm={norm}\n" for step, norm in norms()))
+    with pytest.raises(ReportError, match="--pattern"):
+        read([log])
+
+
+def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"at {step} it was {norm}\n" for step, norm in norms()))
+    run = read_run(log, pattern=r"at (?P<step>\d+) it was (?P<value>\S+)").runs[0]
+    assert run.trainer == "other" and not diagnose(run).command
+    log.write_text("".join(json.dumps({"num_updates": s, "gnorm": n, "loss": 2.0}) + "\n" for s, n in norms()))
+    assert read([log])[0][0].trainer == "other"
+
+
+def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, shown, refused):
+    log, other = tmp_path / "a.log", tmp_path / "b.log"
+    log.write_text("".join(plain("step {step} | loss: 2.0 | norm: {norm}\n")))
+    assert f"gradloc-report health {log} --metric norm" in shown(log, "--metric", "norm")
+    assert "--metric" in refused("health", log) and "--metrics" not in refused("health", log)
+    other.write_text("".join(f"step {step} | loss: 2.0 | grad_norm: 0.5\n" for step, _ in norms()))
+    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
+    assert f"gradloc-report health {log}\n" in shown(other, log)
+
+
+def test_an_export_of_a_log_says_what_happened(tmp_path, shown):
+    log = tmp_path / "a.log"
+    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
+    (said,) = json.loads(shown(log, "--format", "json"))["diagnoses"]
+    assert said["kind"] == "back" and said["headline"].startswith("Step 40")
+    assert "Step 40" in shown(log, "--format", "md")
+
+
+def test_nothing_before_the_first_step_is_resumed_from(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"step {step} | loss: nan | grad_norm: nan\n" for step, _ in norms()))
+    said = diagnose(read([log])[0][0])
+    assert said.kind == "lost" and "before step 1" not in said.advice
