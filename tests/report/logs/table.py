@@ -11,7 +11,7 @@ LOGS = ROOT / "tests" / "data" / "logs"
 ANSWERS = json.loads((LOGS / "answers.json").read_text(encoding="utf-8"))
 PAGE = ROOT / "docs" / "logs.md"
 BEGIN, END = "<!-- made by python -m tests.report.logs.table -->\n", "<!-- end -->"
-SHOWN = 8
+SHOWN = 4
 
 
 def table() -> str:
