@@ -194,7 +194,7 @@ class Localizer:
         """
         step, self._first_step = self._first_step, None
         try:
-            if step is not None:
+            if step is not None and step.num_micro_batches:  # a rank may have none where others have some
                 weight = step.numerics.weight
                 on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
                 self._coefficient = median_size([values for values in to_host(on_device) if values is not None])

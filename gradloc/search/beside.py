@@ -47,6 +47,7 @@ _ALIKE = 0.1  # of the norm: a rehearsal, without a threshold, comes back if it 
 _NUM_BEFORE = 3  # modules told of before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WAYS = ("forward", "backward")
+_WITH_NORM = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def rerun(task: Task) -> Rerun:
@@ -93,15 +94,16 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
     """Names of the parameters, trained or frozen, that hold a NaN or inf on any rank: one reduction."""
-    named = space.named_weights()
+    # packed 4-bit weights are integers, which are finite; of those in 8 bits torch has no norm
+    floating = [(name, shard) for name, shard in space.named_weights() if shard.dtype in _WITH_NORM]
 
     def local() -> torch.Tensor:
         # The sum of absolute values is finite if all of them are. isfinite() would allocate the size of a parameter.
-        sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in named]
+        sums = [torch.linalg.vector_norm(shard, ord=1, dtype=torch.float32) for _, shard in floating]
         return (~torch.stack(sums).isfinite()).double()
 
     bad = space.reduce(local)
-    return tuple(name for (name, _), count in zip(named, bad.tolist(), strict=True) if count)
+    return tuple(name for (name, _), count in zip(floating, bad.tolist(), strict=True) if count)
 
 
 def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:

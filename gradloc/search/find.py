@@ -101,10 +101,12 @@ def localize(
         if max_cures > 0 and first is None and (result.source is None or result.source.label in _OF_LOSS):
             result.cures = try_cures(task, result, groups, max_cures)
         result.rest = None
-        space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
     finally:
-        space.put(saved)
-        rng.restore()
+        try:
+            space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
+        finally:
+            space.put(saved)
+            rng.restore()
     result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())

@@ -58,7 +58,7 @@ class Colocated:
         """The optimizer step that is being made; None between two."""
         self.localizer = None if settings is None else Localizer(self, ranks, settings)  # type: ignore[arg-type]
         self.driver = None if settings is None or not ranks.is_first else make_driver()
-        self._is_uneven_told = False
+        self._is_told = False
 
     def begin_step(self, step: ColocatedStep, module: torch.nn.Module) -> None:
         """Before the first micro-batch's forward."""
@@ -83,7 +83,13 @@ class Colocated:
         """
         step, localizer, ranks = self.step, self.localizer, self.ranks
         assert localizer is not None
-        policy, norm = self._policy(step, global_step), whole(norm)
+        counts = self._counts(step)
+        if not any(counts[-1]):
+            self._tell_once("steps whose log-probs nobody asked for as the trainer's own loss does are not looked into")
+            localizer.end_update()
+            step.release()
+            return norm, {}
+        policy, norm = self._policy(step, global_step, *counts), whole(norm)
         if policy is not None:
             self.before_look(norm)
         taken = localizer.before_step(norm, policy)
@@ -116,24 +122,33 @@ class Colocated:
         """All ranks' rows as one batch."""
         raise NotImplementedError
 
-    def _policy(self, step: ColocatedStep, global_step: int) -> Policy | None:
-        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+    def _counts(self, step: ColocatedStep) -> list[list[float]]:
+        """Each rank's response tokens, rows and micro-batches."""
         ranks, size = self.ranks, self.ranks.size
         mine = [float(value) for value in (*step.counts(), step.num_micro_batches)]
         everyones = [0.0] * (len(mine) * size)
         everyones[ranks.rank :: size] = mine
         counts = ranks.sum(everyones)
-        tokens, rows, micro_batches = (counts[first : first + size] for first in range(0, len(counts), size))
+        return [counts[first : first + size] for first in range(0, len(counts), size)]
+
+    def _policy(
+        self, step: ColocatedStep, global_step: int, tokens: list[float], rows: list[float], micro_batches: list[float]
+    ) -> Policy | None:
+        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+        ranks = self.ranks
         step.first_row = int(sum(rows[: ranks.rank]))
         policy = None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step)
         policy = ranks.sent_by(0, policy)
         if len(set(micro_batches)) == 1:
             return policy
-        if ranks.is_first and not self._is_uneven_told:
-            self._is_uneven_told = True
-            found = ", ".join(f"{number:.0f}" for number in micro_batches)
-            logger.warning("gradloc: steps are looked into where all ranks run as many micro-batches, found %s", found)
+        found = ", ".join(f"{number:.0f}" for number in micro_batches)
+        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
         return None
+
+    def _tell_once(self, why: str) -> None:
+        if self.ranks.is_first and not self._is_told:
+            self._is_told = True
+            logger.warning("gradloc: %s", why)
 
 
 def whole(norm: Any) -> torch.Tensor:

@@ -72,6 +72,15 @@ def test_a_large_weight_is_finite_though_its_square_is_not():
     assert beside.non_finite_weights(space) == ()
 
 
+def test_packed_weights_are_integers_and_finite():
+    spiking = Spiking()
+    for name, dtype in (("packed", torch.uint8), ("coarse", torch.float8_e4m3fn)):
+        setattr(spiking.model, name, torch.nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False))
+    with torch.no_grad():
+        spiking.model.head.weight[0, 0] = math.inf
+    assert beside.non_finite_weights(GradientSpace(spiking.model)) == ("head.weight",)
+
+
 def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
     mask = random_batch(build("tiny")).mask
     row, position = (~mask).nonzero()[3].tolist()

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from benchmarks.mixtures import LAYOUTS, markdown, measure
-from gradloc.core.ranks import Ranks
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import _rehearsal_tau, _with_unlikely, localize
 from gradloc.search.limit import Limit
 from gradloc.search.task import SearchResult, Span, Task
-from tests.bare import Loss
+from tests.bare import BareStep, Loss, build, random_batch
 from tests.bare.mixtures import mixture, problems
 from tests.bare.scenarios import search_planted
 from tests.search import task_of as a_step
@@ -188,6 +189,25 @@ def test_a_rehearsal_s_threshold_is_half_the_norm_by_weight(weights, tau):
     spike = Spike("forced", 9.0, None, None, 10)
     step = SimpleNamespace(num_micro_batches=2, token_weights=lambda index: torch.tensor([[weights[index]]]))
     assert _rehearsal_tau(spike, step, Ranks()) == pytest.approx(tau)
+
+
+def test_no_gathered_weights_outlive_a_search_that_fails_late(monkeypatch):
+    model = build("tiny")
+    batch = random_batch(model).planted({(3, 2): 1e4})
+    step, space, calls = BareStep(model, batch, 4), GradientSpace(model), []
+    step.train()
+
+    def fail(*_):
+        calls.clear()
+        raise PeerFailure("a rank had no memory")
+
+    monkeypatch.setattr("gradloc.search.find.try_cures", fail)
+    monkeypatch.setattr(space, "reshard", lambda: calls.append("reshard"))
+    norm = space.norm()
+    spike = Spike("fixed", norm, 20.0, 100.0, batch.num_tokens)
+    with pytest.raises(PeerFailure):
+        localize(step, space, Ranks(), spike, 1.0)
+    assert calls == ["reshard"] and space.norm() == norm
 
 
 def test_a_culprit_without_a_backward_of_its_own_is_subtracted_all_the_same():

@@ -100,11 +100,11 @@ class ActorStep(VerlStep):
         super().__init__(actor.config, actor.device_name, dp_size)
         self.actor, self.micro_batches = actor, micro_batches
         self.temperature, self.on_policy = temperature, on_policy
+        self.scale = 1.0 if actor.scaler is None else actor.scaler.get_scale()  # each step may change it
 
     @property
     def numerics(self) -> Numerics:
-        scale = 1.0 if self.actor.scaler is None else self.actor.scaler.get_scale()
-        return Numerics(self.actor.param_dtype, scale, 1.0 / (self.dp_size * scale), self.temperature)
+        return Numerics(self.actor.param_dtype, self.scale, 1.0 / (self.dp_size * self.scale), self.temperature)
 
     def details(self, micro_batch: int) -> Details:
         config, mask = self.config, self._mask(micro_batch)

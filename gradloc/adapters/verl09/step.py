@@ -113,6 +113,8 @@ class EngineStep(OwnLoss, ByRow):
 
     def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
+        scaler = getattr(engine, "scaler", None)  # Megatron's has none
+        self.scale = 1.0 if scaler is None else scaler.get_scale()  # each step may change it
         self.micro_batches: list[Any] = []
         self._recorded: list[Recorded] = []
         self._packed: list[dict[str, torch.Tensor]] = []
@@ -146,11 +148,10 @@ class EngineStep(OwnLoss, ByRow):
 
     @property
     def numerics(self) -> Numerics:
-        scale = 1.0 if self.engine.scaler is None else self.engine.scaler.get_scale()
         return Numerics(
             self.engine._autocast_dtype,
-            scale,
-            1.0 / (self.dp_size * scale),
+            self.scale,
+            1.0 / (self.dp_size * self.scale),
             float(self.micro_batches[0]["temperature"]),
             self.reduces_once,
         )

@@ -182,11 +182,11 @@ _PEAK = "perf/max_memory_allocated_gb"
 
 
 def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
-    """verl reads its device's peak, which we reset before each step: tell the process' own."""
-    if _PEAK in metrics:
-        most = max(report.peak_bytes for report in reports) / 2**30
-        told = metrics[_PEAK]
-        metrics[_PEAK] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
+    """verl reads its device's peak, which we reset before each step: tell the process' own, under any role."""
+    most = max(report.peak_bytes for report in reports) / 2**30
+    for name in [name for name in metrics if name.endswith(_PEAK)]:
+        told = metrics[name]
+        metrics[name] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
 
 
 class Checkpointed:

@@ -43,13 +43,22 @@ class Spoiling:
         return super().compute_loss(spoiled, inputs, *args, **given)
 
 
-def run(kind: str, folder: str, base: str, gradloc: Any = None, **config: Any) -> dict[str, Any]:
+class Own:
+    """A loss that asks the model for its logits, and for no log-probs as TRL's own does."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = False, **config: Any) -> dict[str, Any]:
     """Train; what that leaves behind. ``kind`` is ``stock``, ``without`` (the token), ``watched`` or ``attached``."""
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(7)
     made = harness.save_model(f"{folder}-model")
     fronts = (WatchedLabels,) if kind == "watched" else ()
-    trainer_type = type(f"Own{base}", (*fronts, Spoiling, getattr(trl, base)), {"is_cut": kind == "without"})
+    loss = Own if is_own else Spoiling
+    trainer_type = type(f"Own{base}", (*fronts, loss, getattr(trl, base)), {"is_cut": kind == "without"})
     columns = {"text": TEXTS}
     if base == "DPOTrainer":
         columns = {"prompt": [t[:5] for t in TEXTS], "chosen": TEXTS, "rejected": TEXTS[::-1]}

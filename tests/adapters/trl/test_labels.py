@@ -29,6 +29,13 @@ def test_observing_changes_nothing_and_masking_is_training_without_the_token(tmp
     assert sum(log.get("gradloc/spikes", 0) for log in observed["logs"]) == 1
 
 
+def test_a_loss_that_asks_for_no_log_probs_trains_as_without_it(tmp_path):
+    stock, watched = (
+        labels.run(kind, str(tmp_path / kind), "SFTTrainer", is_own=True) for kind in ("stock", "watched")
+    )
+    assert [watched[key] for key in SAME] == [stock[key] for key in SAME] and not events_in(tmp_path / "watched")
+
+
 @pytest.mark.parametrize(
     "config, said",
     [

@@ -41,6 +41,11 @@ class MegatronWatch(EngineWatch):
         super().__init__(engine, settings)
 
     @property
+    def grad_clip(self) -> float:
+        """Megatron's own, which override_optimizer_config may set beside verl's."""
+        return leaves_of(self.engine.optimizer)[0].config.clip_grad
+
+    @property
     def clip_limit(self) -> float:
         return super().clip_limit or float("inf")  # 0: Megatron clips nothing
 
@@ -71,7 +76,7 @@ class MegatronWatch(EngineWatch):
 
     def clip_by_verl(self) -> torch.Tensor:
         """Megatron's own clipping; the norm before it, a scalar."""
-        optimizer, limit = self.engine.optimizer, self.engine.optimizer_config.clip_grad
+        optimizer, limit = self.engine.optimizer, self.grad_clip
         norm = type(optimizer).get_grad_norm(optimizer)
         if limit > 0:
             for leaf in leaves_of(optimizer):

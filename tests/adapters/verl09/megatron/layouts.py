@@ -33,6 +33,8 @@ ON_CPU = [
     ),
 ]
 """As verl's own scripts have it."""
+CLIPPED = f"++{OPTIMIZER}.clip_grad=0.5"
+"""Megatron's limit, where verl's own setting says 1."""
 BY_TOKENS = [f"++{MEGATRON}.override_transformer_config.calculate_per_token_loss=true"]
 """What Megatron-Bridge sets with context parallelism."""
 OFFLOADED = [SHARDED, *(f"{MEGATRON}.{what}_offload=true" for what in ("param", "optimizer"))]
@@ -57,7 +59,7 @@ DEFAULT = ("TP 2", "PP 2", "DP 2, sharded optimizer", "experts, EP 2")
 LAYOUTS = {
     "TP 2": Layout(2, [TP, PACKED]),
     "PP 2": Layout(2, [PP, PACKED]),
-    "DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED]),
+    "DP 2, sharded optimizer": Layout(2, [SHARDED, PACKED, CLIPPED]),
     "experts, EP 2": Layout(2, [EP, PACKED], experts="qwen3_moe"),
     "one process": Layout(1, [PACKED]),
     "TP 2 without sequence parallelism": Layout(2, [TP, f"{MEGATRON}.sequence_parallel=false", PACKED]),

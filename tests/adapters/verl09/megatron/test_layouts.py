@@ -6,7 +6,7 @@ import pytest
 from tests.world.events import read_events
 
 from .conftest import HERE
-from .layouts import LAYOUTS, in_layouts
+from .layouts import CLIPPED, LAYOUTS, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = ["+gradloc=on", f"{ACTOR}.gradloc.trigger.tau=100"]
@@ -39,4 +39,4 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, t
     assert shares["is_trusted"]
     assert abs(shares["closure"] - 1) < max(BANDS[of.dtype], 3 * shares["closure_error"])
     assert 0.1 < event["head_grad_norm"] / event["trigger"]["grad_norm"] < 1
-    assert event["consequence"]["grad_clip"] == 1.0
+    assert event["consequence"]["grad_clip"] == (0.5 if CLIPPED in of.overrides else 1.0)
