@@ -57,7 +57,7 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
         raise UsageError(f"--seeds {seeds} is not a list of whole numbers: write --seeds 1,2,3.")
     if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
         raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
-    numbers = [int(seed) for seed in chosen] or [None]
+    numbers = list(dict.fromkeys(map(int, chosen))) or [None]
     return [new_cell(known[name], seed, given) for name in dict.fromkeys(names) for seed in numbers]
 
 

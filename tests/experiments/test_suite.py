@@ -27,9 +27,10 @@ DUEL = Experiment(
     [
         (None, None, (3, 4), ["plain-seed3", "plain-seed4", "loud-seed3", "loud-seed4"]),
         ("loud", "7", (3, 4), ["loud-seed7"]),
+        ("loud,loud", "7,07,7", (3, 4), ["loud-seed7"]),
         (None, None, (), ["plain", "loud"]),
     ],
-    ids=["arm by arm", "a part", "without seeds"],
+    ids=["arm by arm", "a part", "each once", "without seeds"],
 )
 def test_every_arm_runs_with_every_seed(arms, seeds, of_its_own, folders):
     given = ["a.b=2"] if of_its_own else ["seed=5"]
