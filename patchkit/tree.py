@@ -93,7 +93,7 @@ def resolve(target: str, allow_installed: bool = False) -> Checkout:
 def installed_root() -> Path:
     """The folder that holds the verl package of the running Python."""
     spec = find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:  # None: a mere folder of that name
         what, cause = "NOT_VERL: this Python has no verl", "It is not the Python that trains."
         raise Refusal(STATE, "target-not-installed", what, cause, "ENVIRONMENT/bin/python apply_patch.py --installed")
     return Path(next(iter(spec.submodule_search_locations))).resolve().parent
