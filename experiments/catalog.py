@@ -230,6 +230,7 @@ PRETRAIN = Experiment(
     "SmolLM2 goes on learning from plain text, one document in forty damaged: which peaks of the norm are theirs?",
     material=DEMO_LLM.material,
     script="experiments.loop.pretrain",
+    imports=("torch", "transformers"),
 )
 
 BUCKETS_DEMO = DEMO.heir(

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import catalog, launch, suite, target, verl09
+from experiments import catalog, launch, settings, suite, target, verl09
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
 from experiments.experiment import Experiment
@@ -87,19 +87,21 @@ def main(argv=None) -> int:
 
 def run(args, environ, cwd: Path) -> int:
     """Prepares one experiment and runs it, or says what it would run."""
+    for name in ("PYTHON", "VERL09_PYTHON", "TRL_PYTHON", "LOOP_PYTHON"):
+        if os.sep in environ.get(name, ""):  # it is run from other folders, too
+            environ[name] = os.path.abspath(environ[name])
     version = take(args.overrides, "verl")
     trainer = take(args.overrides, "trainer") or "verl"
-    if trainer in SCRIPTS and args.name == catalog.DEMO.name and version is None:
-        return run_script(args, environ, cwd, SCRIPTS[trainer])
-    if trainer != "verl":
+    script = SCRIPTS.get(trainer) if args.name == catalog.DEMO.name and version is None else None
+    if trainer != "verl" and script is None:
         raise UsageError(f"trainer={trainer} is for the demo alone, as trainer=trl or loop and without verl=VERSION.")
     experiment = catalog.for_verl(choose(args, environ), version)
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
-    if experiment.script:
-        return run_script(args, environ, cwd, script_of(experiment))
+    if script or experiment.script:
+        return run_script(args, environ, cwd, script or script_of(experiment))
     find = find_installed if experiment.is_installed else find_patched
     python, chosen = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
@@ -108,11 +110,12 @@ def run(args, environ, cwd: Path) -> int:
         for overrides, folder in runs or [(args.overrides, run_dir)]:
             describe(command(python, experiment, overrides), folder)
         return 0
-    check_imports(python, experiment)
+    variable = "VERL09_PYTHON" if experiment.is_installed else "PYTHON"
+    check_imports(python, variable, experiment.imports, experiment.name)
     on_cpu = experiment.is_on_cpu
     material = environment.ensure_material(python, experiment.material) if on_cpu else None
     before = dict(environ)
-    run_dir.mkdir(parents=True, exist_ok=bool(cells))
+    make_folder(run_dir, exist_ok=bool(cells))
     with launch.plain_path(python) as plain:
 
         def run_one(overrides: list[str], folder: Path) -> int:
@@ -145,8 +148,11 @@ class Script:
     name: str
     """Of its results' folder."""
     module: str
+    settings: type[settings.Settings]
     own: environment.Environment
     """Where it runs."""
+    imports: tuple[str, ...]
+    """Packages that must be there."""
     started_by: tuple[str, ...] = ()
     material: str = ""
     """What builds its model and data; none where it needs none."""
@@ -155,20 +161,34 @@ class Script:
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SCRIPTS = {
-    "trl": Script("demo-trl", "experiments.trl.demo", environment.TRL, TORCHRUN, catalog.DEMO.material),
-    "loop": Script("demo-loop", "experiments.loop.demo", environment.LOOP),
+    "trl": Script(
+        "demo-trl",
+        "experiments.trl.demo",
+        settings.TrlSettings,
+        environment.TRL,
+        ("torch", "trl", "datasets"),
+        TORCHRUN,
+        catalog.DEMO.material,
+    ),
+    "loop": Script("demo-loop", "experiments.loop.demo", settings.LoopSettings, environment.LOOP, ("torch",)),
 }
 """The demo on other trainers than verl."""
 
 
 def script_of(experiment: Experiment) -> Script:
-    return Script(experiment.name, experiment.script, environment.DEMO, material=experiment.material, is_planted=False)
+    """An experiment that is a loop of its own: pretrain."""
+    where = (settings.PretrainSettings, environment.DEMO, experiment.imports)
+    return Script(experiment.name, experiment.script, *where, material=experiment.material, is_planted=False)
 
 
 def run_script(args, environ, cwd: Path, script: Script) -> int:
     """A program of ours in the place of verl's trainer; of a demo the same verdict as of the others; and a page."""
-    own = script.own
-    python = environ.get(own.variable or "PYTHON") or str(own.python)
+    own, variable = script.own, script.own.variable or "PYTHON"
+    try:
+        script.settings.parse(args.overrides)
+    except SystemExit as error:
+        raise UsageError(str(error)) from None
+    python = environ.get(variable) or str(own.python)
     if own is environment.LOOP and not environ.get(own.variable) and has_packages(sys.executable, own):
         python = sys.executable
     run_dir = results_folder(environ, cwd, script.name)
@@ -178,9 +198,10 @@ def run_script(args, environ, cwd: Path, script: Script) -> int:
         return 0
     if python == str(own.python):
         environment.ensure_python(environment=own)
+    check_imports(python, variable, script.imports, script.name)
     if script.material:
         os.environ["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, script.material))
-    run_dir.mkdir(parents=True)
+    make_folder(run_dir)
     paths = os.pathsep.join(filter(None, [str(target.REPO), environ.get("PYTHONPATH")]))
     os.environ.update(PYTHONPATH=paths, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     os.environ["GRADLOC_RUN_DIR"] = str(run_dir)
@@ -244,7 +265,7 @@ def find_installed(
         return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
     else:
         python = environment.ensure_python(environment=own)
-    chosen = target.imported(python)
+    chosen = target.imported(python, own.variable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
     return python, chosen
@@ -296,8 +317,8 @@ def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Pat
         ExperimentError: if RUN_DIR names another one that exists.
     """
     if environ.get("RUN_DIR"):
-        folder = cwd / Path(environ["RUN_DIR"]).expanduser()
-        if folder.exists() and not (is_suite and (folder / suite.RECORD).is_file()):
+        folder = cwd / target.folder_in(environ, "RUN_DIR")
+        if os.path.exists(folder) and not (is_suite and (folder / suite.RECORD).is_file()):
             raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
         return folder
     return suite.free_name(target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -344,17 +365,24 @@ def child_environment(
     return added
 
 
-def check_imports(python: str, experiment: Experiment) -> None:
-    """Refuses a Python that lacks a package which the experiment cannot do without."""
-    code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
+def make_folder(folder: Path, exist_ok: bool = False) -> None:
+    """Makes the results' folder, or says why it cannot be one."""
     try:
-        done = subprocess.run([python, "-c", code, *experiment.imports], capture_output=True, text=True)
+        folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise ExperimentError(f"PYTHON={python} cannot be run ({error.strerror}): set it to an interpreter.") from None
-    if done.stdout.split() or done.returncode:
         raise ExperimentError(
-            f"{python} lacks {', '.join(done.stdout.split()) or 'a working import system'}, which "
-            f"{experiment.name} needs: install verl's requirements for it, or set PYTHON."
+            f"{folder} cannot be made ({error.strerror}): set RUN_DIR to a new folder in one that you may write to."
+        ) from None
+
+
+def check_imports(python: str, variable: str, packages: tuple[str, ...], name: str) -> None:
+    """Refuses a Python that lacks a package which NAME cannot do without."""
+    code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
+    lacking = target.ask(python, variable, code, *packages).split()
+    if lacking:
+        raise ExperimentError(
+            f"{python} lacks {', '.join(lacking)}, which {name} needs: install that for it, or set {variable} to a "
+            "Python that has it."
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a demo's fault goes, drawn from a seed, and its settings: for every trainer. Standard library only."""
+"""Where a demo's fault goes, drawn from a seed: for every trainer. Standard library only."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,7 @@ def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
         ValueError: if the range of steps is empty.
     """
     if first_step > last_step:
-        raise ValueError(f"the fault needs a step between {first_step} and {last_step}: none is")
+        raise ValueError(f"last_step must be at least first_step ({first_step}), found {last_step}.")
     # Text, not hash(): the same in every process and every Python.
     source = random.Random(f"gradloc demo fault {seed}")
     return FaultPlan(source.randint(first_step, last_step), source.random(), source.random())
-
-
-class Settings:
-    """A demo's settings: subclasses are dataclasses whose fields have defaults."""
-
-    @classmethod
-    def parse(cls, overrides: list[str]) -> "Settings":
-        """From key=value.
-
-        Raises:
-            SystemExit: one sentence, for a key that there is not.
-        """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        pairs = [text.partition("=")[::2] for text in overrides]
-        wrong = next((key for key, _ in pairs if key not in kinds), None)
-        if wrong is not None:
-            raise SystemExit(f"{wrong} is nothing that this demo takes: there are {', '.join(kinds)}.")
-        return cls(**{key: kinds[key](value) for key, value in pairs})

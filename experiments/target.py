@@ -6,6 +6,7 @@ environment (the demo's patched copy, or what the Python in use imports).
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ class Target:
 
 def is_verl(folder: Path) -> bool:
     """Whether the folder contains the `verl` package with its trainer."""
-    return (folder / "verl" / "trainer" / "main_ppo.py").is_file()
+    return os.path.isfile(folder / "verl" / "trainer" / "main_ppo.py")
 
 
 def named(environ, cwd: Path) -> Target | None:
@@ -37,7 +38,7 @@ def named(environ, cwd: Path) -> Target | None:
         ExperimentError: if `VERL_REPO` is set and is not verl.
     """
     if environ.get("VERL_REPO"):
-        path = Path(environ["VERL_REPO"]).expanduser()
+        path = folder_in(environ, "VERL_REPO")
         if not is_verl(path):
             raise ExperimentError(
                 f"VERL_REPO={path} is not verl (no verl/trainer/main_ppo.py in it): "
@@ -49,15 +50,54 @@ def named(environ, cwd: Path) -> Target | None:
     return None
 
 
-def imported(python: str) -> Target:
-    """The verl that a Python imports.
+def folder_in(environ, variable: str) -> Path:
+    """The folder that an environment variable names.
+
+    Raises:
+        ExperimentError: if it begins with ~NAME and no user is called that.
+    """
+    try:
+        return Path(environ[variable]).expanduser()
+    except RuntimeError:
+        raise ExperimentError(
+            f"{variable}={environ[variable]} begins with ~ and a name that no user has here: write the whole path."
+        ) from None
+
+
+def ask(python: str, variable: str, code: str, *words: str, cwd: Path | None = None) -> str:
+    """What a line of code prints in another Python.
+
+    Args:
+        python: that one.
+        variable: which environment variable names it.
+        code: the line.
+        words: its arguments.
+        cwd: where.
+
+    Raises:
+        ExperimentError: if it cannot be run.
+    """
+    try:
+        done = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False)
+        problem = (done.stderr.strip().splitlines() or ["it ends at once"])[-1] if done.returncode else ""
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ExperimentError(f"{python} is no Python that runs here ({problem}): set {variable} to one.")
+    return done.stdout.strip()
+
+
+def imported(python: str, variable: str = "PYTHON") -> Target:
+    """The verl that a Python, which this variable names, imports.
 
     Raises:
         ExperimentError: if it imports none.
     """
-    code = "import importlib.util as u; s = u.find_spec('verl'); print(s.origin if s else '')"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=REPO)
-    origin = done.stdout.strip()
+    # Of a mere folder called verl, such as a clone that lies in this one, there is no origin.
+    code = "import importlib.util as u; s = u.find_spec('verl'); print(s and s.origin or '')"
+    origin = ask(python, variable, code, cwd=REPO)
+    if not origin and variable != "PYTHON":
+        raise ExperimentError(f"no verl found: {python} imports none; set {variable} to a Python that has it.")
     if not origin:
         raise ExperimentError(
             f"no verl found: neither VERL_REPO nor the current folder is one, and {python} imports "

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,25 +18,10 @@ from torch import nn
 
 import gradloc
 from experiments.cpu import arithmetic
-from experiments.plan import FaultPlan, Settings, draw
+from experiments.plan import FaultPlan, draw
+from experiments.settings import LoopSettings
 
 PIECES = ["<pad>", "<end>", *"0123456789+=,.?", "What", " is", " so", " the", " answer", " "]
-
-
-@dataclass(frozen=True)
-class LoopSettings(Settings):
-    """What may be given as key=value."""
-
-    seed: int = 1
-    """Draws the data, the weights and what is damaged."""
-    steps: int = 60
-    gradloc: str = "observe"
-    """`observe`, `mask`, `skip`, `abort` or `off`."""
-    first_step: int = 40
-    last_step: int = 55
-    """A document is damaged at one of these steps, drawn at random like its place."""
-    weight: float = 1000.0
-    """Of the damaged token; that of the others is 1. nan is a number, too."""
 
 
 class Tokenizer:

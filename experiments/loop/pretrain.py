@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,7 @@ import gradloc
 from experiments import suite
 from experiments.cpu.verdict import read_events
 from experiments.loop.demo import log
-from experiments.plan import Settings
-
-
-@dataclass(frozen=True)
-class PretrainSettings(Settings):
-    """What may be given as key=value."""
-
-    seed: int = 1
-    """Draws the documents' order, which are damaged, and how."""
-    steps: int = 200
-    documents: int = 24
-    """Of the corpus, which is read again and again."""
-    rows: int = 2
-    """Documents of a step."""
-    tokens: int = 64
-    """Trained on of a document, at most."""
-    rate: float = 2e-4
-    peak: float = 2.0
-    """A norm over this many times the usual one is looked into."""
-    clean: int = 60
-    """Steps before the first damaged document."""
-    every: int = 40
-    """One in so many documents is damaged."""
-    threads: int = 1
-
+from experiments.settings import PretrainSettings
 
 WINDOW = 32
 """Steps whose median is the usual norm: few, as it falls while the model learns."""

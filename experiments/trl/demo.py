@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,9 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from experiments.cpu.arithmetic import score
-from experiments.plan import Settings, draw
+from experiments.plan import draw
+from experiments.settings import TrlSettings
 from gradloc.trl import GRPOTrainer
-
-
-@dataclass(frozen=True)
-class TrlSettings(Settings):
-    """What may be given as key=value."""
-
-    seed: int = 1
-    """Draws the fault's place, the order of the data and the rollouts' random numbers."""
-    steps: int = 8
-    gradloc: str = "observe"
-    """`observe`, `mask`, `skip`, `abort` or `off`."""
-    first_step: int = 3
-    last_step: int = 6
-    """The fault is at one of these steps; its row and position are drawn, too."""
-    advantage: float = 300000.0
-    """A healthy token has about 1. nan is a number, too."""
-    tau: float = 640.0
-    """The published per-token threshold."""
 
 
 class Faulty(GRPOTrainer):

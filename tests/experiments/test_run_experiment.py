@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
-from experiments import catalog
+from experiments import catalog, target
+from experiments.errors import ExperimentError
+from patchkit import tree
+from patchkit.refusal import Refusal
 from tests.experiments.conftest import REPO
 
 pytestmark = pytest.mark.full
@@ -107,6 +110,58 @@ def test_an_unpatched_target_is_refused_with_the_command_that_patches_it(run_exp
     assert f"apply_patch.py --repo {base_tree.resolve()}" in said
 
 
+def test_a_clone_called_verl_in_this_folder_is_no_installed_verl(tmp_path, monkeypatch):
+    (tmp_path / "verl").mkdir()
+    monkeypatch.setattr(target, "REPO", tmp_path)
+    with pytest.raises(ExperimentError, match="no verl found"):
+        target.imported(sys.executable)
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="target-not-installed"):
+        patch.delitem(sys.modules, "verl", raising=False)
+        patch.setattr(sys, "path", [str(tmp_path)])
+        tree.installed_root()
+
+
+LOOP = ["demo", "trainer=loop"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "code"),
+    [
+        (LOOP, {"LOOP_PYTHON": "/no/python"}, 1),
+        (LOOP, {"LOOP_PYTHON": "/bin/false"}, 1),
+        (["demo", "trainer=trl"], {"TRL_PYTHON": "/no/python"}, 1),
+        (["demo", "verl=0.9.1"], {"VERL09_PYTHON": "/no/python"}, 1),
+        (["gradloc-qwen3-4b", "verl=0.9.1", "--dry-run"], {"VERL09_PYTHON": "/no/python"}, 1),
+        (LOOP, {"RUN_DIR": "/proc/no/run"}, 1),
+        (LOOP, {"RUN_DIR": "/etc/passwd/run"}, 1),
+        (LOOP, {"RUN_DIR": "a" * 300}, 1),
+        (LOOP, {"RUN_DIR": "~no-such-user/run"}, 1),
+        (["demo"], {"VERL_REPO": "~no-such-user/verl"}, 1),
+        ([*LOOP, "seed=abc"], {}, 2),
+        ([*LOOP, "gradloc=bogus"], {}, 2),
+        ([*LOOP, "first_step=6", "last_step=3"], {}, 2),
+        (["demo", "trainer=trl", "tau=0"], {}, 2),
+        (["pretrain", "peak=1"], {}, 2),
+        ([*LOOP, "--arms", "x", "--dry-run"], {}, 2),
+        ([*LOOP, "--seeds", "3", "--dry-run"], {}, 2),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list | dict) else "",
+)
+def test_a_mistake_is_one_sentence_and_leaves_no_folder(
+    run_experiment, published, tmp_path, arguments, variables, code
+):
+    before = set(tmp_path.iterdir())
+    given = {"LOOP_PYTHON": sys.executable, "TRL_PYTHON": sys.executable, "PYTHON": sys.executable, "RUN_DIR": "run"}
+    one_sentence(run_experiment(*arguments, **published, **(given | variables)), code)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_an_interpreter_may_be_named_from_the_current_folder(run_experiment, tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    done = run_experiment(*LOOP, "--dry-run", LOOP_PYTHON="./python")
+    assert f"command: {tmp_path}/python -m" in done.stdout
+
+
 def test_a_folder_that_is_no_verl_or_whose_packages_ray_would_prefer_is_refused(run_experiment, patched_tree, tmp_path):
     assert "is not verl" in one_sentence(run_experiment("demo", VERL_REPO=tmp_path), 1)
     (tmp_path / "verl").mkdir()
@@ -120,8 +175,8 @@ def test_a_python_without_verl_or_the_packages_is_told_so(run_experiment, publis
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     published["PYTHON"] = bare / "bin" / "python"
     assert "no verl found" in one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
-    said = one_sentence(run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, **published), 1)
-    assert "lacks torch, ray, hydra, vllm, math_verify" in said
+    lacks = "lacks torch, ray, hydra, vllm, math_verify"
+    assert lacks in one_sentence(run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, **published), 1)
 
 
 ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
