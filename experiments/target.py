@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +124,15 @@ def check_folder(cwd: Path, target: Target) -> None:
 
 
 def check_patched(target: Target) -> None:
-    """Refuses a verl that the patch is not on, with the command that puts it there.
+    """Refuses a verl that the patch is not on, with the command that puts it there, or why none does.
 
     Raises:
-        ExperimentError: if `apply_patch.py --status` does not say APPLIED.
+        ExperimentError: if `apply_patch.py --check` does not say APPLIED.
     """
-    command = [sys.executable, str(REPO / "apply_patch.py"), "--repo", str(target.path)]
-    asked = [*command, "--status", "--json"]
+    is_installed = os.path.samefile(target.path, sysconfig.get_path("purelib"))
+    place = ["--installed"] if is_installed else ["--repo", str(target.path)]
+    command = [sys.executable, str(REPO / "apply_patch.py"), *place]
+    asked = [*command, "--check", "--json"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     try:
         status = json.loads(done.stdout)
@@ -138,6 +141,11 @@ def check_patched(target: Target) -> None:
         raise ExperimentError(
             f"whether {target.path} is patched cannot be told ({said[-1]}): see\n    {shlex.join(asked[:-1])}"
         ) from None
-    if status.get("state") != "APPLIED":
-        found = status.get("state") or status.get("error", {}).get("what", "no state")
-        raise ExperimentError(f"{target.path} is not patched ({found}): patch it with\n    {shlex.join(command)}")
+    refused = status.get("error")
+    if refused:
+        why = f"{target.path} cannot be run on ({refused['what']})"
+        raise ExperimentError(f"{why}. {refused['cause']} Next:\n    {refused['next']}")
+    if status["state"] != "APPLIED":
+        raise ExperimentError(
+            f"{target.path} is not patched ({status['state']}): patch it with\n    {shlex.join(command)}"
+        )

@@ -110,6 +110,16 @@ def test_an_unpatched_target_is_refused_with_the_command_that_patches_it(run_exp
     assert f"apply_patch.py --repo {base_tree.resolve()}" in said
 
 
+def test_a_tree_that_no_patch_goes_on_is_refused_with_the_applier_s_own_way_out(run_experiment, patched_tree, tmp_path):
+    edited = tmp_path / "verl"
+    actor = "verl/workers/actor/dp_actor.py"
+    ignore = shutil.ignore_patterns("*.pyc")
+    shutil.copytree(patched_tree, edited, ignore=ignore)
+    (edited / actor).write_text((edited / actor).read_text() + "# an edit\n")
+    said = one_sentence(run_experiment("demo", VERL_REPO=edited), 1)
+    assert "edited" in said and actor in said and "patch it with" not in said
+
+
 def test_a_clone_called_verl_in_this_folder_is_no_installed_verl(tmp_path, monkeypatch):
     (tmp_path / "verl").mkdir()
     monkeypatch.setattr(target, "REPO", tmp_path)
@@ -177,6 +187,9 @@ def test_a_python_without_verl_or_the_packages_is_told_so(run_experiment, publis
     assert "no verl found" in one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
     lacks = "lacks torch, ray, hydra, vllm, math_verify"
     assert lacks in one_sentence(run_experiment(catalog.PUBLISHED.name, VERL_REPO=patched_tree, **published), 1)
+    (site,) = bare.glob("lib/python*/site-packages")
+    shutil.copytree(patched_tree / "verl", site / "verl")
+    assert lacks in one_sentence(run_experiment(catalog.PUBLISHED.name, **published), 1)
 
 
 ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
