@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -32,7 +33,7 @@ from .language import (
     split,
 )
 from .refusal import INTEGRITY, NETWORK, STATE, Parser, Refusal, capped, guarded, quoted, say
-from .tree import SEAM, VERSION_FILE, read_plain, read_regular, resolve
+from .tree import SEAM, VERSION_FILE, Checkout, read_plain, read_regular, resolve
 from .write import APPLIED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +160,8 @@ def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> d
                 continue
             file, there = parse(place.read_bytes()).get(verls), read_plain(tree, verls).content
             if file is None or there is None:
-                what, cause = f"{place} is no seam of a file that verl {base.tag} has", "Renamed, or verl moved on."
+                source = place.relative_to(folder.parents[1])
+                what, cause = f"{source} is no seam of a file that verl {base.tag} has", "Renamed, or verl moved on."
                 raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
             try:
                 made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
@@ -213,39 +215,53 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
     return files | {"manifest.json": manifest.encode()}
 
 
-def take(checkout: Path, overrides: Path, also: list[str]) -> list[str]:
+def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> list[str]:
     """Takes the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
 
     The tree's git history does not matter: its files are compared with the released verl's. A file that was edited here
-    since the tree was patched, and there, is refused. Another base keeps what it has where the edit does not fit it.
-    Returns what to say: of such bases, and of other files that differ from verl's, which are left out.
+    since the tree was patched, and there, is refused, and so is one that the patch is not on: no seam is ever dropped.
+    Another base keeps what it has where the edit does not fit it. Returns what to say: of what was taken, of such
+    bases, and of other files that differ from verl's, which are left out.
     """
-    target, known = resolve(str(checkout), allow_installed=True), bases(overrides)
+    known = bases(overrides)
     base = known.get(f"v{target.version.removesuffix('.dev')}")
     if base is None:
-        what, cause = f"{checkout} is verl {target.version}", "There is no folder of overrides for it."
+        what, cause = f"{target.root} is verl {target.version}", "There is no folder of overrides for it."
         raise Refusal(STATE, "take-base", what, cause, f"Make one with a base.json; there are {', '.join(known)}.")
     results_of = {one: results(one, ensure_base(one), is_strict=False) for one in known.values()}
-    tree, ours, edits = ensure_base(base), results_of[base], dict[str, bytes]()
-    try:
-        given = {path: file.after for path, file in parse(read_regular(target.state_folder / APPLIED)).items()}
-    except OSError:
-        given = {path: blob_id(data) for path, data in ours.items()}
+    tree, ours, edits, lacking = ensure_base(base), results_of[base], dict[str, bytes](), list[str]()
+    patch = patches / f"verl-{base.tag[1:]}.patch"
+    record = next((place for place in (target.state_folder / APPLIED, patch) if place.is_file()), None)
+    given = {path: blob_id(data) for path, data in ours.items()}
+    if record is not None:
+        given = {path: file.after for path, file in parse(read_regular(record)).items()}
     for path in sorted({*ours, *also}):
-        found, mine = read_plain(target.root, path), ours.get(path)
+        found, mine, verls = read_plain(target.root, path), ours.get(path), read_plain(tree, path)
+        if found == verls and mine != verls.content:
+            lacking += [path] if record is not None and path in given and mine is not None else []
+            continue
         if found.content is None:
-            what, next_ = f"{path} is gone in {checkout}", "Put it back, or remove its source in verl_overrides/."
-            raise Refusal(STATE, "take-deleted", what, found.obstacle or "It was deleted.", next_)
+            what, cause = f"{path} is not in {target.root}", found.obstacle or "It was deleted, or is misspelt."
+            raise Refusal(STATE, "take-deleted", what, cause, f"Put it back, from verl {base.tag}.")
         if (mine is not None and blob_id(mine) == found.blob) or found.blob == given.get(path):
             continue
-        if mine is not None and blob_id(mine) != given.get(path):
+        if mine not in (None, verls.content) and blob_id(mine) != given.get(path):
             here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
             lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
             what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
             next_ = "Bring both together in the checkout, undo the one here, run this again."
             raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=lines)
         edits[path] = check_text(path, found.content).encode()
-    said = []
+    if lacking:
+        is_off = len(lacking) == sum(data != read_plain(tree, path).content for path, data in ours.items())
+        what = f"the patch is not on {target.root}" if is_off else f"the patch is off {len(lacking)} files there"
+        cause, next_ = "It was stashed or restored by git.", f"python apply_patch.py {target.option}"
+        if not is_off:
+            names = " ".join(f"--include={quoted(path)}" for path in lacking)
+            next_ = f"git -C {quoted(target.root)} apply {names} {quoted(patch.resolve())}   "
+            next_ += "(to drop a seam, remove its source in verl_overrides/ by hand)"
+        raise Refusal(STATE, "take-unpatched", what, cause, next_, lines=lacking)
+    said = [f"taken: {path}" for path in edits]
     for path, content in edits.items():
         _store(base, path, content)
     for one, before in results_of.items():
@@ -253,6 +269,8 @@ def take(checkout: Path, overrides: Path, also: list[str]) -> list[str]:
             with contextlib.suppress(Refusal):
                 results(one, ensure_base(one), only=path)
                 continue
+            if before[path] == read_plain(ensure_base(one), path).content:
+                continue  # its own diff did not fit before: building says so
             _store(one, path, before[path])
             said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
     for place in sorted((target.root / "verl").rglob("*")):
@@ -270,14 +288,7 @@ def _store(base: Base, path: str, content: bytes) -> None:
     name = path if before is None else f"{path}.patch"
     data, shared = (content if before is None else seam(path, before, content).encode()), base.shared / name
     serves = before is None or (shared.is_file() and parse(shared.read_bytes())[path].before == blob_id(before))
-    place = shared if serves and not (base.folder / name).is_file() else base.folder / name
-    if content != before:
-        write_file(place, data)
-    elif place.is_file():  # it is verl's own again
-        place.unlink()
-    else:
-        what, cause = f"{path} is verl's own again in {base.tag}", f"Its seam is {shared}, which other bases have, too."
-        raise Refusal(STATE, "take-shared", what, cause, "Remove the seam by hand, and run this again.")
+    write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
 
 
 def write_file(path: Path, data: bytes) -> bool:
@@ -313,9 +324,16 @@ def _run(options: argparse.Namespace) -> None:
     if options.base_tree:
         return say(str(ensure_base(bases(overrides)[options.base_tree])))
     if options.repo:
-        for line in capped(take(options.repo, overrides, options.also)):
+        target = resolve(str(options.repo), allow_installed=True)
+        with tempfile.TemporaryDirectory() as folder:  # nothing is taken of what then cannot be built
+            copy = Path(shutil.copytree(overrides, Path(folder) / overrides.name))
+            said, built = take(target, copy, patches, options.also), compose(copy, version)
+            for place in (path for path in copy.rglob("*") if path.is_file()):
+                write_file(overrides / place.relative_to(copy), place.read_bytes())
+        for line in capped(said):
             say(line)
-    built = compose(overrides, version)
+    else:
+        built = compose(overrides, version)
     names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()
     if options.check:
         for name in sorted(built.keys() | names, key=lambda name: (name == "manifest.json", name)):

@@ -19,10 +19,10 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def bases_that_lie_ready(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def bases_that_lie_ready(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The small verl is where its repository keeps it; nothing is fetched."""
     if "real_bases" not in request.fixturenames:
-        monkeypatch.setattr(build, "ensure_base", lambda base: base.folder.parents[1] / "base" / f"verl-{base.tag[1:]}")
+        monkeypatch.setattr(build, "ensure_base", lambda base: tmp_path / "repo/base" / f"verl-{base.tag[1:]}")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 
 import hashlib
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -80,6 +82,13 @@ def test_apply_edit_take_apply_afresh_are_the_same_bytes(apply, make, repo, tmp_
     assert files_of(fresh) == BASE
 
 
+def test_what_is_taken_and_cannot_be_built_changes_no_source(apply, make, repo, tree):
+    apply(tree).expect(0)
+    write_tree(tree, {ACTOR: EDIT[ACTOR], SEAM: 'VERSION = "2.0"\n'})
+    with unchanged(repo):
+        make("--repo", tree).expect(3)
+
+
 def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, make, repo, tree):
     apply(tree).expect(0)
     write_tree(tree, {OTHER: "ours now\n", "verl/new.py": "new = 1\n"})
@@ -90,18 +99,43 @@ def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, mak
     assert carried == {ACTOR, TRAINER, SEAM, OTHER, "verl/new.py"}
 
 
-def test_a_file_that_is_verls_own_again_leaves_the_patch(apply, make, repo, tree):
+def stashed(clone):
+    git(clone, "stash", "push", "-u")
+
+
+def stashed_but_the_new_file(clone):
+    git(clone, "stash", "push")
+
+
+def restored(clone):
+    git(clone, "checkout", "--", TRAINER)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+@pytest.mark.parametrize("spoil", [stashed, stashed_but_the_new_file, restored])
+def test_where_the_patch_is_off_no_seam_is_dropped_and_the_way_back_works(
+    apply, make, repo, clone, spoil, has_record, monkeypatch
+):
+    apply(clone).expect(0)
+    if not has_record:
+        shutil.rmtree(clone / ".git/.gradloc-patch")
+    spoil(clone)
+    with unchanged(repo):
+        next_ = re.search("next: +(.*?)(   .*)?\n", make("--repo", clone).expect(1).err)[1]
+    if spoil is not stashed:
+        subprocess.run(shlex.split(next_), check=True)
+        make("--repo", clone).expect(0, "unchanged")
+    else:
+        assert "apply_patch.py" in next_
+
+
+def test_a_seam_is_dropped_by_hand(apply, make, repo, tree):
     apply(tree).expect(0)
     write_tree(tree, {TRAINER: BASE[TRAINER]})
+    make("--repo", tree).expect(1)
+    (repo / f"verl_overrides/v0.7.0/{TRAINER}.patch").unlink()
     make("--repo", tree).expect(0, "built")
     assert parse((repo / "patches/verl-0.7.0.patch").read_bytes()).keys() == {ACTOR, SEAM}
-    add_base(repo)
-    make().expect(0)
-    other = write_tree(tree.with_name("other"), files_of(repo / "base/verl-0.7.9"))
-    apply(other).expect(0)
-    write_tree(other, {ACTOR: f"# longer\n{BASE[ACTOR]}"})
-    with unchanged(repo):
-        make("--repo", other).expect(1, f"{ACTOR} is verl's own again in v0.7.9", "which other bases have, too")
 
 
 def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, tree):
@@ -110,6 +144,9 @@ def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, 
     write_tree(repo / "verl_overrides/v0.7.0", {SEAM: 'VERSION = "1.0"\nhere = 1\n'})
     said = make("--repo", tree).expect(1, "edited there and in verl_overrides/", "-here = 1", "+there = 1").err
     assert "VERSION" not in said, "what both have is not shown"
+    shutil.rmtree(tree / ".gradloc-patch")  # as after git apply
+    with unchanged(repo):
+        make("--repo", tree).expect(1, "edited there and in verl_overrides/")
     write_tree(tree, {SEAM: RESULT[SEAM]})  # as it was given: the edit here stays
     make("--repo", tree).expect(0)
     assert "here = 1" in (repo / "patches/verl-0.7.0.patch").read_text()
@@ -124,7 +161,7 @@ def test_what_a_patch_must_not_carry_is_not_taken(apply, make, tree, text):
     (tree / SEAM).write_bytes(TEXTS[text])
     make("--repo", tree).expect(3, SEAM)
     (tree / SEAM).unlink()
-    make("--repo", tree).expect(1, "is gone")
+    make("--repo", tree).expect(1, SEAM)
 
 
 def add_base(repo, tag="v0.7.9", **changed):
