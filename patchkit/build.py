@@ -330,6 +330,11 @@ def _run(options: argparse.Namespace) -> None:
             said, built = take(target, copy, patches, options.also), compose(copy, version)
             for place in (path for path in copy.rglob("*") if path.is_file()):
                 write_file(overrides / place.relative_to(copy), place.read_bytes())
+        record, patch = target.state_folder / APPLIED, built[f"verl-{target.version.removesuffix('.dev')}.patch"]
+        if all(read_plain(target.root, path).blob == file.after for path, file in parse(patch).items()):
+            with contextlib.suppress(OSError):  # of another user's; the next edit is told from this one by it
+                if record.is_file():
+                    write_file(record, patch)
         for line in capped(said):
             say(line)
     else:

@@ -82,6 +82,14 @@ def test_apply_edit_take_apply_afresh_are_the_same_bytes(apply, make, repo, tmp_
     assert files_of(fresh) == BASE
 
 
+def test_edits_are_taken_one_after_the_other(apply, make, tree):
+    apply(tree).expect(0)
+    for text in ("one", "two"):
+        write_tree(tree, {ACTOR: f"{RESULT[ACTOR]}# {text}\n"})
+        make("--repo", tree).expect(0, "built")
+        apply(tree).expect(0, "nothing to apply")
+
+
 def test_what_is_taken_and_cannot_be_built_changes_no_source(apply, make, repo, tree):
     apply(tree).expect(0)
     write_tree(tree, {ACTOR: EDIT[ACTOR], SEAM: 'VERSION = "2.0"\n'})
