@@ -159,14 +159,21 @@ class Applier:
     def run(self, reverse: bool) -> tuple[Survey, list[Change]]:
         """Puts the patch on, or takes it off."""
         root, state = self.checkout.root, self.checkout.state_folder
-        with locked(self.files, state, self.wait_s):
-            transaction = Transaction(self.files, root, state)
-            if transaction.recover([path for edition in self.editions for path in edition.files]):
-                self.notes.append("put back what an interrupted run had changed")
+        try:
+            with locked(self.files, state, self.wait_s):
+                transaction = Transaction(self.files, root, state)
+                if transaction.recover([path for edition in self.editions for path in edition.files]):
+                    self.notes.append("put back what an interrupted run had changed")
+                tree, changes = self.plan(reverse)
+                applied = None if reverse else tree.edition.patch
+                if changes or _applied(self.checkout) != applied:
+                    transaction.run(changes, applied)
+        except Refusal as refusal:  # where nothing may be written there may be nothing to do
+            if refusal.reason != "blocked-permission" or (state / JOURNAL).exists():
+                raise
             tree, changes = self.plan(reverse)
-            applied = None if reverse else tree.edition.patch
-            if changes or _applied(self.checkout) != applied:
-                transaction.run(changes, applied)
+            if changes:
+                raise
         for change in changes if reverse else ():
             with contextlib.suppress(OSError):  # of another user's; it does no harm
                 Path(cache_from_source(str(root / change.path))).unlink()

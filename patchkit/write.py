@@ -6,6 +6,7 @@ about to happen; then each file is moved in. While the journal is there, the nex
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -51,6 +52,9 @@ class Filesystem:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.do(os.fsync, handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folder
+                raise
         finally:
             os.close(handle)
 
@@ -62,9 +66,10 @@ class Filesystem:
         try:
             if like is not None:
                 self.do(os.fchmod, handle, stat.S_IMODE(owner.st_mode) & 0o777)
-                for name in os.listxattr(like) if hasattr(os, "listxattr") else ():
-                    with contextlib.suppress(OSError):
-                        os.setxattr(handle, name, os.getxattr(like, name))
+                with contextlib.suppress(OSError):  # of a file system without any
+                    for name in os.listxattr(like) if hasattr(os, "listxattr") else ():
+                        with contextlib.suppress(OSError):
+                            os.setxattr(handle, name, os.getxattr(like, name))
             if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
                 self.do(os.fchown, handle, owner.st_uid, owner.st_gid)
             view = memoryview(data)
@@ -122,7 +127,9 @@ def _acquire(files: Filesystem, folder: Path) -> tuple[int | None, str]:
         handle = files.do(os.open, folder / LOCK, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
     except (FileExistsError, FileNotFoundError):
         return None, "runs that come and go"
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise no_permission(folder.parent) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,6 +140,16 @@ def _acquire(files: Filesystem, folder: Path) -> tuple[int | None, str]:
             return handle, ""
     except (BlockingIOError, FileNotFoundError):
         pass
+    except OSError as error:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            files.remove(folder / LOCK)
+            os.rmdir(folder)
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        what, cause = f"the file system of {folder} has no locks", "It is a network's, mounted without them (nolock)."
+        next_ = "Patch a copy on a local disk and put that in its place."
+        raise Refusal(STATE, "no-locks", what, cause, next_, found=error.strerror) from error
     found = os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
     os.close(handle)
     return None, found or "a run that just began"
@@ -228,14 +245,12 @@ class Transaction:
 
     def _prepare(self, changes: list[Change]) -> None:
         for change in changes:
-            place = self.root / change.path
             if change.before is not None:
                 self.files.remove(self._saved(change.path))
                 self.files.write_new(self._saved(change.path), change.before)
             if change.after is not None:
                 self.files.remove(self._temporary(change.path))
-                like = place if change.before is not None else self.root / "verl/__init__.py"
-                self.files.write_new(self._temporary(change.path), change.after, like)
+                self.files.write_new(self._temporary(change.path), change.after, self._like(self.root / change.path))
 
     def _move_in(self, path: str, entry: dict[str, Any]) -> None:
         """Replaces a file, which is looked at once more just before."""
@@ -268,7 +283,7 @@ class Transaction:
         if sha256_hex(saved) != entry["before"]:
             raise self._broken()
         self.files.remove(self._temporary(entry["path"]))
-        self.files.write_new(self._temporary(entry["path"]), saved, place if place.exists() else None)
+        self.files.write_new(self._temporary(entry["path"]), saved, self._like(place))
         self.files.do(os.replace, self._temporary(entry["path"]), place)
         self.files.sync_folder(place.parent)
 
@@ -278,6 +293,10 @@ class Transaction:
         for path in self.state.iterdir() if self.state.is_dir() else ():
             if path.name.startswith("before-") or path.name.endswith(".new"):
                 self.files.remove(path)
+
+    def _like(self, place: Path) -> Path:
+        """Whose permissions the file gets: its own, or those of verl's first."""
+        return place if place.exists() else self.root / "verl/__init__.py"
 
     def _saved(self, path: str) -> Path:
         return self.state / f"before-{path.replace('/', '-')}"

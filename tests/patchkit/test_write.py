@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from patchkit.refusal import Refusal
 from patchkit.tree import resolve
 from patchkit.write import JOURNAL, Filesystem, locked
 from tests.conftest import ROOT
-from tests.patchkit.world import ACTOR, BASE, RESULT, TRAINER, files_of, write_tree
+from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TRAINER, files_of, unchanged, write_tree
 
 
 class Failing(Filesystem):
@@ -41,6 +42,7 @@ def run(repo, tree, files, reverse=False):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["apply", "reverse"])
 def test_whichever_call_fails_the_tree_is_as_before_or_as_after(apply, repo, tree, reverse):
+    mode = (tree / "verl/__init__.py").stat().st_mode
     before, after = (RESULT, BASE) if reverse else (BASE, RESULT)
     if reverse:
         apply(tree).expect(0)
@@ -51,6 +53,7 @@ def test_whichever_call_fails_the_tree_is_as_before_or_as_after(apply, repo, tre
             run(repo, tree, files, reverse)
         except (Refusal, OSError):
             assert files_of(tree) == before, at
+            assert not reverse or (tree / SEAM).stat().st_mode == mode, at
             assert not list(tree.rglob("*.tmp")), at
         else:
             assert files_of(tree) == after, at
@@ -195,3 +198,45 @@ def test_a_lock_says_who_holds_it_and_goes_with_its_holder(apply, tree):
     with locked(Filesystem(), tree / ".gradloc-patch"):
         assert (tree / ".gradloc-patch/lock").read_text().count("process") == 1, "nothing of an older holder"
     apply(tree).expect(0)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+def test_where_nothing_may_be_written_nothing_to_do_is_done(apply, tree, monkeypatch, code):
+    do = Filesystem.do
+
+    def denied(self, call, *arguments):
+        if call in (os.mkdir, os.open):
+            raise OSError(code, os.strerror(code), str(arguments[0]))
+        return do(self, call, *arguments)
+
+    apply(tree).expect(0)
+    monkeypatch.setattr(Filesystem, "do", denied)
+    with unchanged(tree):
+        apply(tree).expect(0, "nothing to apply")
+        assert apply(tree, "--reverse", "--json").document["error"]["reason"] == "blocked-permission"
+    interrupted(tree)
+    apply(tree).expect(1)
+
+
+def test_a_file_system_without_attributes_or_synced_folders_will_do(apply, tree, monkeypatch):
+    def unsupported(*arguments):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    def synced(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "listxattr", unsupported, raising=False)
+    monkeypatch.setattr(os, "fsync", synced)
+    apply(tree).expect(0)
+    assert files_of(tree) == RESULT
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_named(apply, tree, monkeypatch, code):
+    def flock(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with unchanged(tree):
+        assert apply(tree, "--json").document["error"]["reason"] == "no-locks"
