@@ -70,7 +70,7 @@ def diagnose(tree: Survey) -> Refusal:
         reason, what = "state-edited", f"{what} were edited after it was applied, first {first}"
         cause = "Your own edits are in them."
         next_ = f"bash make_patch.sh --repo {root}   (if you work on the patch)"
-        stash = f"git -C {root} stash push -- {' '.join(tree.strangers)}"
+        stash = f"git -C {root} stash push -u -- {' '.join(tree.strangers)}"
         next_ = f"{stash}   (keeps them aside; then this again, with --force)" if is_clone else next_
     elif minor >= (0, 8) and not tree.is_base:
         reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
@@ -82,7 +82,10 @@ def diagnose(tree: Survey) -> Refusal:
         cause, next_ = "Another version of verl is here.", f"Use verl {tag}."
     else:
         what, cause = f"{what} hold neither verl's content nor the patch's, first {first}", "They were edited."
-        next_ = f"git -C {root} stash push -- {first}   (keeps your edit, restores the file)" if is_clone else next_
+        if is_clone and all(files[path].content is not None for path in tree.strangers):
+            patch = quoted(PATCHES / f"verl-{tag}.patch")
+            next_ = f"git -C {root} add -- {' '.join(tree.strangers)} && git -C {root} apply --3way {patch}"
+            next_ += "   (git merges both)"
     ids = {"expected": short(edition.files[first].before), "found": files[first].obstacle or short(files[first].blob)}
     lines = [f"{one['path']}: {one['why']}" for one in listed]
     more: dict[str, Any] = {"files": listed} | (ids if listed else {})

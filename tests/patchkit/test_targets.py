@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -202,6 +203,7 @@ def half_applied_by_reject(tree):
     write_tree(tree, {f"{TRAINER}.rej": "@@ -47,7 +46,7 @@\n"})
 
 
+IDENTITY = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 RELEASED = "in place of the file that the public patch makes\n"
 REFUSED = {
     a_folder: ("DRIFTED", "a folder is in the way"),
@@ -244,17 +246,40 @@ def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
     assert refused["error"]["what"] and [one["path"] for one in refused["files"]] == [ACTOR]
 
 
+def type_next(refusal):
+    """Does what a refusal says is next."""
+    command = re.search(r"next: +(.*?)(   .*)?\n", refusal)[1]
+    subprocess.run(["sh", "-ec", command], check=True, env=os.environ | IDENTITY)
+
+
 def test_your_own_edits_in_a_patched_file_stay_and_the_way_to_keep_them_works(apply, clone):
     apply(clone).expect(0)
     mine = RESULT[ACTOR].replace("actor line 30\n", "mine\n")
     (clone / ACTOR).write_text(mine)
+    (clone / SEAM).write_text("mine\n")
     for options in ((), ("--reverse",), ("--force",)):
         with unchanged(clone / "verl"):
-            apply(clone, *options).expect(1, "edited after it was applied", "stash push")
-    git(clone, "stash", "push", "-q", "--", ACTOR)
+            said = apply(clone, *options).expect(1, "edited after it was applied", "stash push").err
+    type_next(said)
     apply(clone).expect(1, "PARTIAL")
     apply(clone, "--force").expect(0)
-    assert files_of(clone) == RESULT and "+mine" in git(clone, "stash", "show", "-p")
+    assert files_of(clone) == RESULT
+    (clone / SEAM).unlink()
+    git(clone, "add", "--", ACTOR)
+    git(clone, "stash", "pop")
+    assert files_of(clone) == RESULT | {ACTOR: mine, SEAM: "mine\n"}
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_edits_of_a_fork_and_the_patch_are_merged_by_the_command_that_is_named(
+    apply, clone, repo, is_committed, monkeypatch
+):
+    monkeypatch.setattr("patchkit.apply.PATCHES", repo / "patches")
+    (clone / ACTOR).write_text(BASE[ACTOR].replace("line 30\n", "mine\n"))
+    if is_committed:
+        git(clone, "commit", "-qam", "mine")
+    type_next(apply(clone).expect(1, "DRIFTED").err)
+    assert files_of(clone) == RESULT | {ACTOR: RESULT[ACTOR].replace("line 30\n", "mine\n")}
 
 
 def test_other_edits_of_yours_are_no_matter(apply, clone):
