@@ -12,13 +12,14 @@ import contextlib
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 from .language import MAX_BYTES, apply_hunks, blob_id, parse, sha256_hex, short
 from .refusal import INTEGRITY, RESTORE, STATE, Parser, Refusal, capped, guarded, program, quoted, say, say_json
-from .tree import SEAM, Checkout, Edition, Survey, installed_root, read_regular, resolve, survey
+from .tree import SEAM, Checkout, Edition, FileState, Survey, installed_root, read_regular, resolve, survey
 from .write import APPLIED, JOURNAL, Change, Filesystem, Transaction, locked, preflight
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
@@ -132,7 +133,10 @@ class Applier:
 
     def plan(self, reverse: bool) -> tuple[Survey, list[Change]]:
         """The changes that lead to the patch, or back to the base; refuses the states that they must not start from."""
-        tree = self.status()
+        tree, state = self.status(), self.checkout.state_folder
+        before = Transaction(self.files, self.checkout.root, state).interrupted()
+        restored = {path: FileState(data) for path, data in before.items() if path in tree.files}
+        tree = replace(tree, files=tree.files | restored)
         if tree.strangers or tree.other_version:
             raise diagnose(tree)
         if tree.state == "PARTIAL" and not self.force:
@@ -156,7 +160,7 @@ class Applier:
         if unfinished and changes and not self.force:
             what, cause = f"{unfinished} is under way", "Files that change beneath it end in the wrong commit."
             raise Refusal(STATE, "git-unfinished", what, cause, "Finish it first, or add --force.")
-        preflight(self.checkout.root, self.checkout.state_folder, changes)
+        preflight(self.checkout.root, state, changes)
         return tree, changes
 
     def run(self, reverse: bool) -> tuple[Survey, list[Change]]:

@@ -210,9 +210,22 @@ class Transaction:
         with contextlib.suppress(OSError):  # the changes stand: the next run sweeps what is left
             self._sweep(entries)
 
+    def interrupted(self) -> dict[str, bytes | None]:
+        """What the next run puts back first, by path, if one was interrupted."""
+        return {e["path"]: None if e["before"] is None else self._before(e) for e in self._journal() or ()}
+
     def recover(self, paths: Iterable[str]) -> bool:
         """Puts back what an interrupted run has changed, if one was; touches nothing if a file was edited since. What
         it left beside ``paths`` goes in any case."""
+        entries = self._journal()
+        if entries is not None:
+            self._undo(entries)
+            return True
+        with contextlib.suppress(OSError):
+            self._sweep([{"path": path} for path in paths])
+        return False
+
+    def _journal(self) -> list[dict[str, Any]] | None:
         try:
             entries = json.loads(read_regular(self.state / JOURNAL, 2**20))
             for entry in entries:  # it may have come with an unpacked archive: trust nothing in it
@@ -222,9 +235,7 @@ class Transaction:
                 ):
                     raise ValueError("not ours")
         except FileNotFoundError:
-            with contextlib.suppress(OSError):
-                self._sweep([{"path": path} for path in paths])
-            return False
+            return None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Refusal, OSError) as error:
             raise self._broken() from error
         for entry in entries:
@@ -235,8 +246,7 @@ class Transaction:
                     f"Move your edit of {quoted(self.root / entry['path'])} elsewhere, restore verl's, run this again."
                 )
                 raise Refusal(STATE, "journal-conflict", what, cause, next_)
-        self._undo(entries)
-        return True
+        return entries
 
     def _broken(self) -> Refusal:
         what, cause = f"the journal {self.state / JOURNAL} of an interrupted run cannot be used", "It is damaged."
@@ -279,9 +289,7 @@ class Transaction:
         if entry["before"] is None:
             self.files.do(os.unlink, place)
             return
-        saved = self._saved(entry["path"]).read_bytes()
-        if sha256_hex(saved) != entry["before"]:
-            raise self._broken()
+        saved = self._before(entry)
         self.files.remove(self._temporary(entry["path"]))
         self.files.write_new(self._temporary(entry["path"]), saved, self._like(place))
         self.files.do(os.replace, self._temporary(entry["path"]), place)
@@ -293,6 +301,13 @@ class Transaction:
         for path in self.state.iterdir() if self.state.is_dir() else ():
             if path.name.startswith("before-") or path.name.endswith(".new"):
                 self.files.remove(path)
+
+    def _before(self, entry: dict[str, Any]) -> bytes:
+        place = self.root / entry["path"]
+        data = (place if self._is(entry, "before") else self._saved(entry["path"])).read_bytes()
+        if sha256_hex(data) != entry["before"]:
+            raise self._broken()
+        return data
 
     def _like(self, place: Path) -> Path:
         """Whose permissions the file gets: its own, or those of verl's first."""

@@ -18,7 +18,7 @@ from patchkit.refusal import Refusal
 from patchkit.tree import resolve
 from patchkit.write import JOURNAL, Filesystem, locked
 from tests.conftest import ROOT
-from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TRAINER, files_of, unchanged, write_tree
+from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TOUCHED, TRAINER, files_of, unchanged, write_tree
 
 
 class Failing(Filesystem):
@@ -135,6 +135,10 @@ def interrupted(tree):
 def test_what_an_interrupted_run_changed_is_put_back_first(apply, tree):
     assert apply(tree, "--status", "--json").document["notes"] == []
     interrupted(tree)
+    with unchanged(tree):
+        predicted = apply(tree, "--check", "--json").expect(0).document
+        assert predicted["changed"] == sorted(TOUCHED) and len(predicted["notes"]) == 1
+        apply(tree, "--check", "--reverse").expect(0, "nothing to take off")
     assert len(apply(tree, "--status", "--json").expect(1, "").document["notes"]) == 1
     apply(tree, "--reverse").expect(0, "put back what an interrupted run had changed")
     assert files_of(tree) == BASE
