@@ -67,6 +67,9 @@ def diagnose(tree: Survey) -> Refusal:
         reason, what = "state-crlf", f"{what} have CRLF line ends, first {first}"
         cause = "The checkout was made with core.autocrlf, or through Windows; only the line ends differ."
         next_ = f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)" if is_clone else next_
+    elif files[first].obstacle:
+        reason, what = "state-blocked", f"{first}: {files[first].obstacle}"
+        cause, next_ = "It was replaced, or is another user's.", f"ls -ld {quoted(checkout.root / first)}"
     elif given is not None:
         reason, what = "state-edited", f"{what} were edited after it was applied, first {first}"
         cause = "Your own edits are in them."
@@ -96,7 +99,7 @@ def diagnose(tree: Survey) -> Refusal:
 def _why(tree: Survey, path: str) -> str:
     found, file = tree.files[path], tree.edition.files[path]
     if found.content is None:
-        return f"{found.obstacle} is in the way" if found.obstacle else "the file is missing"
+        return found.obstacle or "the file is missing"
     plain = found.content.replace(b"\r\n", b"\n")
     if plain != found.content and blob_id(plain) in (file.before, file.after):
         return CRLF
@@ -189,7 +192,7 @@ class Applier:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's parser."""
-    made = Parser(prog=program().split()[-1], description=__doc__, allow_abbrev=False)
+    made = Parser(prog=program(), description=__doc__, allow_abbrev=False)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     add = made.add_argument
     add("target", nargs="?", metavar="VERL", help="the same as --repo VERL")
@@ -253,3 +256,7 @@ def _print(tree: Survey, changes: list[Change], applier: Applier, options: argpa
         if tree.state == "APPLIED" and not options.check:
             lines += ["  next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
         say("\n".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,8 +32,8 @@ from .language import (
     sha256_hex,
     split,
 )
-from .refusal import INTEGRITY, NETWORK, STATE, Parser, Refusal, capped, guarded, quoted, say
-from .tree import SEAM, VERSION_FILE, Checkout, read_plain, read_regular, resolve
+from .refusal import INTEGRITY, NETWORK, STATE, USAGE, Parser, Refusal, capped, guarded, quoted, say
+from .tree import SEAM, VERSION_FILE, Checkout, FileState, read_plain, read_regular, resolve
 from .write import APPLIED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +82,10 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
             given = [Path(path) for path in os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep) if path]
+            for path in given:
+                if not path.is_file():
+                    what, cause = f"VERL_BASE_SDIST names {path}, and there is no such file", "It is misspelt."
+                    raise Refusal(USAGE, "base-path", what, cause, f"VERL_BASE_SDIST=PATH/{name}.tar.gz")
             archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
             if (found := sha256_hex(archive.read_bytes())) != base.sdist_sha256:
                 what, cause = f"the archive {archive} is not verl's released one", "It was changed, or is another."
@@ -273,12 +277,13 @@ def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> l
                 continue  # its own diff did not fit before: building says so
             _store(one, path, before[path])
             said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
-    for place in sorted((target.root / "verl").rglob("*")):
-        path = place.relative_to(target.root).as_posix()
-        is_cache, is_known = re.search(r"/(\.|__pycache__/)", path), path in {*ours, *also, VERSION_FILE}
-        is_same = place.is_dir() or read_plain(tree, path).blob == read_plain(target.root, path).blob
-        if not (is_cache or is_known or is_same):
-            said.append(f"left out: {path}   (--also {quoted(path)} takes it)")
+    there = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
+    for path in sorted(there - {*ours, *also, VERSION_FILE}):
+        verls, found = read_plain(tree, path), read_plain(target.root, path)
+        if found.blob != verls.blob and not re.search(r"/(\.|__pycache__/)", path):
+            is_gone = found == FileState(None)
+            hint = "deleted there, which no patch of ours does" if is_gone else f"--also {quoted(path)} takes it"
+            said.append(f"left out: {path}   ({hint})")
     return said
 
 
@@ -304,9 +309,9 @@ def write_file(path: Path, data: bytes) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    made = Parser(prog="make_patch.sh", description=__doc__, allow_abbrev=False)
+    made = Parser(prog="bash make_patch.sh", description=__doc__, allow_abbrev=False)
     command = made.add_mutually_exclusive_group()
-    command.add_argument("--repo", type=Path, metavar="CHECKOUT", help="first take the edits of this patched tree")
+    command.add_argument("--repo", metavar="CHECKOUT", help="first take the edits of this patched tree")
     command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
     command.add_argument("--base-tree", metavar="TAG", help="print the folder of a pristine verl, fetched if need be")
     made.add_argument(
@@ -315,16 +320,26 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--debug", action="store_true", help="show a traceback on an error")
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
-    return guarded(lambda: _run(made.parse_args(given)), given)
+    return guarded(lambda: _run(made, made.parse_args(given)), given)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(made: Parser, options: argparse.Namespace) -> None:
     overrides, patches = options.root / "verl_overrides", options.root / "patches"
     version = re.findall(r'^__version__ = "(.+)"', (options.root / "gradloc/__init__.py").read_text(), re.M)[0]
-    if options.base_tree:
-        return say(str(ensure_base(bases(overrides)[options.base_tree])))
-    if options.repo:
-        target = resolve(str(options.repo), allow_installed=True)
+    if options.base_tree is not None:
+        known = bases(overrides)
+        if options.base_tree not in known:
+            made.error(f"--base-tree {options.base_tree} is none of {', '.join(known)}")
+        return say(str(ensure_base(known[options.base_tree])))
+    if options.also and options.repo is None:
+        made.error("--also needs --repo")
+    for path in options.also:
+        try:
+            check_path(path)
+        except Refusal:
+            made.error(f"--also {path} is no path of a file in verl/, as seen from the checkout")
+    if options.repo is not None:
+        target = resolve(options.repo, True, "bash make_patch.sh")
         with tempfile.TemporaryDirectory() as folder:  # nothing is taken of what then cannot be built
             copy = Path(shutil.copytree(overrides, Path(folder) / overrides.name))
             said, built = take(target, copy, patches, options.also), compose(copy, version)

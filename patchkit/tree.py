@@ -65,27 +65,29 @@ class Checkout:
         return next(found, None)
 
 
-def resolve(target: str, allow_installed: bool = False) -> Checkout:
-    """The checkout at ``target``; what is not the root of a verl tree is refused, and named."""
+def resolve(target: str, allow_installed: bool = False, command: str = "") -> Checkout:
+    """The checkout at ``target``; what is not the root of a verl tree is refused, and named, to ``command``."""
+    command = command or program()
     if not target:
-        raise Refusal(USAGE, "target-empty", "the target is an empty string", "A variable was unset.", program())
+        raise Refusal(USAGE, "target-empty", "the target is an empty string", "A variable was unset.", command)
     try:
         root = Path(target).resolve()
         os.listdir(root)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter for a link to itself, before Python 3.13
         what, cause = f"{target} is no folder that can be read", "It is misspelt, an archive, or another user's."
-        next_ = f"{program()} --repo VERL"
-        raise Refusal(STATE, "target-unreadable", what, cause, next_, found=error.strerror) from error
+        found = getattr(error, "strerror", "a link to itself")
+        next_ = f"{command} --repo VERL"
+        raise Refusal(STATE, "target-unreadable", what, cause, next_, found=found) from error
     lacking = [mark for mark in _MARKS if not (root / mark).is_file()]
     if lacking:
         cause, next_ = "Another folder was named.", "Name the folder that has verl/__init__.py in it."
         if all((root.parent / mark).is_file() for mark in _MARKS):
-            cause, next_ = "Its parent was meant.", f"{program()} --repo {quoted(root.parent)}"
+            cause, next_ = "Its parent was meant.", f"{command} --repo {quoted(root.parent)}"
         what = f"NOT_VERL: {target} is not the top of a verl tree"
         raise Refusal(STATE, "target-not-verl", what, cause, next_, found=f"no {lacking[0]}", state="NOT_VERL")
     if root.name in _INSTALLED_NAMES and not allow_installed:
         what, cause = f"{target} is an environment's package folder", "Every program of that environment is affected."
-        next_ = f"{program()} --installed   (with the Python of that environment)"
+        next_ = f"{command} --installed   (with the Python of that environment)"
         raise Refusal(STATE, "target-installed", what, cause, next_)
     return Checkout(root, _git_dir(root), _read(root / VERSION_FILE)[:40] or "unknown")
 
@@ -139,7 +141,7 @@ def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 @dataclass(frozen=True)
 class FileState:
-    """What stands at a path: its content and its blob id, or the kind of thing that is in the way."""
+    """What stands at a path: its content and its blob id, or a sentence of what is in the way."""
 
     content: bytes | None
     obstacle: str | None = None
@@ -159,8 +161,12 @@ def read_plain(root: Path, path: str) -> FileState:
         return FileState(read_regular(root / path))
     except FileNotFoundError:
         return FileState(None)
+    except PermissionError:
+        return FileState(None, "it may not be read")
     except OSError as error:
-        return FileState(None, _kind((root / path).lstat().st_mode, error.strerror or "unreadable"))
+        return FileState(
+            None, f"{_kind((root / path).lstat().st_mode, error.strerror or 'what is there')} is in the way"
+        )
 
 
 def _kind(mode: int, otherwise: str = "a plain file") -> str:

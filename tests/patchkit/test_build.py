@@ -107,6 +107,25 @@ def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, mak
     assert carried == {ACTOR, TRAINER, SEAM, OTHER, "verl/new.py"}
 
 
+def test_a_deleted_file_is_told(apply, make, tree):
+    apply(tree).expect(0)
+    (tree / OTHER).unlink()
+    make("--repo", tree).expect(0, f"left out: {OTHER}", "unchanged")
+
+
+WRONG = [("--also", OTHER), ("--base-tree", "v9"), ("--repo", ".", "--also", "setup.py"), ("--repo", "")]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=str)
+def test_what_means_nothing_is_wrong_usage(make, repo, arguments):
+    with unchanged(repo):
+        make(*arguments).expect(2)
+
+
+def test_the_next_command_is_of_the_program_that_refuses(make, tmp_path):
+    assert "apply_patch" not in make("--repo", tmp_path / "nowhere").expect(1, "next: ").err
+
+
 def stashed(clone):
     git(clone, "stash", "push", "-u")
 
@@ -229,6 +248,12 @@ def test_a_seam_that_no_longer_applies_names_its_hunk_and_shows_both_sides(make,
 def test_a_version_in_one_place_alone_is_refused(make, repo):
     (repo / "gradloc/__init__.py").write_text('__version__ = "2.0"\n')
     make().expect(3, "is for gradloc 1.0, and this is 2.0")
+
+
+def test_an_archive_that_is_not_there_is_named(real_bases, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "nope"))
+    with pytest.raises(build.Refusal, match="base-path"):
+        build.ensure_base(build.bases()["v0.7.0"], tmp_path / "cache")
 
 
 def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypatch):

@@ -2,8 +2,10 @@
 """Every state of a tree, and every odd target: what is done is done whole, what is refused changes nothing."""
 
 import contextlib
+import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,8 @@ import zipfile
 import pytest
 
 from patchkit.language import blob_id
+from patchkit.tree import read_regular
+from tests.conftest import ROOT
 from tests.patchkit.world import (
     ACTOR,
     BASE,
@@ -115,6 +119,8 @@ def test_an_archive_of_python_is_no_tree(apply, tmp_path, tree):
         archive.writestr("verl/__init__.py", "")
     apply(tmp_path / "verl.zip").expect(1)
     apply(tmp_path / "nowhere").expect(1, "no folder that can be read")
+    (tmp_path / "loop").symlink_to("loop")
+    apply(tmp_path / "loop").expect(1, "no folder that can be read")
     apply(tree / "verl").expect(1, "NOT_VERL", f"--repo {tree}")
     apply("").expect(2)
     apply(tree, "--repo", tree).expect(2, "exactly one target")
@@ -237,6 +243,22 @@ def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, options, monkeypat
         apply(tree, *options).expect(1, *REFUSED[spoil])
 
 
+@pytest.mark.parametrize("spoil", [linked_file, linked_folder, pipe, a_folder])
+def test_what_is_in_the_way_is_not_blamed_on_an_edit(apply, clone, spoil):
+    spoil(clone)
+    assert apply(clone, "--json").document["error"]["reason"] == "state-blocked"
+
+
+def test_a_file_that_may_not_be_read_is_so_named(apply, tree, monkeypatch):
+    def denied(path, *arguments):
+        if path.name == "dp_actor.py":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_regular(path, *arguments)
+
+    monkeypatch.setattr("patchkit.tree.read_regular", denied)
+    assert apply(tree, "--json").document["error"]["reason"] == "state-blocked"
+
+
 def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
     edited(tree)
     assert apply(tree, "--status", "--quiet").out == "DRIFTED\n"
@@ -357,8 +379,16 @@ def test_a_manifest_that_is_none_is_refused(apply, repo, tree, text):
 
 
 def test_the_script_runs_on_a_bare_python_from_anywhere(tmp_path, tree):
-    from tests.conftest import ROOT
-
     command = [sys.executable, "-I", "-S", str(ROOT / "apply_patch.py"), "--repo", str(tree), "--status"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "DRIFTED" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["-m", "patchkit.apply"], ["a clone/apply_patch.py"]], ids=str)
+def test_however_it_is_started_it_works_and_names_itself_whole(tmp_path, tree, command):
+    (tmp_path / "a clone").symlink_to(ROOT)
+    started = [sys.executable, *command, "--repo", str(tree)]
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    assert subprocess.run([*started, "--status"], **options).returncode == 1
+    next_ = re.search("next: +(.*)", subprocess.run([*started, "--nonsense"], **options).stderr)[1]
+    assert ((ROOT if command[0] == "-m" else tmp_path) / shlex.split(next_)[1]).is_file()
