@@ -207,7 +207,7 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
                 f"{SEAM} is for gradloc {seam_says[1]}, and this is {version}",
                 "The version was changed in one place.",
             )
-            raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" in verl_overrides/')
+            raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" there')
         preamble = _PREAMBLE.format(tag=base.tag, commit=base.commit, version=version)
         patch = (preamble + "".join(sections[path] for path in sorted(sections))).encode()
         for path, file in parse(patch).items():
@@ -258,7 +258,7 @@ def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> l
         edits[path] = check_text(path, found.content).encode()
     if lacking:
         is_off = len(lacking) == sum(data != read_plain(tree, path).content for path, data in ours.items())
-        what = f"the patch is not on {target.root}" if is_off else f"the patch is off {len(lacking)} files there"
+        what = f"the patch is not on {target.root}" if is_off else f"the patch is off {len(lacking)} of its files there"
         cause, next_ = "It was stashed or restored by git.", f"python apply_patch.py {target.option}"
         if not is_off:
             names = " ".join(f"--include={quoted(path)}" for path in lacking)
