@@ -261,8 +261,8 @@ def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> l
         what = f"the patch is not on {target.root}" if is_off else f"the patch is off {len(lacking)} of its files there"
         cause, next_ = "It was stashed or restored by git.", f"python apply_patch.py {target.option}"
         if not is_off:
-            names = " ".join(f"--include={quoted(path)}" for path in lacking)
-            next_ = f"git -C {quoted(target.root)} apply {names} {quoted(patch.resolve())}   "
+            only = " ".join(f"--include={quoted(path)}" for path in lacking)
+            next_ = f"git -C {quoted(target.root)} apply {only} {quoted(patch.resolve())}   "
             next_ += "(to drop a seam, remove its source in verl_overrides/ by hand)"
         raise Refusal(STATE, "take-unpatched", what, cause, next_, lines=lacking)
     said = [f"taken: {path}" for path in edits]
@@ -277,8 +277,8 @@ def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> l
                 continue  # its own diff did not fit before: building says so
             _store(one, path, before[path])
             said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
-    there = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
-    for path in sorted(there - {*ours, *also, VERSION_FILE}):
+    names = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
+    for path in sorted(names - {*ours, *also, VERSION_FILE}):
         verls, found = read_plain(tree, path), read_plain(target.root, path)
         if found.blob != verls.blob and not re.search(r"/(\.|__pycache__/)", path):
             is_gone = found == FileState(None)
