@@ -87,7 +87,7 @@ def test_edits_are_taken_one_after_the_other(apply, make, tree):
     for text in ("one", "two"):
         write_tree(tree, {ACTOR: f"{RESULT[ACTOR]}# {text}\n"})
         make("--repo", tree).expect(0, "built")
-        apply(tree).expect(0, "nothing to apply")
+    apply(tree).expect(0, "nothing to apply")
 
 
 def test_what_is_taken_and_cannot_be_built_changes_no_source(apply, make, repo, tree):

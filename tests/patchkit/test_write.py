@@ -42,7 +42,7 @@ def run(repo, tree, files, reverse=False):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["apply", "reverse"])
 def test_whichever_call_fails_the_tree_is_as_before_or_as_after(apply, repo, tree, reverse):
-    mode = (tree / "verl/__init__.py").stat().st_mode
+    (tree / "verl/__init__.py").chmod(0o604)
     before, after = (RESULT, BASE) if reverse else (BASE, RESULT)
     if reverse:
         apply(tree).expect(0)
@@ -53,7 +53,7 @@ def test_whichever_call_fails_the_tree_is_as_before_or_as_after(apply, repo, tre
             run(repo, tree, files, reverse)
         except (Refusal, OSError):
             assert files_of(tree) == before, at
-            assert not reverse or (tree / SEAM).stat().st_mode == mode, at
+            assert not reverse or (tree / SEAM).stat().st_mode & 0o777 == 0o604, at
             assert not list(tree.rglob("*.tmp")), at
         else:
             assert files_of(tree) == after, at
