@@ -57,7 +57,8 @@ def test_drawn_puzzles_have_one_solution_and_are_all_different(num_people):
         assert len(set(one.names)) == len(one.said) == num_people
 
 
-def test_more_puzzles_than_there_are_is_refused_with_a_sentence():
+def test_more_puzzles_than_there_are_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(puzzle, "PATIENCE", 500)
     with pytest.raises(ExperimentError, match="only .* different puzzles of 2 people"):
         puzzle.draw(99, 2, random.Random(0), names=("Ava", "Zoey"), kinds=(puzzle.SIMPLE, "and"))
 
