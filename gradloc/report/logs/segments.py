@@ -7,6 +7,7 @@ begins no later than the first is a run of its own.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -154,9 +155,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     runs: list[LoggedRun] = []
     for recording in chain:
         _count_through_epochs(recording)
-        steps = [step for step, _ in recording.rows]
-        num_back = sum(after < before for before, after in pairwise(steps))
-        if num_back > 3 and len(set(steps)) == len(steps):  # out of order: no resume leaves every step once
+        if _are_mixed([step for step, _ in recording.rows]):
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
@@ -179,6 +178,16 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             runs[-1].is_counted |= recording.is_counted
         runs[-1].notes += [*recording.notes, *notes]
     return runs
+
+
+def _are_mixed(steps: Sequence[int]) -> bool:
+    """Whether steps are out of order: once each, or as often each and near each other, as ranks print them. No resume
+    leaves them so."""
+    back = [before - after for before, after in pairwise(steps) if after < before]
+    counts = Counter(steps)
+    is_once = len(counts) == len(steps)
+    are_near = max(back, default=0) < len(counts) / 4
+    return len(back) > 3 and (is_once or are_near and len(set(counts.values())) == 1)
 
 
 def _count_through_epochs(recording: Recording) -> None:

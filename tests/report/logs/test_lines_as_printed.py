@@ -83,6 +83,13 @@ def test_it_is_one_run_with_its_spike_at_its_step(tmp_path, lines):
     assert (spike.peak.step, spike.peak.norm) == (factor * AT, 1903.0)
 
 
+def test_ranks_that_do_not_say_who_they_are_are_one_run(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(by_ranks("step {step} | loss: 2.{rank} | grad_norm: {norm}")) + "\n")
+    ((run,), _) = read([log])
+    assert len(run.segments) == 1 and diagnose(run).worst.peak.step == AT
+
+
 def test_steps_that_begin_at_0_in_each_epoch_go_on_by_one(tmp_path):
     log = tmp_path / "a.csv"
     rows = [f"{(step - 1) // 20},{(step - 1) % 20},{norm}" for step, norm in norms()]
