@@ -31,7 +31,7 @@ _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _HEADED = re.compile(
-    r"\b(?:(?:global|train|training)[_ ])?(?:steps?|iteration|iter|num_updates|update)\b\s*[:=#]?\s*\[?\s*"
+    r"\b(?:(?:global|train|training)[_ ])?(?:steps?|iteration|iter|num_updates|update)\b(?:\(\w+\))?\s*[:=#]?\s*\[?\s*"
     r"(\d{1,3}(?:,\d{3})+|\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]",  # [73/120]
     re.IGNORECASE,
@@ -47,8 +47,13 @@ _LABELLED = re.compile(
     re.IGNORECASE,
 )
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
-_BLOCK = re.compile(r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done")
-_CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
+_BLOCK = re.compile(
+    r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
+    r"|\[step=(\d{1,15})/[^\]]*\]\s*$"
+)
+_CELL = re.compile(
+    rf"(?:[•│]\s*|^\s+(?=[\w/ -]+=))([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({_NUMBER})(?![\w.])", re.IGNORECASE
+)
 _BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
 _BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 _DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
@@ -218,21 +223,24 @@ def _next_step(rows: list[Row], epoch: float | None) -> int:
 
 
 class Blocks(Grammar):
-    """A headline for each step, and below it bullets (NeMo-RL) or the cells of a drawn table (AReaL)."""
+    """A headline for each step, and below it bullets (NeMo-RL), the cells of a drawn table (AReaL) or lines (OLMo)."""
 
     title = "NeMo-RL's log"
 
     def __init__(self) -> None:
         super().__init__()
         self._step: dict[str, int] = {}
+        self._process = ""
+        """Of the last headline: the lines below it may not say."""
 
     def take(self, line: str, process: str) -> bool:
         if head := _BLOCK.search(line):
-            self._step[process] = int(head[1] or head[2])
-            if head[2]:
-                self.title = "AReaL's log"
+            self._process = process
+            self._step[process] = int(next(filter(None, head.groups())))
+            self.title = "AReaL's log" if head[2] else "OLMo's log" if head[3] else self.title
             return True
         values = {name: _float(value) for name, value in _CELL.findall(line)}
+        process = process or self._process
         step = self._step.get(process)
         if not values or step is None:
             return False
@@ -259,7 +267,7 @@ class Labelled(Grammar):
             return False
         values = _labelled(line, head.end(), len(line))
         if not any(map(is_norm, values)):
-            if _NOT_TRAINING.search(line, 0, head.start()):
+            if _NOT_TRAINING.search(line, 0, head.end()):
                 return False
             before = _labelled(line, 0, head.start())
             values |= before if any(map(is_norm, before)) else {}
