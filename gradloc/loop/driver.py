@@ -165,13 +165,14 @@ class Driver:
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: what the trigger has learned."""
         histories = {stage: adaptive.state() for stage, adaptive in self._histories.items()}
-        return {"histories": histories, "num_events": self.num_events, "scale": self.scale.state()}
+        known = {"num_events": self.num_events, "quiet_until": self._quiet_until}
+        return {"histories": histories, "scale": self.scale.state(), **known}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
         for stage, history in state["histories"].items():
             self._history_of(stage).load_state(history)
-        self.num_events = int(state["num_events"])
+        self.num_events, self._quiet_until = int(state["num_events"]), int(state.get("quiet_until", 0))
         self.scale.load_state(state.get("scale", {}))
 
     # ---- inside

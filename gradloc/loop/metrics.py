@@ -14,7 +14,10 @@ _TAKEN = ("mask", "heal", "skip", "abort")
 _ADDED = frozenset(
     "spikes unwritten mask heal skip abort masked_tokens events culprits explained healed probes seconds".split()
 )
-_LARGEST = frozenset("head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient".split())
+_LARGEST = frozenset(
+    "head_grad_norm norm_after failures write_failures grad_norm_max median_coefficient health/state health/reasons "
+    "health/failures".split()
+)
 _FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
 """Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
 

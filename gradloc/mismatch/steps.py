@@ -28,6 +28,8 @@ class StepJudge:
 
     def __init__(self, every: int, folder: str | os.PathLike[str]):
         self.every, self.path = every, os.path.join(folder, "mismatch.jsonl")
+        self._last: int | None = None
+        """The step that was judged last: an update in stages asks twice."""
 
     def __call__(self, tensors: Mapping[str, Any], labels: Mapping[str, Sequence[Any]], step: int) -> dict[str, float]:
         """Metrics of a step that is looked at, else none.
@@ -38,8 +40,9 @@ class StepJudge:
             step: the global step.
         """
         names = ("rollout_log_probs", "old_log_probs", "response_mask")
-        if not self.every or step % self.every or not set(names) <= set(tensors.keys()):
+        if not self.every or step % self.every or step == self._last or not set(names) <= set(tensors.keys()):
             return {}
+        self._last = step
         try:
             return self._judged(tensors, labels, step)
         except MismatchError as error:

@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 STAGE_MASK_KEY = "lopti_mask"
 """Batch tensor (B, T), 1 on the stage's tokens; the actor reads it."""
 
-_ADDITIVE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/entropy_loss")
-"""Means over all response tokens, of which each stage has its part."""
+_ADDITIVE = frozenset(
+    "actor/loss actor/pg_loss actor/kl_loss actor/entropy actor/entropy_loss actor/pg_clipfrac "
+    "actor/pg_clipfrac_lower gradloc/skip_step/skipped gradloc/layer_clip/nonfinite".split()
+)
+"""Means over all response tokens, of which each stage has its part, and counts of each rank."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def kept_groups(
         The groups to keep, and ``kept_count`` (groups), ``kept_ratio`` (of the rows), ``zero_count`` (groups whose
         rewards are all equal) and ``empty`` (1 where the filter would have left nothing). None while it is off.
     """
-    metrics["rollout/zero_variance_share"] = groups.zero_variance_share
+    if len(groups) and groups.sizes.max() > 1:
+        metrics["rollout/zero_variance_share"] = groups.zero_variance_share
     if settings.keeps_all:
         return None
     best_first, num_candidates = rank(groups, settings)

@@ -44,6 +44,8 @@ class Teller:
         """verl's open clients by name: ``Tracking.logger``."""
         self._uploads = settings.artifact and keeps_text
         self._last_alert, self._num_missed = -math.inf, 0
+        self._held: Written = ()
+        """Events of the last update that no alert told of."""
         # one thread each, so that a webhook that hangs does not keep a tracker waiting
         patience_s = settings.timeout_s + _GRACE_S
         self._slow_trackers = Background("gradloc-trackers", patience_s)
@@ -64,7 +66,11 @@ class Teller:
         self._try("the alerts", partial(self._alert, written))
 
     def finish(self) -> None:
-        """The run is about to end: wait for what is still to be told, a bit longer than ``notify.timeout_s`` each."""
+        """The run is about to end: tell what the alerts held back, and wait for what is still to be told, a bit longer
+        than ``notify.timeout_s`` each."""
+        if self._held:
+            self._last_alert, self._num_missed = -math.inf, self._num_missed - len(self._held)
+            self._try("the alerts", partial(self._alert, self._held))
         self._slow_trackers.finish()
         self._alerts.finish()
 
@@ -99,21 +105,22 @@ class Teller:
         now = time.monotonic()
         if now - self._last_alert < settings.min_interval_s:
             self._num_missed += len(written)
+            self._held = written
             return
         more = len(written) - 1 + self._num_missed
-        self._last_alert, self._num_missed = now, 0
+        self._last_alert, self._num_missed, self._held = now, 0, ()
         run = "/".join(part for part in (event.run.project, event.run.experiment) if part) or "a run"
         text = announcement(event) + (f" (and {more} more since the last alert)" if more else "")
         text += f"; {not_written(self.root, why)}" if why else ""
         folder = "" if why else str(self._folder(event))
         for name in names:
             alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {run}", text)
-            self._alerts.submit(f"the alert of {name}", alert)
+            self._alerts.submit(f"the alert of {name}", partial(self._sent, alert))
         if settings.command:
             document = json.dumps(plain(event), allow_nan=False)
             environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": folder}
             command = partial(run_command, settings.command, document, environment, settings.timeout_s)
-            self._alerts.submit("gradloc.notify.command", command)
+            self._alerts.submit("gradloc.notify.command", partial(self._sent, command))
         if settings.webhook:
             message = {
                 "text": f"{run}: {text}",  # what Slack shows; Discord: content. No context of the token leaves here
@@ -123,7 +130,16 @@ class Teller:
                 "taken": event.action.taken,
                 "path": folder or None,
             }
-            self._alerts.submit("gradloc.notify.webhook", partial(post, settings.webhook, message, settings.timeout_s))
+            webhook = partial(post, settings.webhook, message, settings.timeout_s)
+            self._alerts.submit("gradloc.notify.webhook", partial(self._sent, webhook))
+
+    def _sent(self, alert: Callable[[], None]) -> None:
+        """Send an alert; after one that fails the next event is told at once."""
+        try:
+            alert()
+        except Exception:
+            self._last_alert = -math.inf
+            raise
 
     def _folder(self, event: Event) -> Path:
         return self.root / (event.folder or "")

@@ -231,7 +231,8 @@ class TrainerSide(TrainerParts):
         for driver in self.drivers:
             if len(driver.step_metrics) > 1:  # of which verl has taken means
                 metrics.update(joined(driver.step_metrics))
-        self.judge(view_of(batch), metrics, global_step)
+        _, real = _fillers(batch)
+        self.judge(view_of(batch.select_keys(real)), metrics, global_step)
 
 
 def _add(update_metrics: dict[str, Any], metrics: dict[str, Any]) -> None:
