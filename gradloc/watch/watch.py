@@ -87,8 +87,9 @@ class Watch(Colocated):
         """Of the optimizer steps so far."""
         self._is_tried = False
         self._num_noted = 0
-        _check_wrapper(self.model)
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
+        if kept is not None:
+            _check_wrapper(self.model)
         ranks = Ranks(host_group(), device=compute_device(next(self.model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
         if kept is not None:
@@ -316,6 +317,9 @@ def _check_wrapper(model: torch.nn.Module) -> None:
             f"gradloc.Watch takes the model as the loop calls it, with {num_processes} processes in DDP or FSDP, found "
             f"a {type(model).__name__}: pass what DistributedDataParallel or fully_shard gave."
         )
+    has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+    expected = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
+    require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", expected, True)
 
 
 def _wide(name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -79,8 +79,10 @@ def test_a_search_that_fails_on_one_rank_leaves_the_step_as_it_was(bare_world, t
     assert watched[0]["metrics"]["gradloc/failures"] == 1 and events_in(tmp_path) == []
 
 
-def refused() -> str:
+def refused(has_views: bool = False) -> str:
     model = model_of("plain")
+    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if has_views else model
+    gradloc.Watch(model, torch.optim.SGD(model.parameters(), lr=1.0), ".", "off")
     try:
         gradloc.Watch(model, torch.optim.SGD(model.parameters(), lr=1.0), ".")
     except ValueError as error:
@@ -91,3 +93,8 @@ def refused() -> str:
 def test_a_model_that_no_rank_shares_is_refused(bare_world):
     said = bare_world.run("tests.watch.test_ranks.refused")
     assert all("with 2 processes in DDP or FSDP, found a Decoder" in each for each in said)
+
+
+def test_gradients_that_are_views_of_ddp_s_buckets_are_refused(bare_world):
+    said = bare_world.run("tests.watch.test_ranks.refused", has_views=True)
+    assert all("gradient_as_bucket_view must be false" in each for each in said)
