@@ -91,7 +91,7 @@ class Colocated:
             return norm, {}
         policy, norm = self._policy(step, global_step, *counts), whole(norm)
         if policy is not None:
-            self.before_look(norm)
+            self.before_look(norm, policy)
         taken = localizer.before_step(norm, policy)
         localizer.end_update()
         step.release()
@@ -108,7 +108,7 @@ class Colocated:
         is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
         return taken if is_other else norm, metrics
 
-    def before_look(self, norm: torch.Tensor) -> None:
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> None:
         """The step can be run again: ranks have as many micro-batches. All ranks call it together."""
 
     signal = "advantages"

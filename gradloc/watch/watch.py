@@ -29,6 +29,7 @@ from ..core.sharding import compute_device, compute_dtype, is_reduction_deferred
 from ..core.step import Recorded, RngState
 from ..loop.batch import BatchView, Rows
 from ..loop.driver import Driver
+from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 _SAME, _SAME_IN_HALF = 1e-3, 0.02
 """Of the norm: two runs of a step differ by less, in float32 and in half precision."""
 _BESIDE = (
-    "gradloc: run again from its log-probs, the first step's gradient differs by %.2g %% of its norm. A part of the "
+    "gradloc: run again from its log-probs, step %d's gradient differs by %.2g %% of its norm. A part of the "
     "loss passes by them (label smoothing, a z-loss, a router's loss), or the function does not give the same again. "
     "Return such a part third, as (log_probs, None, part). Until then mask becomes skip."
 )
@@ -50,8 +51,8 @@ _BESIDE = (
 class Watch(Colocated):
     """Looks into the steps of one loop, in every process of it.
 
-    The first step is run twice, to see that its forward can be run again and that the whole gradient comes by the
-    log-probs; else one sentence says so.
+    Steps 1, 2, 4, 8 and so on are run twice, to see that their forward can be run again and that the whole gradient
+    comes by the log-probs; else one sentence says so.
 
     Args:
         model: as the loop calls it: plain, compiled, with adapters, in DDP, FSDP1 or FSDP2.
@@ -85,7 +86,7 @@ class Watch(Colocated):
         """Of the last step, by name, for any tracker; on the first process."""
         self.number = 0
         """Of the optimizer steps so far."""
-        self._is_tried = False
+        self._next_try, self._gap = 0.0, 1
         self._num_noted = 0
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
@@ -257,23 +258,31 @@ class Watch(Colocated):
 
         self.optimizer.zero_grad = and_forget  # type: ignore[method-assign]
 
-    def before_look(self, norm: torch.Tensor) -> None:
-        """Run the first step again, and say what does not come back."""
-        if self._is_tried or self.localizer is None:
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> None:
+        """Run a step again, the first and ever fewer after it, and say what does not come back."""
+        if self.number < self._next_try or self.localizer is None or not 0 < float(norm) < float("inf"):
             return
-        self._is_tried = True
-        differs = self.localizer._safely(partial(self._difference, self.localizer._clip_scale(float(norm))))
+        if policy.spike(float(norm), 0) is None:  # beside a spike, little else is seen
+            self._next_try, self._gap = self.number + self._gap, 2 * self._gap
+        clip_scale = self.localizer._clip_scale(float(norm))
+        differs = self.localizer._safely(partial(self._difference, clip_scale))
+        if differs is None:
+            self._next_try = float("inf")
+            return
         dtype = self.step.numerics.dtype
-        if differs is not None and differs > (_SAME if dtype == torch.float32 else _SAME_IN_HALF):
+        if differs > (_SAME if dtype == torch.float32 else _SAME_IN_HALF):
+            self._next_try = float("inf")
             if self.ranks.is_first:
-                logger.warning(_BESIDE, 100 * differs)
+                logger.warning(_BESIDE, self.number, 100 * differs)
             settings = self.settings
             if settings.action.mode == "mask":
                 self.localizer.settings = replace(settings, action=replace(settings.action, mode="skip"))
 
     def _difference(self, scale: float) -> float:
-        """Of the gradient, which clipping has scaled, and the same from the log-probs, over its norm; 0 where it is not
-        finite."""
+        """Of the gradient, which clipping has scaled, and the same from the log-probs, over its norm; 0 where a later
+        step leaves no memory for another gradient."""
+        if self._gap > 2 and not self._has_room():
+            return 0.0
         space, rng = self.space, RngState(self.ranks.device)
         saved = space.take()
         try:
@@ -285,7 +294,12 @@ class Watch(Colocated):
         finally:
             space.put(saved)
             rng.restore()
-        return difference / norm if 0 < norm < float("inf") else 0.0
+        return difference / norm
+
+    def _has_room(self) -> bool:
+        """Whether every rank could search without moving anything to the host."""
+        _, room = self.localizer._set_aside()
+        return self.ranks.max([float(self.ranks.agree(lambda: room.need.least_way(room.memory())))])[0] == 0
 
 
 def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:

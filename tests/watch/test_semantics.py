@@ -218,6 +218,19 @@ def test_a_part_that_passes_by_is_said_and_not_masked_away(tmp_path, caplog):
     assert event["action"]["taken"] == "skip" and made.norms[SPIKE - 1] == 0.0
 
 
+@pytest.mark.parametrize("of_first", [1.0, 0.0], ids=["healthy", "zero"])
+def test_a_part_that_passes_by_later_is_seen_too(tmp_path, caplog, of_first):
+    class Warming(Loop):
+        def micro_batch(self, x, mask, weight):
+            factor, beside = (1.0, self.model.head.weight.square().mean()) if self.norms else (of_first, 0.0)
+            (-(self.log_probs(x, mask) * mask * weight).sum() * factor / 96 + beside).backward()
+
+    Warming(tmp_path, "mask", **TAU).run()
+    assert sum("passes by" in each.getMessage() for each in caplog.records) == 1
+    (event,) = events_in(tmp_path)
+    assert event["step"]["global_step"] == SPIKE and event["action"]["taken"] == "skip"
+
+
 def test_a_forward_that_is_not_the_same_again_is_said(tmp_path, caplog):
     class Other(Loop):
         def log_probs(self, x, mask, **known):
