@@ -51,6 +51,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
+_APART = 0.02  # of the norm: a masked gradient's may be off the certificate's by so much, beside its error's bound
 _HEARTBEAT_S = 30.0  # between lines that say that a search goes on
 
 
@@ -269,7 +270,11 @@ class Localizer:
             finding = self._search(step, spike, policy, way)
             squares = self._space.squares()  # while .grad still holds the spike
             action = self._decide(spike, finding)
-            return step, finding, squares, action, self._act(action.taken, grad_norm, policy, finding)
+            acted = self._act(action.taken, grad_norm, policy, finding)
+            if action.taken == "mask" and (why := self._contradicted(acted, finding)):
+                action = replace(action, taken="skip", reason=why)
+                acted = self._act("skip", grad_norm, policy)
+            return step, finding, squares, action, acted
 
         try:
             way = self._safely(lambda: self._make_room(room))
@@ -367,6 +372,16 @@ class Localizer:
         line = None if healer is None else healer.line
         assert finding.certificate is not None  # a search ends with one
         return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
+
+    def _contradicted(self, masked: torch.Tensor, finding: SearchResult) -> str:
+        """Why a masked gradient of this norm is not the one that the certificate speaks of; empty where it is."""
+        found = finding.certificate
+        if found is None or found.norm_after is None:
+            return ""
+        allowed = (found.error_bound or 0.0) + _APART * found.norm_after
+        (off,) = self.ranks.max([abs(float(masked) - found.norm_after)])
+        told = f"{found.norm_after:.4g} by the certificate, {float(masked):.4g} run again: .grad lacks a micro-batch, say"
+        return "" if off <= allowed else f"masking is not possible: the norm without the culprits is {told}"
 
     def _gather(
         self, policy: Policy, spike: Spike, action: Action, step: HostStep, finding: SearchResult, squares: torch.Tensor

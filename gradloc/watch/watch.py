@@ -237,7 +237,8 @@ class Watch(Colocated):
         return float(self.scaler.get_scale()) if self.scaler else 1.0
 
     def _note_backward(self) -> None:
-        """Note the gradient's norm so far, once for each backward."""
+        """Note the gradient's norm so far, once for each backward; or that the loop dropped it."""
+        self._drop_what_is_gone()
         done = [each for each in self.step.micro_batches if each.is_done]
         if len(done) > self._num_noted:
             self._num_noted = len(done)
@@ -252,11 +253,24 @@ class Watch(Colocated):
         def and_forget(*args: Any, **given: Any) -> None:
             zero_grad(*args, **given)
             if self.step is not None and any(each.is_done for each in self.step.micro_batches):
-                self.step.forget(is_done=True)
-                self._num_noted = 0
-                self.localizer.begin_mini_batch(self.step)
+                self._drop()
 
         self.optimizer.zero_grad = and_forget  # type: ignore[method-assign]
+
+    def _drop(self) -> None:
+        self.step.forget(is_done=True)
+        self._num_noted = 0
+        self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
+
+    def _drop_what_is_gone(self) -> None:
+        """Where no ``.grad`` is left, as after the model's own ``zero_grad``. That is not wrapped: a copy of the model
+        would empty this one."""
+        done = [each for each in self.step.micro_batches if each.is_done]
+        is_elsewhere = isinstance(self.model, FSDP1) or (
+            isinstance(self.model, FSDPModule) and any(each.is_deferred for each in done)
+        )
+        if done and not is_elsewhere and all(param.grad is None for param in self.space.params):
+            self._drop()
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> None:
         """Run a step again, the first and ever fewer after it, and say what does not come back."""

@@ -124,6 +124,37 @@ def test_an_exception_between_the_calls_drops_what_zero_grad_drops(tmp_path):
     both(Failing, tmp_path)
 
 
+class Dropping(Loop):
+    """A spoiled micro-batch comes first and is dropped; the planted one comes later."""
+
+    is_set_to_none = True
+
+    def step(self, ids, mask, weight, each=2):
+        self.optimizer.zero_grad()
+        self.micro_batch(ids[:2], mask[:2], 50 * weight[:2])
+        self.model.zero_grad(set_to_none=self.is_set_to_none)
+        for start in range(0, len(ids), each):
+            rows = slice(start, start + each)
+            self.micro_batch(ids[rows], mask[rows], weight[rows])
+        self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
+        self.optimizer.step()
+
+
+def test_a_micro_batch_that_the_model_s_zero_grad_drops_is_forgotten(tmp_path):
+    both(Dropping, tmp_path)
+
+
+def test_a_masked_gradient_that_the_certificate_contradicts_is_not_taken(tmp_path, monkeypatch):
+    class Zeroing(Dropping):
+        is_set_to_none = False
+
+    monkeypatch.setattr("gradloc.watch.watch.Watch.before_look", lambda *given: None)
+    made = Zeroing(tmp_path, "mask", **TAU).run()
+    (event,) = events_in(tmp_path)
+    assert event["action"]["taken"] == "skip" and made.norms[SPIKE - 1] == 0.0
+    assert "run again" in event["action"]["reason"]
+
+
 def test_zero_grad_between_forward_and_backward(tmp_path):
     class Late(Loop):
         def step(self, ids, mask, weight):
