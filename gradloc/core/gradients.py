@@ -27,6 +27,7 @@ from .sharding import (
     trainable,
     unwrapped,
 )
+from .step import ForwardState, OwnBuffers
 
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
@@ -130,10 +131,14 @@ class GradientSpace:
         ValueError: when parameters are sharded in different ways.
     """
 
+    _buffers: Sequence[OwnBuffers] = ()
+    """Before the step's first forward."""
+
     def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module
         self.model = module if isinstance(module, FSDP1) else unwrapped(module)
         """The model without torch's wrapper: parameters by the model's own names, but for FSDP1's inner wrappers."""
+        self._buffers = [OwnBuffers(owner) for owner in self.model.modules() if owner._buffers]
         named = trainable(self.model)
         groups = shard_groups(module, [param for _, param in named])
         self._hold(named, groups, gradient_dtypes(module), ranks)
@@ -164,6 +169,10 @@ class GradientSpace:
         """Whether replicas' gradients are summed. FSDP1 forgets to when each process holds the whole model."""
         self.shard_index = sum(group.rank() for group in self._groups)
         """Different for different shards, the same for replicas of one."""
+
+    def forward_state(self) -> ForwardState:
+        """What forwards move, as it is now: also the buffers that they have moved since this was made."""
+        return ForwardState(self.device, [each for each in self._buffers if each.have_moved()])
 
     @property
     def device(self) -> torch.device:

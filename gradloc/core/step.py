@@ -34,6 +34,49 @@ class RngState:
             self._module.set_rng_state(self.accelerator)
 
 
+class OwnBuffers:
+    """A module's own buffers, such as batch norm's statistics, and whether a forward has moved them since."""
+
+    def __init__(self, owner: torch.nn.Module):
+        self._owner, self._before = owner, dict(owner._buffers)
+        self._versions = self._now()
+        self._values: dict[str, torch.Tensor] = {}
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Which tensors they are, and how often each was written to; batch norm's kernels do not count all of it."""
+        there = [buffer for buffer in self._owner._buffers.values() if buffer is not None]
+        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in there]
+
+    def have_moved(self) -> bool:
+        return self._now() != self._versions
+
+    def saved(self) -> "OwnBuffers":
+        """As they are now, with copies of their values."""
+        found = OwnBuffers(self._owner)
+        found._values = {name: buffer.clone() for name, buffer in found._before.items() if buffer is not None}
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring the saved ones back, in the tensors that held them."""
+        if self.have_moved():
+            self._owner._buffers.update(self._before)
+            for name, value in self._values.items():
+                self._before[name].copy_(value)  # type: ignore[union-attr]
+
+
+class ForwardState:
+    """What a forward moves beside ``.grad``: the random state, and these buffers."""
+
+    def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = ()):
+        self._rng, self._buffers = RngState(device), [each.saved() for each in moving]
+
+    def restore(self) -> None:
+        for each in self._buffers:
+            each.restore()
+        self._rng.restore()
+
+
 class Outputs(NamedTuple):
     """What one micro-batch's forward gives the loss."""
 

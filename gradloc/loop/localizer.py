@@ -33,7 +33,7 @@ from ..core.gradients import Gradient, GradientSpace
 from ..core.memory import Room, StepPeak
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, RngState, TrainingStep, has_finite_loss, to_host
+from ..core.step import HostStep, TrainingStep, has_finite_loss, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
@@ -380,7 +380,9 @@ class Localizer:
             return ""
         allowed = (found.error_bound or 0.0) + _APART * found.norm_after
         (off,) = self.ranks.max([abs(float(masked) - found.norm_after)])
-        told = f"{found.norm_after:.4g} by the certificate, {float(masked):.4g} run again: .grad lacks a micro-batch, say"
+        told = (
+            f"{found.norm_after:.4g} by the certificate, {float(masked):.4g} run again: .grad lacks a micro-batch, say"
+        )
         return "" if off <= allowed else f"masking is not possible: the norm without the culprits is {told}"
 
     def _gather(
@@ -414,7 +416,7 @@ class Localizer:
             return grad_norm
         device = self._space.device
         if finding is not None and taken in ("mask", "heal"):
-            gradient, rng = self._space.take(), RngState(device)
+            gradient, rng = self._space.take(), self._space.forward_state()
             try:
                 prober = Prober(self._step, self._space, self.ranks)
                 if taken == "mask":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..core.step import Groups, HostStep, RngState, TrainingStep
+from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
 from .auto import auto, share
 from .beside import first_not_finite, rerun, scaled_batch, triage
@@ -70,7 +70,7 @@ def localize(
         groups: how the batch's advantages were made, for settings that change them.
     """
     started = time.perf_counter()
-    rng = RngState(space.device)
+    rng = space.forward_state()
     saved = space.take()
     prober = Prober(step, space, ranks)
     held = prober.step

@@ -17,7 +17,7 @@ import torch
 
 from ..core.precise import head_of, precise_readout
 from ..core.sharding import reduction_deferred
-from ..core.step import Details, Numerics, Outputs, Recorded, RngState, record, to_host
+from ..core.step import Details, ForwardState, Numerics, Outputs, Recorded, record, to_host
 from ..loop.batch import Rows, joined
 from .log_probs import token_log_probs
 from .rows import brief_of
@@ -186,10 +186,14 @@ class LoopStep:
         return joined([{name: part[name] for name in part if name in shared} for part in parts])
 
     @torch.no_grad()
-    def read_logits(self) -> None:
+    def read_logits(self, state: ForwardState) -> None:
         """Run every forward once more, and note of each token how many the model finds likelier, and how likely the
-        labels would be if they were moved by one. Where the logits are not the head's output, nothing is noted."""
-        head, rng, seen = head_of(self.module), RngState(self.micro_batches[0].mask.device), []
+        labels would be if they were moved by one. Where the logits are not the head's output, nothing is noted.
+
+        Args:
+            state: to be left as it is.
+        """
+        head, seen = head_of(self.module), []
         hook = None if head is None else head.register_forward_hook(lambda *given: seen.append(given[-1]))
         try:
             for index, each in enumerate(self.micro_batches):
@@ -207,7 +211,7 @@ class LoopStep:
         finally:
             if hook is not None:
                 hook.remove()
-            rng.restore()
+            state.restore()
 
     # ---- inside
 

@@ -218,7 +218,7 @@ class Watch(Colocated):
 
     def rows(self, step: Any) -> Rows:
         if not step.has_advantages and self.localizer is not None:
-            self.localizer._safely(step.read_logits)
+            self.localizer._safely(lambda: step.read_logits(self.space.forward_state()))
             self.space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
         return step.all_rows()
 
@@ -297,7 +297,7 @@ class Watch(Colocated):
         step leaves no memory for another gradient."""
         if self._gap > 2 and not self._has_room():
             return 0.0
-        space, rng = self.space, RngState(self.ranks.device)
+        space, state = self.space, self.space.forward_state()
         saved = space.take()
         try:
             prober = Prober(self.step, space, self.ranks)
@@ -307,7 +307,7 @@ class Watch(Colocated):
             space.reshard()
         finally:
             space.put(saved)
-            rng.restore()
+            state.restore()
         return difference / norm
 
     def _has_room(self) -> bool:

@@ -155,6 +155,38 @@ def test_a_masked_gradient_that_the_certificate_contradicts_is_not_taken(tmp_pat
     assert "run again" in event["action"]["reason"]
 
 
+class Counting(Loop):
+    """Its forward moves buffers: in kernels that count nothing, in place, and by another tensor."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.model.norm_out = torch.nn.Sequential(self.model.norm_out, Counted().to(DEVICE))
+
+
+class Counted(torch.nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(build("tiny").head.in_features, affine=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean.lerp(x.detach().mean(), 0.1)
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_buffers_that_a_forward_moves_are_left_as_training_had_them(tmp_path):
+    runs = {"observe": Counting(tmp_path / "observe", **TAU), "mask": Counting(tmp_path / "mask", "mask", **TAU)}
+    made = {name: run.run() for name, run in runs.items()} | {
+        "stock": Counting().run(),
+        "without": Counting().run(worth=0),
+    }
+    for ours, other in (("observe", "stock"), ("mask", "without")):
+        assert made[ours].norms == made[other].norms
+        for (name, one), two in zip(made[ours].model.named_buffers(), made[other].model.buffers(), strict=True):
+            assert torch.equal(one, two), (ours, name)
+
+
 def test_zero_grad_between_forward_and_backward(tmp_path):
     class Late(Loop):
         def step(self, ids, mask, weight):
