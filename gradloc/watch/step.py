@@ -10,7 +10,7 @@ Shapes: B rows of a micro-batch, T positions.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -245,9 +245,18 @@ def frozen(forward: Forward) -> Forward:
     if not isinstance(forward, FunctionType):
         return forward
     cells = tuple(CellType(cell.cell_contents) if _is_filled(cell) else cell for cell in forward.__closure__ or ())
-    kept = FunctionType(forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, cells)
+    there = forward.__globals__
+    names = _names_in(forward.__code__) | {"__name__", "__builtins__"}
+    used = {name: there[name] for name in names if name in there}
+    kept = FunctionType(forward.__code__, used, forward.__name__, forward.__defaults__, cells)
     kept.__kwdefaults__ = forward.__kwdefaults__
     return kept
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The global variables that it may read, and those of the functions in it: a script's others may be large."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -227,6 +227,14 @@ def test_a_function_keeps_the_values_that_its_variables_had():
     assert frozen(len) is len
 
 
+def test_a_function_keeps_of_a_script_only_what_it_names():
+    script = {"value": 2, "large": torch.zeros(9), "__name__": "script"}
+    exec("made = lambda: [value * len(str(more)) for more in (1, 22)]", script)
+    kept = frozen(script["made"])
+    script["value"] = 3
+    assert kept() == [2, 4] and "large" not in kept.__globals__
+
+
 def test_a_checkpoint_carries_what_was_learned(tmp_path):
     first = Loop(tmp_path / "a", trigger={"warmup": 2, "window": 8}).run(steps=4, worth=1.0)
     state = json.loads(json.dumps(first.watch.state_dict()))
