@@ -103,13 +103,16 @@ def test_hugging_face_s_trainer_s(tmp_path):
         gradient_accumulation_steps=2,
         report_to="none",
         use_cpu=True,
+        eval_strategy="steps",
+        eval_on_start=True,
+        eval_steps=12,
         save_strategy="no",
         disable_tqdm=True,
     )
     rows = torch.cat(loader(48, 41))
     data = [{"input_ids": row, "labels": row} for row in rows]
     model = transformers.LlamaForCausalLM(config)
-    trainer = Weighing(model, arguments, train_dataset=data, callbacks=[names["Clipping"]()])
+    trainer = Weighing(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[names["Clipping"]()])
     names["trainer"] = trainer
     trainer.train()
     (event,) = events_in(tmp_path)
@@ -118,7 +121,8 @@ def test_hugging_face_s_trainer_s(tmp_path):
 
 
 @pytest.mark.full
-def test_lightning_s(tmp_path, monkeypatch):
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_lightning_s(tmp_path, monkeypatch, limit):
     lightning = pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
     names = {"lightning": lightning, "gradloc": gradloc, "token_log_probs": gradloc.token_log_probs}
@@ -145,7 +149,7 @@ def test_lightning_s(tmp_path, monkeypatch):
         accelerator="cpu",
         devices=1,
         accumulate_grad_batches=2,
-        gradient_clip_val=1.0,
+        gradient_clip_val=limit,
         **dict.fromkeys(quiet, False),
     )
     trainer.fit(Weighing(), torch.utils.data.DataLoader(loader(48, 41), batch_size=None))
