@@ -158,13 +158,13 @@ class Watch(Colocated):
         _check_outputs(given, mask, ids, rows, entropy)
         return given
 
-    def clip_grad_norm_(self, max_norm: float = float("inf")) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
         """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step if it spikes.
 
         With a scaler call ``scaler.unscale_(optimizer)`` first, as before torch's.
 
         Args:
-            max_norm: what the L2 norm is clipped to.
+            max_norm: what the L2 norm is clipped to; None: it is not.
 
         Returns:
             The norm before clipping, of the gradient that the optimizer is given: 0 where the step is skipped.
@@ -172,7 +172,7 @@ class Watch(Colocated):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
-        self.clip_limit = float(max_norm)
+        self.clip_limit = float("inf") if max_norm is None else float(max_norm)
         if self.step is not None:
             self._note_backward()
         return self.before_step(self.clip())
@@ -186,7 +186,8 @@ class Watch(Colocated):
             return norm
         self.number += 1
         try:
-            norm, metrics = self.end_step(norm, self.number)
+            with torch.enable_grad():  # the loop may clip without
+                norm, metrics = self.end_step(norm, self.number)
         finally:
             self.step = None
         self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}

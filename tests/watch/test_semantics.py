@@ -84,6 +84,17 @@ def test_as_many_micro_batches_as_the_batch_takes(tmp_path):
     both(Varying, tmp_path)
 
 
+def test_a_clip_without_a_graph(tmp_path):
+    class Ungraphed(Loop):
+        def step(self, ids, mask, weight, each=2):
+            clip = self.watch.clip_grad_norm_
+            self.watch.clip_grad_norm_ = torch.no_grad()(clip)
+            super().step(ids, mask, weight, each)
+            self.watch.clip_grad_norm_ = clip
+
+    both(Ungraphed, tmp_path)
+
+
 def test_a_single_micro_batch(tmp_path):
     both(Loop, tmp_path, each=8)
 
