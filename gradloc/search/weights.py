@@ -91,7 +91,7 @@ class MovedWeights:
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
                 self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
                 if counts:
-                    total += torch.dot((shard.to(self._dtype).float() - was).flatten(), along.flatten())
+                    total += torch.dot((shard.to(self._dtype).float() - was.float()).flatten(), along.flatten())
         return total
 
     def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:

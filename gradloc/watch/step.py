@@ -95,7 +95,9 @@ class LoopStep:
         if self._loss_scale is None:
             self._loss_scale = self._scale()
         weight = 1.0 / (self.num_ranks * self._loss_scale)
-        return Numerics(self.micro_batches[0].dtype, self._loss_scale, weight, reduces_once=self.reduces_once)
+        dtype = self.micro_batches[0].dtype
+        dtype = torch.float32 if dtype == torch.float64 else dtype  # no search reckons with finer
+        return Numerics(dtype, self._loss_scale, weight, reduces_once=self.reduces_once)
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self.micro_batches[micro_batch].recorded

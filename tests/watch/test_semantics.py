@@ -95,6 +95,15 @@ def test_a_clip_without_a_graph(tmp_path):
     both(Ungraphed, tmp_path)
 
 
+def test_a_model_in_float64(tmp_path):
+    class Double(Loop):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            self.model.double()
+
+    both(Double, tmp_path)
+
+
 def test_a_single_micro_batch(tmp_path):
     both(Loop, tmp_path, each=8)
 
