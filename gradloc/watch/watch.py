@@ -9,6 +9,7 @@ The loss is the loop's own and is never seen. Shapes: B rows of a micro-batch, T
 """
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,9 +43,14 @@ logger = logging.getLogger(__name__)
 _SAME, _SAME_IN_HALF = 1e-3, 0.02
 """Of the norm: two runs of a step differ by less, in float32 and in half precision."""
 _BESIDE = (
-    "gradloc: run again from its log-probs, step %d's gradient differs by %.2g %% of its norm. A part of the "
-    "loss passes by them (label smoothing, a z-loss, a router's loss), or the function does not give the same again. "
+    "gradloc: run again from its log-probs, step %d's gradient differs by %.1f %% of its norm. A part of the loss "
+    "passes by them (label smoothing, a z-loss, a router's loss), or the function does not give the same again. "
     "Return such a part third, as (log_probs, None, part). Until then mask becomes skip."
+)
+_SCALED = (
+    "gradloc: step %d's gradient is %.4g times what its log-probs give. Gradients were multiplied after the backward "
+    "(multiply the loss instead), Watch lacks the loop's GradScaler, or the function does not give the same again. "
+    "Until then mask becomes skip."
 )
 
 
@@ -171,10 +177,12 @@ class Watch(Colocated):
 
         Raises:
             AbortedBySpike: where a spike is to stop the run.
+            ValueError: where the scaler has not unscaled the gradient.
         """
         self.clip_limit = float("inf") if max_norm is None else float(max_norm)
         if self.step is not None:
             self._note_backward()
+            self._check_scale()
         return self.before_step(self.clip())
 
     def before_step(self, norm: torch.Tensor) -> torch.Tensor:
@@ -237,6 +245,15 @@ class Watch(Colocated):
     def _scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler else 1.0
 
+    def _check_scale(self) -> None:
+        is_scaled = isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled()
+        if is_scaled and any(each.is_done for each in self.step.micro_batches):
+            stage = self.scaler._per_optimizer_states[id(self.optimizer)]["stage"]
+            if stage.name != "UNSCALED":
+                raise ValueError(
+                    "Watch.clip_grad_norm_ takes gradients in their own unit: call scaler.unscale_(optimizer) first."
+                )
+
     def _note_backward(self) -> None:
         """Note the gradient's norm so far, once for each backward; or that the loop dropped it."""
         self._drop_what_is_gone()
@@ -280,36 +297,44 @@ class Watch(Colocated):
         if policy.spike(float(norm), 0) is None:  # beside a spike, little else is seen
             self._next_try, self._gap = self.number + self._gap, 2 * self._gap
         clip_scale = self.localizer._clip_scale(float(norm))
-        differs = self.localizer._safely(partial(self._difference, clip_scale))
-        if differs is None:
+        found = self.localizer._safely(partial(self._difference, clip_scale))
+        if found is None:
             self._next_try = float("inf")
             return
-        dtype = self.step.numerics.dtype
-        if differs > (_SAME if dtype == torch.float32 else _SAME_IN_HALF):
+        same = _SAME if self.step.numerics.dtype == torch.float32 else _SAME_IN_HALF
+        factor, beside, differs = found
+        if differs > same:
             self._next_try = float("inf")
             if self.ranks.is_first:
-                logger.warning(_BESIDE, self.number, 100 * differs)
+                said = (_BESIDE, self.number, 100 * differs) if beside > same else (_SCALED, self.number, factor)
+                logger.warning(*said)
             settings = self.settings
             if settings.action.mode == "mask":
                 self.localizer.settings = replace(settings, action=replace(settings.action, mode="skip"))
 
-    def _difference(self, scale: float) -> float:
-        """Of the gradient, which clipping has scaled, and the same from the log-probs, over its norm; 0 where a later
-        step leaves no memory for another gradient."""
+    def _difference(self, scale: float) -> tuple[float, float, float]:
+        """Of the gradient, which clipping has scaled, and the same from the log-probs: the factor that brings them
+        nearest to each other, and over the gradient's norm how far they are apart with it and without; where a later
+        step leaves no memory for another gradient as if they were the same."""
         if self._gap > 2 and not self._has_room():
-            return 0.0
+            return 1.0, 0.0, 0.0
         space, state = self.space, self.space.forward_state()
         saved = space.take()
         try:
             prober = Prober(self.step, space, self.ranks)
             prober.compute((index, None) for index in range(self.step.num_micro_batches))
+            squares, dots = space.squares_and_dots(saved)
+            again, norm = float(squares.sum()), space.norm(saved) / scale
+            factor = float(dots.sum()) / scale / again if 0 < again < float("inf") else 0.0
+            factor = factor if abs(factor - 1) > _SAME else 1.0
+            space.scale(factor)
             prober.add(saved, alpha=-1.0 / scale)
-            difference, norm = space.norm(), space.norm(saved) / scale
+            beside = space.norm() / norm
             space.reshard()
         finally:
             space.put(saved)
             state.restore()
-        return difference / norm
+        return factor, beside, math.hypot(beside, (factor - 1) * again**0.5 / norm)
 
     def _has_room(self) -> bool:
         """Whether every rank could search without moving anything to the host."""

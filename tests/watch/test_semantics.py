@@ -379,6 +379,30 @@ def test_fp16_without_its_scaler_is_refused(tmp_path):
         made.run(steps=1)
 
 
+def test_a_gradient_that_is_still_scaled_is_refused(tmp_path):
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0)
+    with pytest.raises(ValueError, match=r"call scaler.unscale_\(optimizer\) first"):
+        Loop(tmp_path, scaler=scaler).run(steps=1)
+    off = torch.amp.GradScaler(DEVICE, enabled=False)
+    assert Loop(tmp_path, scaler=off).run(steps=1).norms == Loop().run(steps=1).norms
+
+
+def test_a_gradient_multiplied_after_the_backward_is_told_by_its_factor(tmp_path, caplog):
+    class Divided(Loop):
+        def step(self, ids, mask, weight, each=2):
+            clip = self.watch.clip_grad_norm_
+            self.watch.clip_grad_norm_ = lambda limit: self.halve() or clip(limit)
+            super().step(ids, mask, weight, each)
+
+        def halve(self):
+            for param in self.model.parameters():
+                param.grad.mul_(0.5)
+
+    Divided(tmp_path, "mask", **TAU).run(steps=1)
+    (said,) = [each.getMessage() for each in caplog.records if "mask becomes skip" in each.getMessage()]
+    assert "step 1's gradient is 0.5 times what its log-probs give" in said
+
+
 def test_logits_and_ids_of_other_positions_are_refused():
     with pytest.raises(ValueError, match=r"pass logits\[:, :-1\] and ids\[:, 1:\]"):
         token_log_probs(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.long))
