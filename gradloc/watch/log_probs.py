@@ -40,6 +40,13 @@ def _parts(*tensors: torch.Tensor) -> Any:
     return zip(*(tensor.split(max(_PART // tensors[0].shape[1], 1)) for tensor in tensors), strict=True)
 
 
+def _joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """In a tensor of its own, no view: a loop may write into it."""
+    found = parts[0].new_empty(shape)
+    torch.cat(parts, out=found.view(-1))
+    return found
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Keeps the logits as they are, and two numbers of each position."""
 
@@ -60,7 +67,7 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy = torch.cat(entropies) if has_entropy else total.new_zeros(0)
         ctx.save_for_backward(rows, chosen, total, entropy)
         ctx.shape = logits.shape
-        return torch.cat(found).view(ids.shape), entropy.view(ids.shape) if has_entropy else entropy
+        return _joined(found, ids.shape), _joined(entropies, ids.shape) if has_entropy else entropy
 
     @staticmethod
     @once_differentiable
