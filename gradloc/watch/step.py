@@ -238,8 +238,20 @@ def _aligned(logits: Any, ids: torch.Tensor, log_probs: torch.Tensor, mask: torc
 
 
 def outputs_of(given: Any) -> Outputs:
-    """What a loop's function gave, as a search reads it."""
-    return Outputs(*given) if isinstance(given, tuple | list) else Outputs(given)
+    """What a loop's function gave, as a search reads it.
+
+    Raises:
+        ValueError: one sentence, where it gave something else.
+    """
+    parts = [*given] if isinstance(given, tuple | list) else [given]
+    are_tensors = [isinstance(part, torch.Tensor) or (place and part is None) for place, part in enumerate(parts)]
+    if not (1 <= len(parts) <= 3 and all(are_tensors)):
+        found = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            "Watch.log_probs takes a function that returns log_probs, (log_probs, entropies) or (log_probs, entropies, "
+            f"part), all tensors and the last two maybe None, found {found}."
+        )
+    return Outputs(*parts)
 
 
 def frozen(forward: Forward) -> Forward:

@@ -83,8 +83,11 @@ class Watch(Colocated):
         scaler: Any = None,
         **settings: Any,
     ):
+        require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
         self.model = getattr(model, "_orig_mod", model)  # of a compiled one: a forward through either is the same
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
+        is_one = hasattr(self.optimizer, "param_groups") and hasattr(self.optimizer, "zero_grad")
+        require(is_one, "gradloc.Watch's optimizer", "one torch optimizer", type(optimizer).__name__)
         self.scaler, self.clip_limit = scaler, float("inf")
         self.scales_loss = bool(scaler)
         self.takes_what_is_not_finite = not self.scales_loss
@@ -97,6 +100,8 @@ class Watch(Colocated):
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
             _check_wrapper(self.model)
+            is_trained = any(param.requires_grad for param in self.model.parameters())
+            require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
         ranks = Ranks(host_group(), device=compute_device(next(self.model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
         if kept is not None:
@@ -141,12 +146,18 @@ class Watch(Colocated):
         """
         if self.localizer is None or not torch.is_grad_enabled():
             return forward()
+        require(callable(forward), "Watch.log_probs' first argument", "a function", type(forward).__name__)
+        for name, value in (("mask", mask), ("ids", ids)):
+            is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            require(is_matrix, f"Watch.log_probs' {name}", "a tensor (B, T)", found)
+        rows = None if rows is None else [*rows]
         step = self._present_step()
         self._note_backward()
         known = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
         tensors = {name: _wide(name, value, mask) for name, value in known.items() if value is not None}
         if rewards is not None:
-            tensors["token_level_scores"] = _wide("rewards", rewards.view(-1), mask) * _is_first(mask)
+            tensors["token_level_scores"] = _wide("rewards", rewards, mask, True) * _is_first(mask)
         autocast, dtype = autocast_now(self.ranks.device)
         if dtype == torch.float16:
             require(self.scaler is not None, "scaler", "the loop's GradScaler under float16 (False: none)", None)
@@ -376,9 +387,10 @@ def _check_wrapper(model: torch.nn.Module) -> None:
     require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", expected, True)
 
 
-def _wide(name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _wide(name: str, value: Any, mask: torch.Tensor, is_flat: bool = False) -> torch.Tensor:
     """As (B, T)."""
-    value = value.detach()
+    require(isinstance(value, torch.Tensor), f"Watch.log_probs' {name}", "a tensor", type(value).__name__)
+    value = value.detach().view(-1) if is_flat else value.detach()
     value = value.unsqueeze(1) if value.dim() == 1 else value
     if value.dim() != 2 or value.shape[0] != mask.shape[0] or value.shape[1] not in (1, mask.shape[1]):
         raise ValueError(f"Watch.log_probs: {name} has shape {tuple(value.shape)}, the mask {tuple(mask.shape)}.")

@@ -379,6 +379,45 @@ def test_fp16_without_its_scaler_is_refused(tmp_path):
         made.run(steps=1)
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"forward": torch.ones(2, T)}, "first argument must be a function, found 'Tensor'"),
+        ({"mask": None}, "mask must be a tensor (B, T), found 'NoneType'"),
+        ({"mask": torch.ones(T)}, f"mask must be a tensor (B, T), found ({T},)"),
+        ({"advantages": [1.0, 2.0]}, "advantages must be a tensor, found 'list'"),
+        ({"forward": lambda: {"log_probs": 1}}, "found dict."),
+        ({"forward": lambda: None}, "found NoneType."),
+        ({"forward": lambda: (torch.ones(2, T), None, 0.0)}, "found Tensor, NoneType, float."),
+        ({"forward": lambda: [torch.ones(2, T)] * 4}, "found Tensor, Tensor, Tensor, Tensor."),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_one_sentence(tmp_path, change, said):
+    given = {"forward": lambda: torch.ones(2, T), "mask": torch.ones(2, T), "ids": torch.ones(2, T), **change}
+    with pytest.raises(ValueError) as caught:
+        Loop(tmp_path).watch.log_probs(**given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda model, optimizer: (model, [optimizer, optimizer]),
+            "optimizer must be one torch optimizer, found 'list'",
+        ),
+        (lambda model, optimizer: (model, None), "optimizer must be one torch optimizer, found 'NoneType'"),
+        (lambda model, optimizer: (optimizer, model), "model must be a torch.nn.Module, found 'SGD'"),
+        (lambda model, optimizer: (model.requires_grad_(False), optimizer), "a parameter that requires a gradient"),
+    ],
+)
+def test_a_model_or_optimizer_of_another_kind_is_refused(tmp_path, change, said):
+    model = build("tiny")
+    with pytest.raises(ValueError) as caught:
+        gradloc.Watch(*change(model, torch.optim.SGD(model.parameters(), lr=0.1)), tmp_path)
+    assert said in str(caught.value)
+
+
 def test_a_gradient_that_is_still_scaled_is_refused(tmp_path):
     scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0)
     with pytest.raises(ValueError, match=r"call scaler.unscale_\(optimizer\) first"):
@@ -444,6 +483,16 @@ def test_log_probs_in_pieces_are_those_of_the_whole(monkeypatch, dtype):
     assert torch.equal(alone, found[0]) and alone.dtype == torch.promote_types(dtype, torch.float32)
     cross = -F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="none").view(4, 5)
     torch.testing.assert_close(alone.double(), cross, atol=1e-5, rtol=1e-5)
+
+
+def test_log_probs_and_entropies_may_be_written_into():
+    logits, keep = torch.randn(2, 3, 7, requires_grad=True), torch.tensor([1.0, 0.0, 1.0])
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    gradients = []
+    for multiply in (torch.Tensor.mul, torch.Tensor.mul_):
+        parts = [multiply(part, keep).sum() for part in token_log_probs(logits, ids, entropy=True)]
+        gradients += torch.autograd.grad(sum(parts), logits)
+    assert torch.equal(*gradients)
 
 
 def test_half_precision_logits_are_not_held_in_float32():
