@@ -314,10 +314,10 @@ class Watch(Colocated):
             return
         same = _SAME if self.step.numerics.dtype == torch.float32 else _SAME_IN_HALF
         factor, beside, differs = found
-        if differs > same:
+        if not differs <= same:
             self._next_try = float("inf")
             if self.ranks.is_first:
-                said = (_BESIDE, self.number, 100 * differs) if beside > same else (_SCALED, self.number, factor)
+                said = (_SCALED, self.number, factor) if beside <= same else (_BESIDE, self.number, 100 * differs)
                 logger.warning(*said)
             settings = self.settings
             if settings.action.mode == "mask":
