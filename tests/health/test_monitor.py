@@ -51,6 +51,14 @@ def test_a_share_that_is_logged_is_left_as_it_is_and_there_is_none_where_rollout
     assert observed([("a", 1.0), ("a", 0.0), ("b", 1.0)])[SHARE] < 1  # of some prompts there are more
 
 
+def test_rollouts_that_are_not_compared_are_not_judged_by_what_a_filter_tells():
+    made = monitor(compares_rollouts=False)
+    for step in range(1, 9):
+        found = {**CALM, SHARE: 1.0}
+        made.observe(batch_of(PAIRS), found, step)
+    assert found["health/state"] == 0
+
+
 def test_a_failure_is_logged_and_counted_and_the_step_goes_on(caplog):
     made, nobody = monitor(), BatchView(batch_of(PAIRS).tensors, {})
     for step in (1, 2):

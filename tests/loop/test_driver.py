@@ -101,7 +101,10 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     resumed.load_state(json.loads(json.dumps(made.state())))
     ours, theirs = (each.before_update([16], 6) for each in (made, resumed))
     assert (ours.thresholds, ours.typical) == (theirs.thresholds, theirs.typical) and ours.typical
-    old = {name: value for name, value in made.state().items() if name != "scale"}
+    made._quiet_until = 9
+    resumed.load_state(json.loads(json.dumps(made.state())))
+    assert resumed.before_update([16], 8).max_events == 0, "a cooldown goes on, too"
+    old = {name: value for name, value in made.state().items() if name not in ("scale", "quiet_until")}
     resumed = driver(tmp_path)
     resumed.load_state(old)
     assert resumed.before_update([16], 6).typical == {}, "a checkpoint from before there was one"

@@ -21,6 +21,13 @@ def test_counts_add_up_and_norms_are_the_largest(whose):
     assert math.isnan(found[f"{whose}norm_after"]), "what is not finite is the largest"
 
 
+def test_of_several_steps_of_a_log_the_worst_health_is_told():
+    assert joined([{"health/state": 2, "health/reasons": 3}, {"health/state": 0, "health/reasons": 0}]) == {
+        "health/state": 2,
+        "health/reasons": 3,
+    }
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_belongs_together_is_of_the_update_nearest_its_threshold(order):
     near = {"gradloc/threshold": 8.0, "gradloc/norm_over_threshold": 2.0, "gradloc/healthy_norm": 0.1}

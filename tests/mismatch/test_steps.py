@@ -36,6 +36,7 @@ def test_every_nth_step_has_a_line_and_metrics(tmp_path):
     assert judge(batch(), labels, 1) == {}
     assert judge(batch(), labels, 2)["gradloc/mismatch_is_noise"] == 1
     assert judge(batch(lag=1), labels, 4)["gradloc/mismatch_is_noise"] == 0
+    assert judge(batch(lag=1), labels, 4) == {}, "the second update of a step in stages"
     lines = [json.loads(line) for line in (tmp_path / "gradloc" / "mismatch.jsonl").read_text().splitlines()]
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "noise"), (4, "shift")]
 

@@ -105,10 +105,12 @@ def test_losses_of_the_stages_add_up_and_other_values_stand_side_by_side():
     }
     for metrics in outputs.values():
         metrics["gradloc/spikes"] = [1]
+        metrics |= {"gradloc/skip_step/skipped": [1, 0], "actor/pg_clipfrac": [0.5, 0.25]}
     _, metrics = updated(outputs=outputs)
     assert (metrics["actor/pg_loss"], metrics["actor/kl_loss"]) == ([11.0, 22.0], [[5.0], [10.0]])
     assert (metrics["actor/grad_norm"], metrics["other"]) == ([3.0, 5.0], [1])
-    assert metrics["gradloc/spikes"] == [2]
+    assert (metrics["gradloc/spikes"], metrics["gradloc/skip_step/skipped"]) == ([2], [2, 0])
+    assert metrics["actor/pg_clipfrac"] == [1.0, 0.5]
     assert (metrics["lopti/low/pg_loss"], metrics["lopti/high/grad_norm"]) == ([1.0, 2.0], [5.0])
     assert "lopti/low/other" not in metrics
     shares = [metrics[f"lopti/{stage}/share"] for stage in ("low", "high")]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouping rollouts, and choosing which groups to train on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from gradloc.rollout_filter.choose import advantage_scale, best_run, fill_up, rank
+from gradloc.rollout_filter.choose import advantage_scale, best_run, fill_up, kept_groups, rank
 from gradloc.rollout_filter.config import FilterSettings
 from gradloc.rollout_filter.groups import GroupStatistics, group_rows
 
@@ -27,6 +29,13 @@ def kept(groups, **given):
     best_first, num_candidates = rank(groups, settings)
     assert sorted(best_first) == list(range(len(groups)))
     return best_run(groups, best_first[:num_candidates], settings).tolist()
+
+
+def test_groups_of_one_have_no_variance_to_tell_of():
+    for sizes, is_told in (([1, 1], False), ([2, 2], True)):
+        metrics, groups = {}, replace(make([0.0, 0.0]), sizes=np.array(sizes))
+        assert kept_groups(groups, FilterSettings(), 1, metrics) is None
+        assert bool(metrics) == is_told
 
 
 def test_rows_of_a_prompt_need_not_stand_together():

@@ -176,6 +176,26 @@ def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch, place):
     assert message["path"].startswith(str(tmp_path)) and message["global_step"] == 5
 
 
+def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HOOK", server.url)
+    teller = Teller(NotifyConfig(min_interval_s=300, webhook="env:HOOK"), tmp_path)
+    for step in (5, 6, 7):
+        teller.tell([(event(), "")], step)
+    teller.finish()
+    assert ["(and 1 more" in message["text"] for _, message in server.received] == [False, True]
+
+
+def test_after_an_alert_that_failed_the_next_event_is_told_at_once(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HOOK", f"{server.url}/broken")
+    teller = Teller(NotifyConfig(min_interval_s=300, webhook="env:HOOK"), tmp_path)
+    teller.tell([(event(), "")], 5)
+    teller.finish()
+    monkeypatch.setenv("HOOK", f"{server.url}/whole")
+    teller.tell([(event(), "")], 6)
+    teller._alerts.finish()
+    assert server.received[-1][0] == "/whole"
+
+
 def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, monkeypatch, capsys):
     monkeypatch.setenv("HOOK", server.url)
     teller = Teller(NotifyConfig(min_interval_s=0, webhook="env:HOOK"), tmp_path)
