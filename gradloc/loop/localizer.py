@@ -380,10 +380,12 @@ class Localizer:
             return ""
         allowed = (found.error_bound or 0.0) + _APART * found.norm_after
         (off,) = self.ranks.max([abs(float(masked) - found.norm_after)])
-        told = (
-            f"{found.norm_after:.4g} by the certificate, {float(masked):.4g} run again: .grad lacks a micro-batch, say"
+        if off <= allowed:
+            return ""
+        return (
+            f"masking is not possible: run without the culprits the norm is {float(masked):.4g}, and "
+            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
         )
-        return "" if off <= allowed else f"masking is not possible: the norm without the culprits is {told}"
 
     def _gather(
         self, policy: Policy, spike: Spike, action: Action, step: HostStep, finding: SearchResult, squares: torch.Tensor
