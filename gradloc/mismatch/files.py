@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _columns(files: list[Path]) -> Columns:
     for file, table in zip(files, tables, strict=True):
         for name, rows in _whole(file, _rows, {name: table[name] for name in names}).items():
             whole[name] += rows
-    return _made(whole)
+    return _whole(files[0], _made, whole)
 
 
 def _whole(file: Path, reader: Callable[[Any], Mapping[str, Any]], given: Any) -> Mapping[str, Any]:
@@ -115,7 +116,7 @@ def _whole(file: Path, reader: Callable[[Any], Mapping[str, Any]], given: Any) -
         return reader(given)
     except MismatchError:
         raise
-    except (ValueError, TypeError, LookupError, OSError, BadZipFile) as error:
+    except (ValueError, TypeError, LookupError, OSError, EOFError, BadZipFile, zlib.error, csv.Error) as error:
         raise MismatchError(f"{file} cannot be read ({error}): it may be cut short, or another kind of file.") from None
 
 
@@ -145,7 +146,7 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
             mask[:] = False
     if ids is not None and any(len(a) != len(b) for a, b in zip(ids, rollout, strict=True)):
         ids = None  # of the whole sequence, beside log-probs of the response
-    begins = [int(mask.argmax()) for mask in masks]
+    begins = [int(mask.argmax()) if len(mask) else 0 for mask in masks]
     first = {name: [row[0] for row in table[name]] for name in ("prompt", "group") if name in table}
     if any(begins):
         first.setdefault("prompt", begins)
@@ -162,6 +163,7 @@ def _json_lines(file: Path) -> Mapping[str, Any]:
 
 
 def _csv(file: Path) -> Mapping[str, Any]:
+    csv.field_size_limit(2**31 - 1)  # a field may hold a whole text
     with file.open(newline="", encoding="utf-8-sig") as lines:
         head, *rows = csv.reader(lines)
     columns_ = zip(*rows, strict=True) if rows else [[]] * len(head)

@@ -55,7 +55,10 @@ def _value(hint: Any, raw: Any, where: str) -> Any:
     if hint is float:
         if isinstance(raw, bool) or not (isinstance(raw, int | float) or raw in _SPELLED):
             raise _wrong(where, "a number", raw)
-        return float(raw)
+        try:
+            return float(raw)
+        except OverflowError:
+            raise _wrong(where, "a number that a float can hold", raw) from None
     if hint in _SIMPLE and (not isinstance(raw, hint) or (hint is int and isinstance(raw, bool))):
         raise _wrong(where, _SIMPLE[hint], raw)
     return raw

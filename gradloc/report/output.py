@@ -36,8 +36,12 @@ def deliver(path: Path | None, text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; what UTF-8 cannot spell is replaced."""
+    """Writes a file whole or not at all, or to a device or pipe; what UTF-8 cannot spell is replaced."""
     check(path, None)
+    path = path.resolve()  # the file that a link names
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        return
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace", newline="\n")
     partial.replace(path)

@@ -74,6 +74,8 @@ def bounded(value: float | None, bound: float | None, digits: int = 4) -> tuple[
 
 def _up(value: float, digits: int) -> float:
     """Rounded up to so many significant digits, but never in its whole part."""
+    if not math.isfinite(value):
+        return value
     return float(Context(max(digits, len(str(int(value)))), ROUND_CEILING).create_decimal(repr(float(value))))
 
 

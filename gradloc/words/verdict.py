@@ -31,7 +31,7 @@ def _printable(text: str) -> str:
 
 def _where(event: Event) -> str:
     first = leader(event.culprits)
-    if first is None:
+    if first is None or not first.positions:
         return ""
     start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]
     what = f"the token {quote(first)} at position {position}"

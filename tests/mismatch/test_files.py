@@ -166,3 +166,40 @@ def test_a_million_tokens_are_judged_in_ten_seconds(tmp_path, capsys):
     began = time.process_time()
     assert main(["mismatch", str(tmp_path / "all.jsonl")]) == 0
     assert time.process_time() - began < 10
+
+
+def written(folder, rows, **columns):
+    """Six whole rows or more, a line each."""
+    known = {"rollout_logprobs": B, "trainer_logprobs": A}
+    lines = [{name: of[row].tolist() for name, of in known.items()} for row in range(16)]
+    lines += [{name: [] for name in known}] * rows
+    for line in lines:
+        line.update(columns)
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_an_empty_response_is_no_obstacle(tmp_path):
+    assert len(read(written(tmp_path, rows=1))["a"]) == B.size
+
+
+@pytest.mark.parametrize("columns", [{"prompt_length": None}, {"input_length": None}, {"uid": []}])
+def test_columns_that_say_nothing_are_refused_with_a_sentence(tmp_path, columns):
+    with pytest.raises(MismatchError, match="cannot be read"):
+        read(written(tmp_path, rows=0, **columns))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" + bytes(200)])
+def test_a_damaged_archive_is_refused_with_a_sentence(tmp_path, content):
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(MismatchError):
+        read(tmp_path / "a.npz")
+
+
+def test_a_field_of_a_table_may_be_long(tmp_path):
+    rows = [
+        f"{row},{b},{a},{'x' * 200_000 if not row else ''}" for row, (b, a) in enumerate(zip(B[0], A[0], strict=True))
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(["at,rollout_logprobs,trainer_logprobs,text", *rows * 16]) + "\n")
+    assert len(read(tmp_path / "a.csv")["a"]) == 16 * 40

@@ -123,6 +123,9 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
         (["LIST"], "is no YAML or JSON of settings by name"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
+        (["TRL", "gradloc={"], "is no YAML"),
+        (["TRL", "per_device_train_batch_size=abc"], "missing, 0 or no number"),
+        (["TRL", "per_device_train_batch_size=null"], "missing, 0 or no number"),
     ],
 )
 def test_what_is_no_config_is_refused_with_a_sentence(trl, tmp_path, capsys, words, said):
@@ -131,6 +134,30 @@ def test_what_is_no_config_is_refused_with_a_sentence(trl, tmp_path, capsys, wor
     assert main(["check", *(given.get(word, word) for word in words)]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", ["ppo_micro_batch_size_per_gpu=0", "ppo_mini_batch_size=0"])
+def test_a_size_of_0_is_refused_with_a_sentence(verl, capsys, wrong):
+    actor = "actor_rollout_ref.actor"
+    given = ["+gradloc=on", f"{actor}.ppo_mini_batch_size=4", f"{actor}.ppo_micro_batch_size_per_gpu=4"]
+    assert main(["check", *given, f"{actor}.{wrong}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.full
+def test_a_config_of_another_ending_is_itself_read_and_not_one_beside_it(verl, tmp_path, shown, capsys):
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    wrong = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {strategy: zzz, spike_detection: true}}\n"
+    (tmp_path / "run.yml").write_text(wrong)
+    assert main(["check", str(tmp_path / "run.yml")]) == 1 and "zzz" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [{"num_attention_heads": 0}, {"intermediate_size": None}])
+def test_a_model_whose_sizes_are_none_is_not_told_of(trl, shown, tmp_path, size):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 99} | size))
+    assert "memory" in lines(shown("check", trl(model_name_or_path=str(tmp_path))))
 
 
 ALONE = """

@@ -18,6 +18,7 @@ LEVELS = {
     "KL": ("actor/kl_loss", 0.01),
 }
 BROKEN = {"label": "non_finite_weights", "reason": "2", "numbers": {}, "names": [], "places": []}
+MASKED = {"trigger": {"grad_norm": "NaN"}, "action": {"requested": "mask", "taken": "mask", "reason": ""}}
 NOT_TAKEN = [{"action": {"requested": taken, "taken": taken, "reason": ""}} for taken in ("skip", "abort")]
 
 
@@ -53,6 +54,9 @@ def spiky(name: str) -> list[tuple[int, float]]:
         ({"culprits": [], "cause": BROKEN}, series(last=STEP), "yes", []),
         *((changes, series(last=STEP), "no", []) for changes in [*NOT_TAKEN, {"trigger": {"grad_norm": "NaN"}}]),
         *((changes, series(reward=0.03), "yes", ["reward"]) for changes in NOT_TAKEN),
+        ({"trigger": {"grad_norm": "NaN"}, "consequence": {"is_taken": True}}, series(last=STEP), "yes", []),
+        (MASKED, series(), "no", []),
+        (MASKED, series(last=STEP + 2), "not yet known", []),
     ],
 )
 def test_what_came_after_says_whether_it_hurt(found, known, answer, worse):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .. import output
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
@@ -106,6 +107,9 @@ def _three_steps(args) -> int:
     missing = [name for name, value in {**folders, "--mode": args.mode, "--out": args.out}.items() if value is None]
     if missing:
         raise ReportError(f"the figure of three steps also needs {', '.join(missing)}.")
+    output.check(args.out, None)
+    if args.out.suffix not in (".png", ".svg"):
+        raise ReportError(f"--out {args.out} must end in .png or .svg.")
     analyses = [from_json(_metrics_file(folder)) for folder in folders.values()]
     if not set.intersection(*(set(analysis.buckets) for analysis in analyses)):
         raise ReportError("the three steps have no bucket in common.")

@@ -7,6 +7,8 @@ Imports neither torch nor a trainer: the refusals are those of the trainer's sta
 import argparse
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -87,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
 # ---- what the config says
 
+_WRONG_KINDS = (TypeError, AttributeError, ZeroDivisionError)
+"""What reckoning with a wrong setting raises."""
+
 
 def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
     is_file = "=" not in first or Path(first).is_file()
@@ -121,12 +126,18 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     if path is None and verl_configs is None:
         raise ReportError("verl is not installed here: name a config that a run has written.")
     folder, name = (verl_configs, "ppo_trainer") if path is None else (path.resolve().parent, path.stem)
-    search = path is not None and verl_configs is not None and "searchpath" not in path.read_text(encoding="utf-8")
-    given = [f"hydra.searchpath=[file://{verl_configs}]"] * search + list(overrides)
+    is_copied = path is not None and path.suffix != ".yaml"  # all that Hydra looks for; JSON is YAML, too
+    found = [f"file://{place}" for place in ([folder] * is_copied + [verl_configs]) if place is not None]
+    search = path is not None and found and "searchpath" not in path.read_text(encoding="utf-8")
+    given = [f"hydra.searchpath=[{','.join(found)}]"] * bool(search) + list(overrides)
     try:
         refuse_unknown_overrides(overrides)
-        with initialize_config_dir(str(folder), version_base=None):
-            config = compose(name, given)
+        with tempfile.TemporaryDirectory() as copied:
+            if path is not None and is_copied:
+                shutil.copyfile(path, Path(copied, f"{name}.yaml"))
+                folder = Path(copied)
+            with initialize_config_dir(str(folder), version_base=None):
+                config = compose(name, given)
     except SystemExit as error:
         return Checked("verl", None, [], str(error), None)
     except (HydraException, OmegaConfBaseException) as error:
@@ -134,8 +145,9 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         raise ReportError(f"Hydra cannot make a config of this: {one_line(why, 300)}") from None
     if "actor_rollout_ref" not in config:
         raise ReportError(f"{path} has no actor_rollout_ref: it is no config of verl's PPO trainer.")
-    trainer = f"verl {'0.9' if is_engine(config) else '0.7'}, {config.actor_rollout_ref.actor.strategy}"
+    trainer = "verl"
     try:
+        trainer = f"verl {'0.9' if is_engine(config) else '0.7'}, {config.actor_rollout_ref.actor.strategy}"
         asked = asked_of(config, tables_for(config) if is_engine(config) else ["0.7"])
         on = [*asked.features, *["trainer.health.enable"] * (asked.health is not None)]
         return Checked(trainer, asked.settings, on, "", plan_of(config))
@@ -144,6 +156,8 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         raise ReportError(f"{path or 'the config'} cannot be read: {one_line(why, 300)}.") from None
     except ValueError as error:
         return Checked(trainer, None, [], str(error), None)
+    except _WRONG_KINDS as error:
+        raise ReportError(f"{path or 'the config'} has a setting that is missing, 0 or no number ({error}).") from None
 
 
 def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
@@ -156,7 +170,10 @@ def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> C
         key, is_set, value = override.partition("=")
         if not is_set:
             raise ReportError(f"an override must be KEY=VALUE, found {override}.")
-        content[key.lstrip("-")] = yaml.safe_load(value)
+        try:
+            content[key.lstrip("-")] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ReportError(f"the override {override} is no YAML behind its =: quote it.") from None
     try:
         settings = settings_of(content.get("gradloc", "observe"), str(content.get("output_dir", "trainer_output")))
         health = health_of(content.get("health", False))
@@ -164,8 +181,12 @@ def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> C
             refuse(setup_of(content, gpus), settings)
     except (ValueError, TypeError) as error:
         return Checked("TRL", None, [], str(error), None)
+    try:
+        plan = plan_of(content, gpus, min(gpus, 8))
+    except (ValueError, *_WRONG_KINDS) as error:
+        raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
     on = ["gradloc"] * (settings is not None) + ["health"] * (health is not None)
-    return Checked("TRL", settings, on, "", plan_of(content, gpus, min(gpus, 8)))
+    return Checked("TRL", settings, on, "", plan)
 
 
 # ---- what a search takes
@@ -177,9 +198,12 @@ def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[st
     if isinstance(model, str):
         said.append(("memory", f"not told: {model}"))
     else:
-        trained = model.adapted(plan.adapters) if plan.adapters else 1.0
-        told = forecast(model, replace(plan.layout, trained=trained), plan.load)
-        said += _memory(model, plan, told, args.card * 2**30)
+        try:
+            trained = model.adapted(plan.adapters) if plan.adapters else 1.0
+            told = forecast(model, replace(plan.layout, trained=trained), plan.load)
+            said += _memory(model, plan, told, args.card * 2**30)
+        except _WRONG_KINDS as error:
+            said.append(("memory", f"not told: a size in the model's config.json is missing, 0 or no number ({error})"))
     return [*said, ("stall", _stall(plan, settings, args.seconds))]
 
 
@@ -193,8 +217,8 @@ def _model(name: str) -> Model | str:
         return f"no config.json at {name or 'the model'}: name a folder or a size by --model"
     try:
         return model_of(path.parent.name, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, AttributeError) as error:
-        return str(error)
+    except (ValueError, *_WRONG_KINDS) as error:
+        return f"{path}: {error}"
 
 
 def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 """``gradloc-report trigger METRICS``: which steps of a run the trigger would have flagged, with these settings."""
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -85,7 +86,9 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
             name = run.name
             if len(folder.runs) == 1:
                 name = str(path) if path.stem in runs else path.stem
-            runs[one_line(name)] = diagnosis = diagnose(run, settings)
+            again = (f"{path}: {run.name}" + f" ({count})" * (count > 1) for count in itertools.count(1))
+            names = map(one_line, itertools.chain([name], again))
+            runs[next(one for one in names if one not in runs)] = diagnosis = diagnose(run, settings)
             notes += diagnosis.limits
     return runs, notes
 

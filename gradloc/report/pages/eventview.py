@@ -242,7 +242,7 @@ def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
     share, error = list(sequence.share), list(sequence.share_error or [0.0] * len(sequence.share))
     for culprit in event.culprits:
         is_here = tokens.is_same(culprit, sequence) and len(culprit.positions) == 1
-        if is_here and culprit.positions[0] < len(share) and culprit.share is not None:
+        if is_here and culprit.positions[0] < min(len(share), len(error)) and culprit.share is not None:
             share[culprit.positions[0]] = culprit.share
             error[culprit.positions[0]] = culprit.share_error or 0.0
     return replace(sequence, share=tuple(share), share_error=tuple(error) if sequence.share_error else None)

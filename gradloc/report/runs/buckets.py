@@ -96,7 +96,7 @@ def read_steps(path: Path, folder: str, parse: Callable[[dict], Any]) -> Found:
             analysis = parse(record)
             if analysis is not None:
                 analyses[int(record["global_step"])] = analysis
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             notes.append(f"{file.name} cannot be read ({error}) and was left out.")
     return analyses, notes
 

@@ -92,7 +92,7 @@ def read_run(
     if not path.is_dir() or pattern is not None:
         return read_logs([path], metric, pattern=pattern)
     if path.parent.name == "events" and (path / "meta.json").is_file():
-        return _one_event(path, metrics_path)
+        return _one_event(path, metrics_path, metric)
     events_file = _events_file(path)
     if events_file is None:
         return read_logs([metrics_path or path], metric, path)
@@ -142,9 +142,9 @@ def _when(event: Event) -> tuple[int, int, int]:
     return event.step.global_step, event.step.epoch, event.step.mini_batch
 
 
-def _one_event(folder: Path, metrics_path: Path | None) -> RunFolder:
+def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> RunFolder:
     """The run of an event's folder, with that event alone."""
-    run = read_run(folder.parent.parent, metrics_path)
+    run = read_run(folder.parent.parent, metrics_path, metric)
     run.events = [event for event in run.events if event.folder and Path(event.folder).name == folder.name]
     if not run.events:
         raise ReportError(
@@ -171,7 +171,7 @@ def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None
     try:
         _add_runs(run, [named or run.path], metric)
     except ReportError:
-        if named is not None:
+        if named is not None or metric is not None:
             raise
     if not run.runs and run.events_root == run.path:
         # the events' folder was named: the metrics usually lie one folder up, beside it

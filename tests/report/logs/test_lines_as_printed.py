@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import subprocess
 
 import pytest
 
@@ -180,6 +181,29 @@ def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, shown, refused):
     other.write_text("".join(f"step {step} | loss: 2.0 | grad_norm: 0.5\n" for step, _ in norms()))
     log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
     assert f"gradloc-report health {log}\n" in shown(other, log)
+
+
+def test_runs_of_one_name_in_two_folders_are_two_in_the_trigger_s_list(tmp_path, shown):
+    for folder, factor in (("a", 1), ("b", 1000)):
+        (tmp_path / folder).mkdir()
+        for seed in (1, 2):
+            rows = [f"step {step} | loss: 2.0 | grad_norm: {seed * norm / factor}" for step, norm in norms()]
+            (tmp_path / folder / f"s{seed}.log").write_text("\n".join(rows) + "\n")
+    said = shown("trigger", tmp_path / "a", tmp_path / "b", tmp_path / "b")
+    assert said.count(" flagged (") == 6
+
+
+def test_output_goes_into_a_pipe_and_through_a_link(tmp_path, shown):
+    log, target, link = tmp_path / "a.log", tmp_path / "target.md", tmp_path / "link.md"
+    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
+    target.write_text("")
+    link.symlink_to(target)
+    shown(log, "--format", "md", "-o", link)
+    assert link.is_symlink() and "Step 40" in target.read_text()
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
+        shown(log, "--format", "md", "-o", tmp_path / "pipe")
+        assert "Step 40" in reader.stdout.read() and (tmp_path / "pipe").is_fifo()
 
 
 def test_an_export_of_a_log_says_what_happened(tmp_path, shown):
