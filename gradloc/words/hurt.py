@@ -74,12 +74,13 @@ def did_it_hurt(event: Event, series: Series) -> Hurt:
     if cause and cause.label == "non_finite_weights":
         return Hurt("yes", "The weights are not finite: no later step can be.", parts)
     taken, consequence = event.action.taken, event.consequence
+    is_left = taken in ("skip", "abort")
     is_broken = norm is not None and not math.isfinite(norm) and taken not in ("mask", "heal")
-    if is_broken and taken not in ("skip", "abort") and consequence is not None and consequence.is_taken:
+    if is_broken and not is_left and consequence is not None and consequence.is_taken:
         return Hurt("yes", "The optimizer took a step that is not finite.", parts)
     if worse:
         return Hurt("yes", " ".join(_went(part) for part in worse), parts)
-    if taken in ("skip", "abort") or is_broken:
+    if is_left or is_broken:
         return Hurt("no", "The step was not taken.", parts)
     if known:
         titles = listed([part.title for part in known])

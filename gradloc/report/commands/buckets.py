@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import output
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
@@ -107,14 +106,14 @@ def _three_steps(args) -> int:
     missing = [name for name, value in {**folders, "--mode": args.mode, "--out": args.out}.items() if value is None]
     if missing:
         raise ReportError(f"the figure of three steps also needs {', '.join(missing)}.")
-    output.check(args.out, None)
-    if args.out.suffix not in (".png", ".svg"):
-        raise ReportError(f"--out {args.out} must end in .png or .svg.")
     analyses = [from_json(_metrics_file(folder)) for folder in folders.values()]
     if not set.intersection(*(set(analysis.buckets) for analysis in analyses)):
         raise ReportError("the three steps have no bucket in common.")
-    save(three_steps(analyses, f"{args.mode.upper()}: gradient by reward variance"), args.out)
-    print(args.out)
+    out = args.out if args.out.suffix else args.out.with_suffix(".png")
+    if args.out.is_dir() or out.suffix not in (".png", ".svg"):
+        raise ReportError(f"--out must be a file that ends in .png or .svg, found {args.out}.")
+    save(three_steps(analyses, f"{args.mode.upper()}: gradient by reward variance"), out)
+    print(out)
     return 0
 
 

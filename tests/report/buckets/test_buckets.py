@@ -141,6 +141,9 @@ def test_three_steps_make_one_figure_of_their_common_buckets(tmp_path, monkeypat
         names.append(f"--step{step}-dir={files}")
     shown("buckets", "--mode", "ppo", *names, "--out", out)
     assert min(size(out)) > 200
+    assert (
+        shown("buckets", "--mode", "ppo", *names, "--out", out.with_name("other")) == f"{out.with_name('other.png')}\n"
+    )
 
 
 def test_steps_with_no_common_bucket_are_refused(tmp_path, refused):
