@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .columns import Columns, MismatchError, columns
 
+Made = TypeVar("Made")
 NAMES = {
     "rollout": ("rollout_log_probs", "rollout_logprobs", "inference_logprobs", "generation_logprobs", "rollout_logps",
                 "sampling_per_token_logps", "sampling_logprobs", "vllm_logprobs", "rollout"),
@@ -110,7 +111,7 @@ def _columns(files: list[Path]) -> Columns:
     return _whole(files[0], _made, whole)
 
 
-def _whole(file: Path, reader: Callable[[Any], Mapping[str, Any]], given: Any) -> Mapping[str, Any]:
+def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
     """What a reader makes of what the file gives, or in a sentence why nothing."""
     try:
         return reader(given)
