@@ -68,7 +68,7 @@ class LoopSettings(DemoSettings):
     """Of the demo in a plain loop."""
 
     weight: float = setting(1000.0, _ANY_NUMBER)
-    """Of the damaged token; that of the others is 1. nan is a number, too."""
+    """Loss weight of the damaged token; the others have 1. May be nan."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TrlSettings(DemoSettings):
     first_step: int = setting(3, integer(1))
     last_step: int = setting(6, integer(1))
     advantage: float = setting(300000.0, _ANY_NUMBER)
-    """A healthy token has about 1. nan is a number, too."""
+    """Of the damaged token; a healthy one has about 1. May be nan."""
     tau: float = setting(640.0, POSITIVE)
     """The published per-token threshold."""
 

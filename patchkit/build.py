@@ -347,7 +347,9 @@ def _run(made: Parser, options: argparse.Namespace) -> None:
                 write_file(overrides / place.relative_to(copy), place.read_bytes())
         record, patch = target.state_folder / APPLIED, built[f"verl-{target.version.removesuffix('.dev')}.patch"]
         if all(read_plain(target.root, path).blob == file.after for path, file in parse(patch).items()):
-            with contextlib.suppress(OSError):  # of another user's; the next edit is told from this one by it
+            with contextlib.suppress(
+                OSError
+            ):  # it may be another user's; with it, the next edit is not taken for this one
                 if record.is_file():
                     write_file(record, patch)
         for line in capped(said):

@@ -134,7 +134,7 @@ class Teller:
             self._alerts.submit("gradloc.notify.webhook", partial(self._sent, webhook))
 
     def _sent(self, alert: Callable[[], None]) -> None:
-        """Send an alert; after one that fails the next event is told at once."""
+        """Send an alert. If that fails, the next event is not held back."""
         try:
             alert()
         except Exception:

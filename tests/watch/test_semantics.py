@@ -309,11 +309,11 @@ def test_a_part_that_passes_by_is_said_and_not_masked_away(tmp_path, caplog):
     assert event["action"]["taken"] == "skip" and made.norms[SPIKE - 1] == 0.0
 
 
-@pytest.mark.parametrize("of_first", [1.0, 0.0], ids=["healthy", "zero"])
-def test_a_part_that_passes_by_later_is_seen_too(tmp_path, caplog, of_first):
+@pytest.mark.parametrize("first_factor", [1.0, 0.0], ids=["healthy", "zero"])
+def test_a_part_that_passes_by_later_is_seen_too(tmp_path, caplog, first_factor):
     class Warming(Loop):
         def micro_batch(self, x, mask, weight):
-            factor, beside = (1.0, self.model.head.weight.square().mean()) if self.norms else (of_first, 0.0)
+            factor, beside = (1.0, self.model.head.weight.square().mean()) if self.norms else (first_factor, 0.0)
             (-(self.log_probs(x, mask) * mask * weight).sum() * factor / 96 + beside).backward()
 
     Warming(tmp_path, "mask", **TAU).run()

@@ -25,7 +25,8 @@ def test_standard_input_is_read(tmp_path, shown, monkeypatch):
     log.write_text("".join(f"step:{step} - actor/grad_norm:{900.0 if step == 20 else 1.0}\n" for step in range(1, 31)))
     with log.open() as stream:
         monkeypatch.setattr("gradloc.report.logs.formats.stdin", stream)
-        assert "Step 20: gradient norm 900, 900 times normal (1)." in shown("-")
+        said = shown("-", "--metric", "actor/grad_norm")
+    assert "Step 20: gradient norm 900, 900 times normal (1)." in said and "Next:" not in said, "it is read but once"
 
 
 @pytest.mark.full
