@@ -20,7 +20,7 @@ def _wandb(client: Any, events: list[Event], step: int) -> None:
     if client.run is None:
         return
     paragraphs = "".join(f"<p>{html.escape(_verdict(event))}</p>" for event in events)
-    payload = {_VERDICT: client.Html(paragraphs), _CULPRITS: client.Table(list(COLUMNS), table_rows(events))}
+    payload = _by_model(events, client.Html(paragraphs), client.Table(list(COLUMNS), table_rows(events)))
     # with its step given, the entry is joined with the step's metrics, which the trainer logs later
     client.log(payload, step=step)
 
@@ -35,7 +35,8 @@ def _swanlab(client: Any, events: list[Event], step: int) -> None:
     table = client.echarts.Table()
     rows = [["" if cell is None else cell for cell in row] for row in table_rows(events)]
     table.add(headers=list(COLUMNS), rows=rows)
-    client.log({_VERDICT: client.Text("\n".join(_verdict(event) for event in events)), _CULPRITS: table}, step=step)
+    verdict = client.Text("\n".join(_verdict(event) for event in events))
+    client.log(_by_model(events, verdict, table), step=step)
 
 
 def _clearml(client: Any, events: list[Event], step: int) -> None:
@@ -58,7 +59,7 @@ def _trackio(client: Any, events: list[Event], step: int) -> None:
     trackio = _trackio_module(client)
     table = trackio.Table(dataframe=pd.DataFrame(table_rows(events), columns=list(COLUMNS)))
     text = trackio.Markdown("\n\n".join(_escape_markdown(_verdict(event)) for event in events))
-    trackio.log({_VERDICT: text, _CULPRITS: table}, step=step)
+    trackio.log(_by_model(events, text, table), step=step)
 
 
 def _file(client: Any, events: list[Event], step: int) -> None:
@@ -136,6 +137,12 @@ ALERTS: dict[str, Callable[[Any, str, str], None]] = {
 def _trackio_module(client: Any) -> Any:
     """verl 0.7 has the module for its client, 0.9 an adapter around it."""
     return getattr(client, "trackio", client)
+
+
+def _by_model(events: list[Event], verdict: Any, culprits: Any) -> dict[str, Any]:
+    """For trackers that join what a step logs: a critic has names of its own, as in ``gradloc/critic_spikes``."""
+    prefix = "gradloc/critic_" if events[0].model == "critic" else "gradloc/"
+    return {f"{prefix}verdict": verdict, f"{prefix}culprits": culprits}
 
 
 def _verdict(event: Event) -> str:

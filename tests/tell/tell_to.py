@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells one event to one real tracker, opened by verl's own Tracking: ``tell_to.py NAME TRACKING_PY ROOT``.
+"""Tells one real tracker, opened by verl's Tracking, of each model: ``tell_to.py NAME TRACKING_PY ROOT MODEL...``.
 
 A process of its own, in an empty folder: these clients keep state, patch libraries and write where they stand.
 """
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def open_tracking(name: str, tracking_py: str):
     return module.Tracking("tests", "tell", name, config={"trainer": {"n": 1}})
 
 
-def main(name: str, tracking_py: str, root: str) -> None:
+def main(name: str, tracking_py: str, root: str, *models: str) -> None:
     event = read(Event, make_event())
     folder = Path(root) / event.folder
     folder.mkdir(parents=True)
@@ -35,7 +36,8 @@ def main(name: str, tracking_py: str, root: str) -> None:
     teller = Teller(NotifyConfig(tracker_alerts=True, timeout_s=60), Path(root))
     teller.trackers = tracking.logger
     before = random.getstate(), np.random.get_state()[1].tolist()
-    teller.tell([(event, "")], 5)
+    for model in models:
+        teller.tell([(replace(event, model=model), "")], 5)
     teller.finish()
     after = random.getstate(), np.random.get_state()[1].tolist()
     if name != "trackio":  # verl 0.7.0's own call has an argument that today's trackio does not know

@@ -35,15 +35,15 @@ def contents(folder: Path) -> bytes:
 
 @pytest.fixture
 def tell_to(base_tree, tmp_path):
-    """``tell_to(name, **variables)``: tells one event; returns the folder in which the client stood."""
+    """``tell_to(name, **variables)``: tells an event of each model; returns the folder in which the client stood."""
 
-    def tell(name: str, module: str | None = None, **variables: str) -> Path:
+    def tell(name: str, module: str | None = None, models: tuple[str, ...] = ("actor",), **variables: str) -> Path:
         if module is not None and importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install -r requirements/trackers.txt")
         here = tmp_path / "here"
         here.mkdir()
         command = [sys.executable, str(ROOT / "tests/tell/tell_to.py"), name]
-        command += [str(base_tree / "verl/utils/tracking.py"), str(tmp_path / "events")]
+        command += [str(base_tree / "verl/utils/tracking.py"), str(tmp_path / "events"), *models]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(here), **variables}
         done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -77,10 +77,11 @@ def test_file(tell_to):
 
 
 def test_wandb(tell_to):
-    here = tell_to("wandb", "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
-    (html,) = here.rglob("*.html")
-    assert VERDICT in html.read_text()
-    (table,) = here.rglob("*.table.json")
+    here = tell_to("wandb", "wandb", ("actor", "critic"), WANDB_MODE="offline", WANDB_SILENT="true")
+    (html,) = here.rglob("gradloc/verdict_*.html")
+    (critics,) = here.rglob("gradloc/critic_verdict_*.html")  # both stay: W&B joins what a step logs
+    assert VERDICT in html.read_text() and VERDICT in critics.read_text()
+    (table,) = here.rglob("gradloc/culprits_*.table.json")
     assert json.loads(table.read_text())["data"][0][2] == TOKEN
     (log,) = here.rglob("*.wandb")
     assert b"gradloc-event" in log.read_bytes() and b"sequences.json" in contents(here)
