@@ -18,16 +18,9 @@ NORMS = st.floats(0, 100) | st.just(math.nan) | st.none()
 
 
 def decided(
-    limits,
-    num_masked=1,
-    verdict="explained",
-    after=1.0,
-    kind="fixed",
-    num_tokens=1000,
-    obstacle=None,
-    healed_by=None,
+    limits, num_masked=1, verdict="explained", after=1.0, kind="fixed", num_tokens=1000, obstacle=None, healed_by=None,
     threshold=5.0,
-):
+):  # fmt: skip
     spike = Spike(kind, 90.0, threshold, 1.0, num_tokens)
     tokens = [Token(0, 0, number) for number in range(num_masked)]
     certificate = Certificate(90.0, after, 0.0, threshold, "swap", verdict, "for this")

@@ -4,19 +4,7 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import (
-    COPIES,
-    MODELS,
-    PCIE,
-    PINNING,
-    WAYS,
-    Layout,
-    Load,
-    Model,
-    forecast,
-    logit_bytes,
-    model_of,
-)
+from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, WAYS, Layout, Load, forecast, logit_bytes, model_of
 from tests.world import World
 
 BASE = {
@@ -139,7 +127,8 @@ def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time
 )
 def test_a_wide_layer_s_backward_is_a_micro_batch_s_peak(layout, gathered):
     """Ten positions in bfloat16: what two layers keep, the last one again, its gradients, and what is gathered."""
-    model = Model("wide", layers=2, width=8, inner=64, queries=8, keys=4, vocabulary=16)
+    sizes = {"hidden_size": 8, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = model_of("wide", sizes | {"num_key_value_heads": 1, "vocab_size": 16})
     norms, attention, mlp = 2 * (4 + 2 * 2) * 8, 2 * (3 * 8 + 2 * 4), 2 * 4 * 64
     layer, kept = 10 * (norms + attention + mlp), 2 * 10 * 2 * 8
     wanted = kept + layer + 2 * (8 * 64) + 2 * 10 * 2 * 64 + gathered
