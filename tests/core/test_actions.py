@@ -18,11 +18,12 @@ NORMS = st.floats(0, 100) | st.just(math.nan) | st.none()
 
 
 def decided(
-    limits, num_masked=1, verdict="explained", after=1.0, kind="fixed", num_tokens=1000, obstacle=None, healed_by=None
-):
-    spike = Spike(kind, 90.0, 5.0, 1.0, num_tokens)
+    limits, num_masked=1, verdict="explained", after=1.0, kind="fixed", num_tokens=1000, obstacle=None, healed_by=None,
+    threshold=5.0,
+):  # fmt: skip
+    spike = Spike(kind, 90.0, threshold, 1.0, num_tokens)
     tokens = [Token(0, 0, number) for number in range(num_masked)]
-    certificate = Certificate(90.0, after, 0.0, 5.0, "swap", verdict, "for this")
+    certificate = Certificate(90.0, after, 0.0, threshold, "swap", verdict, "for this")
     return decide(limits, spike, certificate, tokens, obstacle, healed_by)
 
 
@@ -53,6 +54,7 @@ def test_a_step_is_masked_only_where_that_helps_and_leaves_enough(num_masked, ve
         ({"num_masked": 0}, "there is no token to mask: for this"),
         ({"verdict": "not_explained"}, "masking the culprits would not help: for this"),
         ({"verdict": "undecided", "after": 5.0}, "masking the culprits would not help: for this"),
+        ({"verdict": "undecided", "after": 0.5, "threshold": None}, "masking the culprits would not help: for this"),
         ({"num_masked": 65, "num_tokens": 10**6}, "65 tokens would be masked, action.max_masked_tokens allows 64"),
         ({"num_masked": 6, "num_tokens": 100}, "6.0% of the tokens would be masked, action.max_masked_share allows"),
         ({"num_tokens": 0}, "100.0% of the tokens would be masked"),

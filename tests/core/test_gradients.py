@@ -174,6 +174,24 @@ def test_a_plain_models_gradients_are_added_kept_and_put_back(on_host):
     assert space.are_summed
 
 
+def test_a_shard_that_was_kept_on_the_host_comes_back_as_the_engine_s_own(group):
+    module = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    module(torch.ones(1, 3)).sum().backward()
+    space, before = GradientSpace(module), [param.grad for param in module.parameters()]
+    space.keeps_on_host = True
+    space.put(space.keep())
+    assert all(isinstance(param.grad, DTensor) for param in module.parameters())
+    assert all(map(torch.equal, map(local_shard, space.current()), map(local_shard, before)))
+
+
+def test_an_engine_with_its_own_parameters_sums_replicas_gradients_unless_it_says_otherwise():
+    class Engine(GradientSpace):
+        def __init__(self):
+            self._hold([("weight", torch.nn.Parameter(torch.ones(2)))], [], (None, None), None)
+
+    assert Engine().are_summed
+
+
 def test_the_weights_square_is_exact_in_float64():
     torch.manual_seed(0)
     module = torch.nn.Linear(100, 100)

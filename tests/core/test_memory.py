@@ -108,6 +108,7 @@ def test_a_way_that_needs_more_of_the_host_than_there_is_is_not_taken():
     ("files", "free"),
     [
         ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1\ninactive_file 200"}, 500),
+        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1"}, 300),
         ({"memory.max": "max", "memory.current": "700", "memory.stat": "anon 1"}, math.inf),
         (
             {
@@ -319,10 +320,11 @@ def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(mo
         reset_peak_memory_stats=lambda device: asked.append(device),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    for device, most in ((torch.device("cuda", 1), (7, 5)), (torch.device("cpu"), (0, 0))):
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("pinned blocks"), raising=False)
+    for device, most in ((torch.device("cpu"), (0, 0)), (torch.device("cuda", 1), (7, 5))):
         assert memory.peak_of(device) == most
         memory.reset_peak(device)
         room = object.__new__(Room)
         room._space, room.device, room._moved = SimpleNamespace(), device, [(torch.ones(2), torch.ones(2))]
         room.close()  # what was moved is back before anything reads it
-    assert asked == [torch.device("cuda", 1), ("synchronize", torch.device("cuda", 1))]
+    assert asked == [torch.device("cuda", 1), ("synchronize", torch.device("cuda", 1)), "pinned blocks"]

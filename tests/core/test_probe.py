@@ -116,10 +116,11 @@ def test_rows_without_a_token_are_left_out_where_the_others_come_out_as_in_train
 
 def test_all_rows_run_where_a_part_of_the_loss_passes_through_no_token():
     prober, step, _ = probed()
-    step.recorded(1).beside_coefficient = torch.tensor(1.0)
     step.forward_rows = None
+    prober.measure(Part(1, 0, 1, 0, 1))
+    step.recorded(1).beside_coefficient = torch.tensor(1.0)
     prober.compute_only([Token(1, 0, 0)], [1])
-    assert prober.cost == 3 and prober.space.norm() > 0
+    assert prober.cost == 6 and prober.space.norm() > 0
 
 
 def test_a_probe_tells_the_norm_and_the_loss_weight_of_its_tokens():
@@ -180,6 +181,15 @@ def test_before_each_forward_alone_all_ranks_make_sure_that_it_has_room():
     prober, _, _ = probed(loss=Loss())
     asked = []
     prober.space.room = SimpleNamespace(make_sure=lambda: asked.append(True))
-    prober.forward(0)
+    assert prober.forward(0).entropy is None, "which nobody asked for"
     prober.entropies(2)
     assert len(asked) == 2
+
+
+def test_a_pass_that_the_trainer_schedules_costs_what_any_does():
+    prober, step, _ = probed()
+    ran = []
+    step.run_pass = lambda pulls: ran.append([index for index, _ in pulls])
+    prober.step.is_scheduled = True
+    prober.compute_without([], [0, 2])
+    assert ran == [[0, 2]] and (prober.num_forwards, prober.num_backwards) == (2, 2)

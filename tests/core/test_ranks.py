@@ -2,6 +2,7 @@
 """Who speaks for which rank: a process alone, and four processes of which two hold the same sequences."""
 
 import math
+import threading
 import time
 
 import pytest
@@ -19,7 +20,7 @@ def test_a_process_alone_is_every_rank():
     assert ranks.all(True) and not ranks.all(False)
     assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.sent_by(0, "a") == "a"
     assert ranks.agree(lambda: "found") == "found"
-    assert ranks._counted is None, "every collective counts"
+    assert Ranks("a group")._counted is None, "every collective counts"
 
 
 def test_whose_own_part_failed_is_told_with_why():
@@ -37,6 +38,7 @@ def test_what_takes_long_runs_beside_meetings_of_all_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "all", lambda flag: met.append(flag) or flag)
     assert ranks.agree_slowly(lambda: time.sleep(0.1) or "written") == "written"
     assert len(met) > 3 and met[-1] and not any(met[:-1])
+    assert ranks.agree_slowly(lambda: threading.current_thread().daemon), "a disk that hangs holds up no end"
 
     def broken():
         raise OSError("the disk is full")

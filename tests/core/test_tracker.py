@@ -148,6 +148,7 @@ def test_it_stops_for_what_it_costs_the_device_and_says_so(waits, others, said, 
         now[0] += others  # of which four milliseconds are the tracker's
         tracker.end_update()
     assert tracker.is_on == (said is None) and (said or "") in caplog.text
+    assert all(record.args[1] == pytest.approx(0.2) for record in caplog.records), "the limit, in percent"
     monkeypatch.setattr(tracker_module, "_NO_MATTER", 0.005)  # more than the four milliseconds of an update
     tracker.is_on = True
     tracker.end_update()

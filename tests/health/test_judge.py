@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.health.judge import _number
 from gradloc.report.runs.health import HealthConfig, Judge
 from tests.health.histories import TROUBLES, healthy, named, run, with_trouble
 
@@ -40,6 +41,10 @@ def test_a_metric_may_be_missing_always_or_now_and_then(name):
     for row in rows:
         row.pop(name, None)
     assert all(not verdict.reasons for verdict in run(rows))
+
+
+def test_a_whole_number_is_a_number_and_a_flag_or_a_text_is_none():
+    assert [_number(value) for value in (3, True, "3", None)] == [3.0, None, None, None]
 
 
 def test_any_order_of_nonsense_is_judged_without_an_exception():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradloc.core.ranks import Ranks
 from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, ratio, raw_event
 from gradloc.record import Action, Cured, History, Step, Trigger
 from tests.bare import BareStep, Loss, build, random_batch, shard
@@ -48,6 +49,10 @@ def test_the_culprit_has_the_step_s_own_numbers(context):
     assert found.entropy == pytest.approx(float(recorded.entropy[at]))
     assert found.coefficients.log_prob == pytest.approx(float(log_prob[at]))
     assert found.coefficients.kl == pytest.approx(float(step.kl_coefficients(index)[at]))
+    ranks = Ranks()
+    ranks.size = 2
+    (of_two,) = gathered(context, ranks=ranks).event.culprits
+    assert of_two.coefficients.kl == pytest.approx(found.coefficients.kl / 2), "the loss is a mean over ranks"
     assert found.coefficients.entropy == pytest.approx(float(entropy[at]))
     assert found.loss_weight == pytest.approx(float(step.token_weights(index)[at]))
     mask = step.token_mask(index)[row]

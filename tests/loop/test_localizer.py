@@ -2,8 +2,10 @@
 """The localizer on a bare model: what it leaves alone, what it takes away, and what it does when something fails."""
 
 import math
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
+from gradloc.record import Certificate
 from tests.bare import BareStep, Powers, build, clip_gradient, random_batch, shard
 
 MODULE = "gradloc.loop.localizer"
@@ -100,6 +103,15 @@ def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes
         step.loss(index, kept).backward()
     assert float(clip_gradient(wanted.model, 1.0)) == norm < 20.0
     assert same(masked.gradient(), wanted.gradient())
+
+
+@pytest.mark.parametrize(("masked", "is_contradicted"), [(100.0, False), (103.4, False), (96.4, True), (103.6, True)])
+def test_a_masked_norm_may_be_off_by_the_certificate_s_error_and_a_fiftieth(masked, is_contradicted):
+    localizer, norm = Run("mask").localizer, torch.tensor(masked)
+    found = Certificate(norm_after=100.0, error_bound=1.5)
+    said = localizer._contradicted(norm, SimpleNamespace(certificate=found))
+    assert ("by the certificate" in said) == is_contradicted == bool(said)
+    assert localizer._contradicted(norm, SimpleNamespace(certificate=replace(found, norm_after=None))) == ""
 
 
 @pytest.mark.parametrize("mode", ["skip", "abort"])
@@ -254,9 +266,10 @@ def test_a_record_that_fails_costs_itself_and_not_the_search(caplog, monkeypatch
 
 
 def test_a_long_search_says_every_half_minute_that_it_goes_on(caplog, monkeypatch):
-    search = loop_localizer.localize
+    search, before = loop_localizer.localize, {*threading.enumerate()}
 
     def slow(*given, **named):
+        assert [thread.daemon for thread in {*threading.enumerate()} - before] == [True], "it holds up no end"
         time.sleep(0.2)
         return search(*given, **named)
 

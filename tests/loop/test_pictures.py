@@ -74,6 +74,8 @@ def test_a_bundle_keeps_inputs_as_they_are_up_to_a_limit():
     kept, why = kept_inputs(batch, [1, 0, 1])
     assert why is None and set(kept) == {f"multi_modal.{row}.{name}" for row in (0, 2) for name in list(given[1])[:2]}
     assert torch.equal(kept["multi_modal.2.pixel_values"], given[1]["pixel_values"])
+    with mock.patch.object(pictures, "_MAX_KEPT", sum(value.nbytes for value in kept.values())):
+        assert kept_inputs(batch, [1, 0, 1])[1] is None, "as much as may be"
     with mock.patch.object(pictures, "_MAX_KEPT", 2**21):
         given[1]["pixel_values"] = torch.zeros(2**20)
         assert kept_inputs(batch, [1]) == ({}, "the multi-modal inputs of its micro-batches take more than 2 MiB")

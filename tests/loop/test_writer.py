@@ -340,6 +340,18 @@ def test_only_what_is_not_known_of_disks_comes_with_its_traceback(error, caplog,
     assert bool(record.exc_info) == isinstance(error, ValueError)
 
 
+@pytest.mark.parametrize(("bundle", "is_there", "is_kept"), [("off", 1, False), ("full", 0, False), ("full", 1, True)])
+def test_a_bundle_is_written_where_it_is_on_and_the_ranks_sent_one(bundle, is_there, is_kept):
+    writer, kept = EventWriter.__new__(EventWriter), []
+    writer.evidence, writer.trained = SimpleNamespace(bundle=bundle, max_gb=1.0), {}
+    writer.store = SimpleNamespace(root="there", size_gb=lambda: 0.0, append=lambda event: None)
+    writer.store.write_folder = lambda name, tensors, documents, files: kept.append((tensors, documents)) or name
+    raw = raw_of(CULPRIT)
+    writer._keep(raw.event, replace(raw, layout=raw.layout * is_there), DriverSide(batch_of(), None))
+    ((tensors, documents),) = kept
+    assert bool(tensors) == ("meta" in documents) == is_kept
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "max_gb", "is_kept"),
     [("before_step", 1e-9, True), ("before_step", 0.0, False), ("off", 20.0, False)],

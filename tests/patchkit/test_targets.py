@@ -3,9 +3,11 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,7 +15,8 @@ import zipfile
 import pytest
 
 from patchkit.language import blob_id
-from patchkit.tree import read_regular
+from patchkit.refusal import guarded, say
+from patchkit.tree import read_regular, resolve
 from tests.conftest import ROOT
 from tests.patchkit.world import (
     ACTOR,
@@ -102,6 +105,18 @@ def test_whatever_the_tree_is_it_is_patched_and_taken_back(apply, clone, kind):
     apply(tree, "--reverse").expect(0)
     assert {path: text for path, text in files_of(tree.resolve()).items() if path != ".git"} == BASE
     assert not list(tree.rglob("PWNED"))
+
+
+def test_a_git_folder_that_does_not_point_back_is_another_tree_s(clone):
+    linked = as_worktree(clone)
+    copied = shutil.copytree(linked, clone.with_name("copied"))
+    assert resolve(str(linked)).git_dir is not None and resolve(str(copied)).git_dir is None
+
+
+def test_a_path_that_cannot_be_printed_is_no_failure(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert guarded(lambda: say("verl-\udcff"), []) == 0 and b"udcff" in out.buffer.getvalue()
 
 
 def test_an_installed_package_is_named_on_purpose(apply, tmp_path, monkeypatch):
@@ -304,6 +319,12 @@ def test_edits_of_a_fork_and_the_patch_are_merged_by_the_command_that_is_named(
     assert files_of(clone) == RESULT | {ACTOR: RESULT[ACTOR].replace("line 30\n", "mine\n")}
 
 
+def test_git_is_asked_to_merge_edits_alone_and_no_file_that_is_missing(apply, clone):
+    edited(clone)
+    missing(clone)
+    assert "3way" not in apply(clone).expect(1, "DRIFTED: 2 of the files").err
+
+
 def test_other_edits_of_yours_are_no_matter(apply, clone):
     (clone / OTHER).write_text("mine\n")
     git(clone, "commit", "-qam", "mine")
@@ -369,6 +390,7 @@ def test_a_patch_that_is_not_the_manifests_is_not_used(apply, repo, tree, spoil)
 
 
 NO_MANIFEST = ["", "{", '{"patches": 1}', '{"version": "1.0", "patches": [{}]}', "[" * 10**4, "\udcff"]
+NO_MANIFEST += ['{"version": "1.0", "patches": []}' + " " * 2**16]  # a valid one that is too large
 
 
 @pytest.mark.parametrize("text", NO_MANIFEST, ids=range(len(NO_MANIFEST)))

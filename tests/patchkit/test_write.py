@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,6 +162,19 @@ def test_a_journal_that_is_not_ours_moves_nothing(apply, tree, journal):
     write_tree(tree / ".gradloc-patch", {JOURNAL: journal})
     apply(tree).expect(5, "cannot be used")
     assert files_of(tree) == BASE
+
+
+def test_what_was_kept_of_a_file_and_damaged_is_not_put_back(apply, tree):
+    state = interrupted(tree)
+    write_tree(state, {f"before-{ACTOR.replace('/', '-')}": "damaged\n"})
+    apply(tree).expect(5, "cannot be used")
+    assert (tree / ACTOR).read_text() == RESULT[ACTOR]
+
+
+@pytest.mark.parametrize(("room", "code"), [(2**20, 4), (2**21, 0)])
+def test_a_disk_needs_room_for_the_files_and_a_mebibyte(apply, tree, monkeypatch, room, code):
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=room, f_frsize=1))
+    apply(tree).expect(code)
 
 
 def test_what_changes_while_it_runs_is_not_overwritten(repo, tree, monkeypatch):

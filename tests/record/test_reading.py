@@ -40,9 +40,10 @@ def _is_among(old, new):
 
 
 def test_what_is_missing_takes_its_default_and_what_is_not_known_is_passed_over():
-    found = read(Event, {"trigger": {"grad_norm": "Infinity"}, "shares": {"closure": 1.0}, "of": "the future"})
+    found = read(Event, {"trigger": {"grad_norm": "Infinity"}, "shares": {"closure": 1.0}, "of": "new", "cures": [{}]})
     assert found.trigger.grad_norm == math.inf and found.shares.is_trusted
     assert (found.culprits, found.search.strategy) == ((), "unknown")
+    assert not found.is_distilled and found.cures[0].changed_tokens == 0.0
 
 
 @pytest.mark.parametrize(

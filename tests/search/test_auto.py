@@ -114,6 +114,9 @@ def test_a_token_that_the_shares_have_weighed_is_no_hint_as_well(monkeypatch):
     with_hints = search._candidates(shares, with_hints=True)
     assert [candidate.tokens for candidate in with_hints] == [loudest.tokens, second.tokens]
     assert search._candidates(shares, with_hints=False) == [weighed]
+    monkeypatch.setattr(search, "_spans", lambda shares: [])
+    search.result.culprits = [loudest]
+    assert loudest.tokens not in [hint.tokens for hint in search._candidates(shares, with_hints=True)], "it is named"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +362,8 @@ def test_as_many_tokens_as_are_loud_may_be_singled_out_by_their_coefficients():
     shares, counts = search._measure_of(range(M)), []
     search._spans = lambda shares: counts.append(sum(int(mask.sum()) for mask in shares.singled_out)) or []
     search._candidates(shares, with_hints=False)
-    assert counts == [8]
+    assert counts == [8] and search.norm == pytest.approx(search.task.spike.grad_norm)
+    assert not any(part.any() for part in search._measure_of([0]).errors[1:]), "nothing is read there"
 
 
 def test_the_default_search_has_four_rounds_and_last_resorts_and_shares_alone_have_one_round(monkeypatch):
@@ -395,6 +399,7 @@ def test_a_hint_whose_own_gradient_is_small_is_no_culprit():
     search, made = two_planted()
     search.norm = made.spike.grad_norm
     assert not search.name([span_of(0.0, 1)]) and search.result.path[-1].verdict == "under"
+    assert search.result.path[-1].note.endswith("by its coefficient")
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,7 @@ def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
     spiking.model.head.weight.register_hook(lambda grad: grad * 1e4)
     found = spiking.search()
     assert found.source.label == "not_tokens" and found.tokens == []
+    assert found.certificate.reason == found.source.reason
     assert found.source.names[0] == "head.weight"
     assert found.source.numbers["closure"] < 0.1
 

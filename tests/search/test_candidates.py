@@ -328,7 +328,8 @@ def test_a_row_that_the_loss_weighs_more_as_a_whole_is_a_sequence():
     loud = [9.0, *[0.01] * 9]
     assert spans(loud, [4.0] * 10) == [(0, 1)], "one token carries it, though the row weighs more"
     several = [9.0, 9.0, 9.0, 9.0, *[0.01] * 6]
-    assert spans(several, [500.0] * 4 + [4.0] * 6) == [(0, 4)], "some of it weighs still more"
+    assert spans(several, [41.0] + [4.0] * 9) == [(0, 4)], "some of it weighs still more: ten times the median"
+    assert spans(several, [39.0] + [4.0] * 9) == [(0, 10)]
 
 
 def test_a_row_that_is_nothing_without_its_three_loudest_tokens_is_no_sequence():
@@ -341,6 +342,12 @@ def test_a_short_row_is_a_sequence_where_most_of_its_tokens_are_loud():
     assert spans([4.0, -4.2, 1.5, 0.1, -0.9], [50.0] * 5) == [(0, 1), (1, 2), (2, 3)], "together they are no culprit"
     assert spans([9.0, 0.0, 8.0, 0.0, 7.0], [50.0, 0.0] * 2 + [50.0]) != [(0, 5)], "three that the loss weighs are few"
     assert spans([4.8, 3.3, 0.9, 7.8], [50.0, 50.0, 1.0, 50.0])[0] == (0, 1), "one is not weighed more"
+
+
+def test_a_pair_is_named_where_together_it_has_a_culprit_s_norm():
+    alone, others = [2.0, 0.01] * 4, [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert spans([*alone, 0.01, 0.45, 0.45, 0.01]) == others
+    assert spans([*alone, 0.01, 0.55, 0.55, 0.01]) == [*others, (9, 11)]
 
 
 def test_a_token_with_just_a_culprit_s_norm_is_named():

@@ -82,6 +82,8 @@ def test_when_time_is_up_one_setting_is_still_measured_and_no_second(monkeypatch
     monkeypatch.setattr(cures, "judge", lambda *_: ("not_explained", ""))
     _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01}, max_seconds=1e-9)
     assert [cured.verdict for cured in found if cured.forwards] == ["not_healed"]
+    _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01})
+    assert [cured.verdict for cured in found if cured.forwards] == ["not_healed"] * 2, "with time, as many as may be"
 
 
 def test_where_nothing_spiked_or_there_is_nothing_to_try_none_is(monkeypatch):
@@ -124,6 +126,8 @@ def test_tried_is_what_would_change_the_loss_and_leaves_tokens_in_it():
     assert [each.num_tokens for each in found] == [0, 0, 4], "of two micro-batches"
     refused = SimpleNamespace(refused_cures=("veto", "truncate"))
     assert [each.name for each in cures.candidates(Asked(), Ranks(), refused)] == ["dual_clip"]
+    refused = SimpleNamespace(refused_cures=("veto", "drop_sequences"))
+    assert [each.num_tokens for each in cures.candidates(Asked(), Ranks(), refused)] == [0, 0], "none takes any out"
     assert not cures.candidates(Asked(is_value=True), Ranks()), "of a critic's settings none is asked for"
     for name, value in (("trainer_name", ""), ("has_own_loss", False)):
         step = Asked()

@@ -155,7 +155,7 @@ def test_a_culprit_has_a_quarter_of_the_norm_that_counts_as_a_spike():
     [
         (-4.61, -1.0, False, True),
         (-4.60, -1.0, False, False),  # one in a hundred
-        (-9.0, 1.0, False, False),
+        (-9.0, 0.5, False, False),
         (-9.0, -1.0, True, False),
     ],
 )

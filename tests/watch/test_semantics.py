@@ -164,6 +164,15 @@ def test_a_micro_batch_that_the_model_s_zero_grad_drops_is_forgotten(tmp_path):
     both(Dropping, tmp_path)
 
 
+@pytest.mark.parametrize("kind", [Loop, Dropping])
+def test_each_backward_of_each_step_is_noted_and_none_that_was_dropped(kind, tmp_path, monkeypatch):
+    made, noted = kind(tmp_path), []
+    monkeypatch.setattr("gradloc.watch.watch.Watch.before_look", lambda *given: None)
+    monkeypatch.setattr(made.watch.localizer, "after_backward", lambda: noted.append(made.watch.number))
+    made.run(steps=2)
+    assert noted == [0] * 4 + [1] * 4
+
+
 def test_a_masked_gradient_that_the_certificate_contradicts_is_not_taken(tmp_path, monkeypatch):
     class Zeroing(Dropping):
         is_set_to_none = False

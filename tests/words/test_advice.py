@@ -64,8 +64,9 @@ def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
 
 
 def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
-    monkeypatch.setitem(ACTIONS, "old", Advice("Do it the old way.", {"": "a=1", "0.9": ""}))
+    monkeypatch.setitem(ACTIONS, "old", Advice("Do it the old way.", {"": "a=1", "0.9": "", "trl": "b=1"}))
     assert lines_of("old", "verl 0.9.1") == {} and list(lines_of("old", None)) == ["verl 0.7"]
+    assert lines_of("old", "trl") == {"": "b=1"} and lines_of("old", "trl", {"a": 1}) == {}, "done already"
     assert actions_of(["old", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
 
 

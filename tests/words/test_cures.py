@@ -8,7 +8,7 @@ from gradloc.words.cures import cures_for, healer, how_healed, tried
 from tests.words import event
 
 FORWARDS = {"forwards": 4, "backwards": 4}
-HEALED = {"name": "clip_ratios", "verdict": "healed", "norm_after": 3.04, "changed_tokens": 0.25, **FORWARDS}
+HEALED = {"name": "clip_ratios", "verdict": "healed", "norm_after": 3.041, "changed_tokens": 0.25, **FORWARDS}
 OTHERS = [
     ({"name": "gspo", "verdict": "no_change"}, []),
     ({"name": "gspo", "verdict": "undecided", "norm_after": 52.0, "error_bound": 0.5, **FORWARDS}, ["52", "0.5"]),

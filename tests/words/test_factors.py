@@ -46,6 +46,7 @@ OFF = {"log_prob": -0.5, "old_log_prob_used": -0.5 - math.log(4.0)}
             ({"coefficients": Coefficients(log_prob=0.1, kl=kl), "grad_norm": 0.1}, found)
             for kl, found in ((0.049, "unknown"), (0.051, "kl_term"), (-0.051, "unknown"))
         ),
+        ({"coefficients": Coefficients(log_prob=9.1, kl=9.0), "grad_norm": 9.1, "loss_weight": None}, "unknown"),
         # the entropy term: from three times the coefficient on
         *(
             ({"coefficients": Coefficients(log_prob=-0.01, entropy=of)}, found)

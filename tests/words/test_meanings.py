@@ -12,7 +12,7 @@ import torch
 from gradloc.record import CAUSES, BatchStatistics, Cause, Coefficients, Culprit, Event, Run, Sibling
 from gradloc.words.causes import classify
 from gradloc.words.culprits import again, group
-from gradloc.words.meanings import MEANINGS, meaning_of
+from gradloc.words.meanings import MEANINGS, _meaning, meaning_of
 
 
 @pytest.mark.parametrize("label", CAUSES)
@@ -24,6 +24,11 @@ def test_every_cause_has_a_meaning_and_a_config_line_for_every_trainer(label, tr
 
 def test_an_unknown_cause_gets_what_is_said_when_nothing_stands_out():
     assert meaning_of("from the future") is MEANINGS["unknown"]
+
+
+def test_a_section_with_a_title_is_a_cause_and_another_a_case_of_those_that_it_names():
+    assert _meaning("a", {"title": "A"}).causes == ("a",)
+    assert _meaning("b", {"why": "B"}).causes == () and _meaning("b", {"causes": "a c"}).causes == ("a", "c")
 
 
 def in_group(advantage: float, others: tuple[float, ...], rewards: tuple[float, ...] | None = None, **run: Any) -> str:
