@@ -23,21 +23,20 @@ from ..keys import VERSIONS_KEY
 from ..mismatch import MismatchError, beyond_noise
 from ..record import (
     BatchStatistics,
-    BundleEntry,
     Culprit,
     Event,
     Mismatch,
     PartShare,
     Ratios,
     Run,
-    SequenceFile,
     Shares,
     Sibling,
     StepCause,
     Turn,
     turns_in,
 )
-from ..record import Sequence as SequenceRecord
+from ..record.bundle import BundleEntry, SequenceFile
+from ..record.bundle import Sequence as SequenceRecord
 from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of

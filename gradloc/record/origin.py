@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .spike import Run
+from . import Run
 
 _DIGITS = 12
 _GIT_S = 5.0

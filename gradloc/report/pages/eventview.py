@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from ...record import Culprit, Event, PartShare, PathEntry, Search, Sequence
+from ...record import Culprit, Event, PartShare, PathEntry, Search
+from ...record.bundle import Sequence
 from ...words.advice import replay_line
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
