@@ -44,7 +44,7 @@ from ..words.causes import classify
 from ..words.culprits import leader
 from ..words.cures import cures_for
 from ..words.numbers import number
-from ..words.verdict import verdict_sentences
+from ..words.story import verdict_sentences
 from .batch import BatchView
 from .documents import Documents
 from .gather import RawEvent, RowShare, ratio

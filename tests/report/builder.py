@@ -14,7 +14,7 @@ from gradloc.record import Event
 from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
 from gradloc.record.store import plain
-from gradloc.words.verdict import verdict_sentences
+from gradloc.words.story import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
 _MARKUP = "</script><img src=x onerror=alert(1)>", '"><b>{{ 7 * 7 }}'

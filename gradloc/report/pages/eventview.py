@@ -17,9 +17,8 @@ from ...words.hurt import did_it_hurt
 from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
 from ...words.numbers import number, percent, with_error
-from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell
+from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell, verdict_sentences
 from ...words.text import one_line, plural, span, spoken, visible
-from ...words.verdict import verdict_sentences
 from ..figures import drawings
 from ..runs import tokens
 from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
