@@ -28,14 +28,13 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks, host_group
 from ..core.sharding import compute_device, compute_dtype, is_reduction_deferred
 from ..core.step import Recorded, RngState
-from ..loop.batch import BatchView, Rows
+from ..loop.batch import Rows
 from ..loop.driver import Driver
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from .colocated import Colocated, whole
-from .rows import view_of
 from .step import Forward, LoopMicroBatch, LoopStep, autocast_now, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -241,9 +240,6 @@ class Watch(Colocated):
             self.localizer._safely(lambda: step.read_logits(self.space.forward_state()))
             self.space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
         return step.all_rows()
-
-    def view(self, by_rank: Sequence[Rows]) -> BatchView:
-        return view_of(by_rank)
 
     # ---- inside
 
