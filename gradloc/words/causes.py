@@ -88,20 +88,17 @@ def classify(
 
 
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
-    coefficients, norm = culprit.coefficients, culprit.grad_norm
-    coefficient, is_critics = coefficients.log_prob, culprit.value is not None
-    is_distilled = culprit.teacher_log_prob is not None
-    output, pull = culprit.log_prob, culprit.advantage
-    numbers: dict[str, float | None] = {"log_prob": output, "advantage": pull, "coefficient": coefficient}
+    coefficients, norm, is_critics = culprit.coefficients, culprit.grad_norm, culprit.value is not None
+    coefficient = coefficients.log_prob
+    model_gives, pulled_to, name, typical = "log_prob", "advantage", "advantage", batch.advantage
     if is_critics:
-        output, pull = culprit.value, culprit.value_target
-        numbers = {"value": output, "value_target": pull, "coefficient": coefficient}
-    elif is_distilled:
-        pull = culprit.teacher_log_prob
-        numbers = {"log_prob": output, "teacher_log_prob": pull, "coefficient": coefficient}
+        model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
+    elif culprit.teacher_log_prob is not None:
+        pulled_to, name, typical = "teacher_log_prob", "gap", batch.teacher_gap
     elif batch.loss_weight is not None:
-        pull = culprit.loss_weight
-        numbers = {"log_prob": output, "loss_weight": pull, "coefficient": coefficient}
+        pulled_to, name, typical = "loss_weight", "loss_weight", batch.loss_weight
+    output, pull = getattr(culprit, model_gives), getattr(culprit, pulled_to)
+    numbers: dict[str, float | None] = {model_gives: output, pulled_to: pull, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
         ("non_finite", [coefficient, pull]),
@@ -110,23 +107,18 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         if not _are_finite(*values):
             return Cause(label, numbers)
     jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
-    excess = {"jacobian": _over(jacobian, batch.jacobian)}
+    is_distance = name in ("error", "gap")  # how far the output is from what it is pulled to
     distance = None if output is None or pull is None else pull - output
+    excess = {name: _over(distance if is_distance else pull, typical)}
     if is_critics:
-        excess = {"error": _over(distance, batch.value_error), **excess}
+        excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)
     kl, weight = coefficients.kl or 0.0, abs(culprit.loss_weight or 0.0)
-    name, pulled = "advantage", _over(pull, batch.advantage)
-    if is_distilled:
-        name, pulled = "gap", _over(distance, batch.teacher_gap)
-    elif batch.loss_weight is not None:
-        name, pulled = "loss_weight", _over(pull, batch.loss_weight)
-    excess = {
-        name: pulled,
+    excess |= {
         "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
         "is_weight": _over(culprit.is_weight, 1.0),
-        **excess,
+        "jacobian": _over(jacobian, batch.jacobian),
         "kl": _over(kl, weight * batch.advantage) if kl else 0.0,
     }
     numbers = {**_over_typical(excess), "log_prob_gradient_norm": jacobian}
