@@ -21,14 +21,7 @@ from ...loop.wire import Policy
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
 from ...touched import extended
-from ..verl_common.analyses import (
-    FILLER,
-    VerlAnalyses,
-    drawn_prompts,
-    hand_over,
-    prepared_by,
-    twin_of,
-)
+from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.needs import asked_of
 from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
 from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic

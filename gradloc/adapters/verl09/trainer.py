@@ -29,14 +29,7 @@ from ...loop.metrics import joined
 from ...loop.wire import Policy
 from ...stabilize.memory import build_memory
 from ...touched import extended
-from ..verl_common.analyses import (
-    FILLER,
-    VerlAnalyses,
-    drawn_prompts,
-    hand_over,
-    prepared_by,
-    twin_of,
-)
+from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.needs import REWEIGHTING, asked_of, tables_for
 from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
 from ..verl_common.watch import reports_of
