@@ -97,9 +97,8 @@ class EngineWatch(ActorWatch):
 
     def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        if self.notes_running_norms:
-            self.after_backward()
-        return self._clipping_replaced()
+        self.after_backward()
+        return CLIPPING.replaced(self.module, self.before_step)
 
     def before_step(self) -> torch.Tensor:
         norm = super().before_step()
@@ -112,16 +111,8 @@ class EngineWatch(ActorWatch):
     def report(self) -> RankReport:
         return replace(super().report(), metrics=self._metrics)
 
-    # ---- what differs by engine, beside the powers
-
-    notes_running_norms = True
-    """Whether ``.grad`` is added to by each micro-batch's backward."""
-
     def _make_ranks(self) -> Ranks:
         return Ranks(device=device_of(), replicas=self.engine.ulysses_sequence_parallel_size)
-
-    def _clipping_replaced(self) -> AbstractContextManager[None]:
-        return CLIPPING.replaced(self.module, self.before_step)
 
 
 class WatchedEngine:

@@ -318,16 +318,8 @@ class TrainerParts:
         num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
         nothing = (None,) * (num_mini_batches * config.actor.ppo_epochs)
         self._num_silent += 1
-        return Policy(
-            update.trainer.global_steps,
-            kind="off",
-            num_tokens=(),
-            thresholds=nothing,
-            tau=nothing,
-            max_events=0,
-            update=self._num_silent,
-            settings=self.settings,
-        )
+        step, number = update.trainer.global_steps, self._num_silent
+        return Policy(step, thresholds=nothing, tau=nothing, update=number, settings=self.settings)
 
     def begin_fit(self, tracking: Any) -> None:
         """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
