@@ -10,11 +10,10 @@ from typing import Any
 
 from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
-from .causes import APART, NOTABLE
+from .causes import APART, NOTABLE, RULES, Meaning
 from .culprits import again, group, leader
 from .cures import healer, how_healed
 from .documents import document_words
-from .meanings import RULES, Meaning
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
 from .text import listed, one_line

@@ -9,11 +9,10 @@ import re
 from dataclasses import dataclass
 
 from ..record import Culprit, Event, Search, StepCause, Turn
-from .causes import NOTABLE
+from .causes import NOTABLE, meaning_of
 from .culprits import again, carried, engine_words, group, leader, trusted_share
 from .cures import healer
 from .documents import document_words
-from .meanings import meaning_of
 from .numbers import bounded, number, percent
 from .text import one_line, plural, times, visible
 

@@ -29,7 +29,7 @@ from ...loop.driver import Driver, sequence_ids
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
-from ...record.state import load_states, save_states
+from ...record.store import load_states, save_states
 from ...watch.colocated import Colocated, whole
 from .step import OF_PROMPT, FusedStep, TrlStep
 

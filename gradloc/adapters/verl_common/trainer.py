@@ -16,7 +16,7 @@ from ...loop.driver import Driver
 from ...loop.wire import Policy, RankReport
 from ...record import Run
 from ...record.origin import origin
-from ...record.state import load_states, save_states
+from ...record.store import load_states, save_states
 from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages

@@ -11,10 +11,10 @@ from typing import Any
 from ...record import Culprit, Event, PartShare, PathEntry, Search
 from ...record.bundle import Sequence
 from ...words.advice import replay_line
+from ...words.causes import Meaning, meaning_of
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
 from ...words.hurt import did_it_hurt
-from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
 from ...words.numbers import number, percent, with_error
 from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell, verdict_sentences
