@@ -54,17 +54,8 @@ from .pictures import Album, inputs_of, kept_inputs
 logger = logging.getLogger(__name__)
 
 BUNDLE_KEYS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "responses",
-    "response_mask",
-    "old_log_probs",
-    "advantages",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "teacher_log_probs",
+    *("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "advantages"),
+    *("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "teacher_log_probs"),
 )
 
 _FROM_RANKS = ("log_prob", "entropy", "coefficient", "share", "value")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it; beside a checkpoint, states.
+"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it; states beside checkpoints.
 
 One process writes. A crash while writing leaves the earlier events readable: a bundle is renamed into place when it
 is whole, and a line that was cut off is closed before the next one is added.

@@ -21,7 +21,7 @@ from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
-from .losses import groups_of
+from .losses import estimator_of, groups_of
 from .needs import health_in, refused_cures
 from .watch import reports_of
 
@@ -39,8 +39,7 @@ def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
     settings = health_in(config)
     if settings is None:
         return None
-    estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
-    return Monitor(settings, limit_of_all(config, grad_clip), estimator not in _WITHOUT_GROUPS)
+    return Monitor(settings, limit_of_all(config, grad_clip), estimator_of(config.algorithm) not in _WITHOUT_GROUPS)
 
 
 def limit_of_all(config: Any, grad_clip: Any) -> float | None:
@@ -106,7 +105,7 @@ def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_p
 
 def _estimator(algorithm: Any) -> str | None:
     """By the record's names; None where the rewards are not the scores, since they hold a KL penalty."""
-    name = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)).removesuffix("_vectorized")
+    name = estimator_of(algorithm).removesuffix("_vectorized")
     if algorithm.use_kl_in_reward:
         return None
     return "grpo_mean" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name
