@@ -80,27 +80,23 @@ class VerlDriver(Driver):
     _global_step = -1
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update` and below."""
+        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update`.
+
+        Args:
+            response_mask: (R, T), in the order in which the rows are dealt out: to ranks in equal runs, each of which
+                is cut into mini-batches in order.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+            stage: of Lopti's.
+        """
         if global_step != self._global_step:
             self._global_step, self.step_metrics = global_step, ()
-        num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
+        per_row = response_mask.sum(-1)
+        rows_per_rank = len(per_row) // dp_size
+        by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+        rows_each = max(self.sequences_per_mini_batch // dp_size, 1)
+        num_tokens = [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
         return self.before_update(num_tokens, global_step, stage)
-
-
-def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:
-    """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
-    is cut into mini-batches in order.
-
-    Args:
-        response_mask: (R, T), in the order in which the rows are dealt out.
-        dp_size: data-parallel ranks.
-        sequences_per_mini_batch: over all ranks.
-    """
-    per_row = response_mask.sum(-1)
-    rows_per_rank = len(per_row) // dp_size
-    rows_each = max(sequences_per_mini_batch // dp_size, 1)
-    by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
-    return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
 
 
 def _estimator(algorithm: Any) -> str | None:
