@@ -11,8 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from gradloc.health.rules import ADVICE  # noqa: E402
 from gradloc.words.advice import ACTIONS, VERLS  # noqa: E402
+from gradloc.words.causes import MEANINGS, RULES  # noqa: E402
 from gradloc.words.cures import MILDEST_FIRST, is_measured  # noqa: E402
-from gradloc.words.meanings import MEANINGS, RULES  # noqa: E402
 
 PAGE = """\
 # What to do now

@@ -20,13 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gradloc import record  # noqa: E402
-from gradloc.record import analysis  # noqa: E402
+from gradloc.record import Event, analysis, bundle  # noqa: E402
 
 FILES = {
-    "event": record.Event,
-    "sequences": record.SequenceFile,
-    "bundle": record.BundleMeta,
+    "event": Event,
+    "sequences": bundle.SequenceFile,
+    "bundle": bundle.BundleMeta,
     "gradient_analysis": analysis.GradientAnalysis,
     "quartile_analysis": analysis.QuartileAnalysis,
 }

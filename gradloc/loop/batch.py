@@ -82,3 +82,10 @@ def joined(by_rank: Sequence[Rows], on_the_left: Sequence[str] = ()) -> Rows:
         pads = [(short, 0) if name in on_the_left else (0, short) for short in missing]
         found[name] = torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])
     return found
+
+
+def at_first(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A number of each row (R,) at the row's first position, 0 at the others: as (R, T) ``token_level_scores``."""
+    first = torch.zeros_like(mask[:1], dtype=torch.float32)
+    first[:, :1] = 1.0
+    return values.unsqueeze(1) * first

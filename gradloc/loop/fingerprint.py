@@ -14,7 +14,7 @@ import torch
 
 from ..core.gradients import GradientSpace, squared_norms, total_of
 from ..core.sharding import local_shard
-from ..record import Fingerprint, Weights
+from ..record.bundle import Fingerprint, Weights
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 _ROUNDING = 1e-11  # of float64 sums, relative to the largest they could be; 1e-15 was measured between shardings

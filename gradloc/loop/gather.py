@@ -21,7 +21,6 @@ from ..core.trigger import Spike
 from ..record import (
     Action,
     BatchStatistics,
-    BundleMeta,
     Certificate,
     Coefficients,
     Consequence,
@@ -29,11 +28,11 @@ from ..record import (
     Event,
     Ratios,
     Search,
-    Sequence,
     Shares,
     Step,
     Trigger,
 )
+from ..record.bundle import BundleMeta, Sequence
 from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, norms_by

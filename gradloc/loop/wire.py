@@ -17,15 +17,15 @@ class Policy:
     """What the driver tells every rank about one update; the ranks need no collective to agree on it."""
 
     global_step: int
-    kind: str
-    """``fixed`` or ``adaptive``."""
-    num_tokens: Sequence[int]
+    kind: str = "off"
+    """``fixed`` or ``adaptive``; ``off`` where no spike is looked for, but something else needs to know."""
+    num_tokens: Sequence[int] = ()
     """Response tokens over all ranks, per mini-batch."""
-    thresholds: Sequence[float | None]
+    thresholds: Sequence[float | None] = ()
     """On the gradient norm, per optimizer step (epochs x mini-batches); None while the adaptive rule warms up."""
-    tau: Sequence[float | None]
+    tau: Sequence[float | None] = ()
     """Per-token threshold, per optimizer step; None where there is no threshold."""
-    max_events: int
+    max_events: int = 0
     """Spikes of this update that an event may be written of; the action applies to all."""
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""

@@ -9,6 +9,7 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 import logging
 import math
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,48 +24,38 @@ from ..keys import VERSIONS_KEY
 from ..mismatch import MismatchError, beyond_noise
 from ..record import (
     BatchStatistics,
-    BundleEntry,
     Culprit,
     Event,
     Mismatch,
     PartShare,
     Ratios,
     Run,
-    SequenceFile,
     Shares,
     Sibling,
     StepCause,
     Turn,
     turns_in,
 )
-from ..record import Sequence as SequenceRecord
+from ..record.bundle import BundleEntry, SequenceFile
+from ..record.bundle import Sequence as SequenceRecord
 from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of
 from ..words.causes import classify
 from ..words.culprits import leader
 from ..words.cures import cures_for
+from ..words.documents import Document, foreign_in, repeats_in, unspaced_in
 from ..words.numbers import number
-from ..words.verdict import verdict_sentences
+from ..words.story import verdict_sentences
 from .batch import BatchView
-from .documents import Documents
 from .gather import RawEvent, RowShare, ratio
 from .pictures import Album, inputs_of, kept_inputs
 
 logger = logging.getLogger(__name__)
 
 BUNDLE_KEYS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "responses",
-    "response_mask",
-    "old_log_probs",
-    "advantages",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "teacher_log_probs",
+    *("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "advantages"),
+    *("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "teacher_log_probs"),
 )
 
 _FROM_RANKS = ("log_prob", "entropy", "coefficient", "share", "value")
@@ -178,7 +169,7 @@ def complete_event(
         endings: of each token that was never sampled, in how many events it ended a turn; this one is added.
     """
     batch, tensors = driver.batch, driver.batch.tensors
-    statistics = _statistics(batch, replace(raw.event.batch, over_run=over_run or None))
+    typical = _statistics(batch, replace(raw.event.batch, over_run=over_run or None))
     now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
     made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
     documents = Documents(batch, driver.tokenizer) if "loss_weights" in tensors.keys() else None
@@ -187,9 +178,9 @@ def complete_event(
         completed = driver.culprit(culprit)
         document = None if documents is None else documents.of(completed)
         by_engine = driver.by_engine(completed.row, now.get(culprit.row, ()))
-        culprits.append(replace(completed, cause=classify(completed, statistics, by_engine, made_by, document)))
+        culprits.append(replace(completed, cause=classify(completed, typical, by_engine, made_by, document)))
     culprits = _counted_endings(culprits, tensors, Counter() if endings is None else endings)
-    event = replace(raw.event, event_id=event_id, run=run, culprits=tuple(culprits), batch=statistics)
+    event = replace(raw.event, event_id=event_id, run=run, culprits=tuple(culprits), batch=typical)
     if event.consequence is not None:
         event = replace(event, consequence=replace(event.consequence, last_checkpoint=last_checkpoint))
     event = replace(event, cause=_step_cause(event, tensors), mismatch=_mismatch(raw, batch))
@@ -487,3 +478,71 @@ def _turn(mask: list[float], position: int) -> Turn | None:
     number = next(at for at, turn in enumerate(turns) if position < turn.stop)
     end_before = turns[number - 1].stop if number else 0
     return Turn(number + 1, len(turns), turns[number].start - end_before)
+
+
+# ---- of a loop without advantages
+
+
+class Documents:
+    """What a culprit's row is like beside the batch's others: of all rows of a batch that has ``log_probs`` (R, T), and
+    where logits were seen ``ranks`` and ``shifted`` (R, T).
+
+    Args:
+        batch: of a loop.
+        tokenizer: decodes the rows; None: nothing is said of their text.
+    """
+
+    def __init__(self, batch: BatchView, tokenizer: Any):
+        tensors = batch.tensors
+        self._tensors, self._mask = tensors, tensors["response_mask"].bool()
+        self._pad = getattr(tokenizer, "pad_token_id", None)
+        self._rows = [ids[kept].tolist() for ids, kept in zip(tensors["responses"], self._mask, strict=True)]
+        self._log_probs = [self._mean("log_probs", row) for row in range(len(self._rows))]
+        texts = ["" if tokenizer is None else str(tokenizer.decode(ids)) for ids in self._rows]
+        self._looks = {
+            "tokens": [float(len(ids)) for ids in self._rows],
+            "repeats": [repeats_in(ids) for ids in self._rows],
+            "foreign": [foreign_in(text) for text in texts],
+            "unspaced": [unspaced_in(text) for text in texts],
+        }
+
+    def of(self, culprit: Culprit) -> Document:
+        """The culprit's."""
+        row, ids = culprit.row, self._rows[culprit.row or 0]
+        assert row is not None  # the driver numbers the rows
+        others = [at for at in range(len(self._rows)) if at != row] or [row]
+        looks = {name: values[row] for name, values in self._looks.items()}
+        usual = {f"{n}_of_batch": statistics.median(v[at] for at in others) for n, v in self._looks.items()}
+        known = [value for at in others if (value := self._log_probs[at]) is not None]
+        return Document(
+            **looks,
+            **usual,
+            log_prob=self._log_probs[row],
+            log_prob_of_batch=statistics.median(known) if known else None,
+            log_prob_shifted=self._mean("shifted", row),
+            copies=sum(other == ids for other in self._rows) - 1,
+            rows=len(self._rows),
+            padding=self._padding(culprit),
+            rank=self._at("ranks", culprit),
+        )
+
+    def _mean(self, name: str, row: int) -> float | None:
+        if name not in self._tensors.keys():
+            return None
+        values = self._tensors[name][row][self._mask[row]]
+        values = values[torch.isfinite(values)]
+        return float(values.mean()) if len(values) else None
+
+    def _at(self, name: str, culprit: Culprit) -> int | None:
+        if name not in self._tensors.keys() or culprit.peak is None:
+            return None
+        value = int(self._tensors[name][culprit.row, culprit.peak])
+        return value if value >= 0 else None
+
+    def _padding(self, culprit: Culprit) -> int:
+        """How many equal tokens end the row's part that is trained on, the culprit among them; of a tokenizer with a
+        padding token those alone."""
+        ids, last = self._rows[culprit.row or 0], (culprit.token_ids or (-1,))[-1]
+        if not ids or last != ids[-1] or self._pad not in (None, last):
+            return 0
+        return next((at for at, token in enumerate(reversed(ids)) if token != last), len(ids))

@@ -11,7 +11,7 @@ that its tokens have in the whole batch, so the parts add up to the whole.
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .fields import SCHEMA_VERSION, Count, Version, never_null
+from . import SCHEMA_VERSION, Count, Version, never_null
 
 QUARTILES = ("q1", "q2", "q3", "q4")
 UPDATES = ("all", "lowest", "highest", "none")

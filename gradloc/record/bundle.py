@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event's folder: the sequences token by token, and the replay bundle."""
+"""An event's folder: the sequences token by token (``sequences.json``), and the replay bundle (``meta.json``)."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from .event import Event
-from .fields import BUNDLE_VERSION, SCHEMA_VERSION, Count, Interval, Version, Weights, never_null, optional
+from . import SCHEMA_VERSION, Count, Event, Interval, Version, never_null, optional
+
+BUNDLE_VERSION = 2
+"""Of a bundle's meta.json and tensors. A bundle of version 1 had no coefficients: a replay ran the trainer's loss."""
+Weights = tuple[Count, float, float]
 
 
 @dataclass(frozen=True)

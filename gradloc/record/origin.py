@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .spike import Run
+from . import Run
 
 _DIGITS = 12
 _GIT_S = 5.0
@@ -27,12 +27,12 @@ def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
         settings: only their digest is kept.
         trainer: its package.
     """
-    version = _version(trainer)
+    version = version_of(trainer)
     text = json.dumps(settings, sort_keys=True, default=str)
     return replace(
         run,
         trainer=f"{trainer} {version}" if version else None,
-        torch=_version("torch"),
+        torch=version_of("torch"),
         gradloc=__version__,
         commit=_commit(Path.cwd()),
         config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
@@ -44,7 +44,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Of what is imported, which may be a checkout that is not installed; else of what is."""
     imported = getattr(sys.modules.get(package), "__version__", None)
     try:

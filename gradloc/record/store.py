@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it.
+"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it; states beside checkpoints.
 
 One process writes. A crash while writing leaves the earlier events readable: a bundle is renamed into place when it
 is whole, and a line that was cut off is closed before the next one is added.
 """
 
 import json
+import logging
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import Event
+from . import SCHEMA_VERSION, Event
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
@@ -100,3 +104,47 @@ class EventStore:
             file.write(line.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
+
+
+# ---- what the driver's parts have learned, in one file beside each checkpoint
+
+_STATES = "gradloc.json"
+
+
+def save_states(parts: Mapping[str, Any], folder: str) -> bool:
+    """Write the parts' states, by name, into ``global_step_N``; returns whether there is any and it was written.
+
+    Each part's ``state()`` is JSON-ready, and its ``load_state(state)`` takes it over.
+    """
+    state = {name: part.state() for name, part in parts.items()}
+    if not state:
+        return False
+    path = os.path.join(folder, _STATES)
+    try:
+        with open(f"{path}.partial", "w", encoding="utf-8") as file:
+            json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
+        os.replace(f"{path}.partial", path)
+    except OSError:
+        logger.exception("gradloc: %s could not be written; a resumed run will learn its history again", path)
+        return False
+    return True
+
+
+def load_states(parts: Mapping[str, Any], folder: str) -> None:
+    """Give the parts what :func:`save_states` wrote; a part whose state is missing or not ours starts anew."""
+    path = os.path.join(folder, _STATES)
+    if not parts or not os.path.exists(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            states = dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        logger.exception("gradloc: %s could not be read; what it remembered is learned again", path)
+        return
+    for name, part in parts.items():
+        if name not in states:
+            continue
+        try:
+            part.load_state(states[name])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            logger.exception("gradloc: the state of %s in %s cannot be used; it starts anew", name, path)

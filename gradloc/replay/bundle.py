@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..record import BUNDLE_VERSION, BundleEntry, BundleMeta, Event
+from ..record import Event
+from ..record.bundle import BUNDLE_VERSION, BundleEntry, BundleMeta
 from ..record.reading import read
 
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)

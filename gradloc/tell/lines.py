@@ -9,8 +9,7 @@ from ..record import Culprit, Event
 from ..words.culprits import by_size, carried, trusted_share
 from ..words.cures import healer
 from ..words.numbers import bounded, number
-from ..words.story import headline, pronoun, step_cause
-from ..words.verdict import quote
+from ..words.story import headline, pronoun, quote, step_cause
 
 COLUMNS = (
     *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),

@@ -20,7 +20,6 @@ from ..core.sharding import reduction_deferred
 from ..core.step import Details, ForwardState, Numerics, Outputs, Recorded, record, to_host
 from ..loop.batch import Rows, joined
 from .log_probs import token_log_probs
-from .rows import brief_of
 
 Forward = Callable[[], Any]
 """Gives log-probs (B, T), or a tuple of these, entropies (B, T) or None, and a scalar of what else the loss is made of
@@ -65,6 +64,7 @@ class LoopStep:
     """
 
     first_row = 0
+    """Where this rank's first row stands among all ranks': set once that is known."""
 
     def __init__(self, module: torch.nn.Module, num_ranks: int, scale: Callable[[], float]):
         self.module, self.num_ranks, self._scale = module, num_ranks, scale
@@ -148,16 +148,19 @@ class LoopStep:
                 each.on_host["advantages"] = advantages
 
     def release(self) -> None:
-        """After the search: what is asked of coefficients from now on is read from the host."""
+        """The search is over: what is asked of coefficients from now on may be read from the host."""
         for each in self.micro_batches:
             each.recorded.log_prob_coefficient = each.on_host["coefficient"]
 
     def counts(self) -> tuple[int, int]:
+        """How many tokens are trained on, and how many rows there are, on this rank."""
         self._settle()
         masks = self._on_host("mask")
         return sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
 
     def brief(self) -> list[tuple[int, float]]:
+        """Of each row how many tokens it has and their median advantage, or what stands in its place: enough where
+        nothing spiked."""
         masks = self._on_host("mask")
         if self.has_advantages:
             return brief_of(masks, self._on_host("advantages"))
@@ -173,6 +176,7 @@ class LoopStep:
         return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
 
     def all_rows(self) -> Rows:
+        """Everything about the rows that an event may say, on the host: see :func:`~..loop.batch.joined`."""
         parts = []
         for index, each in enumerate(self.micro_batches):
             mask, ids = each.on_host["mask"], each.ids.cpu()
@@ -292,3 +296,13 @@ def _shown(mask: torch.Tensor) -> torch.Tensor:
     """Up to the last token that is trained on: what follows is padding."""
     positions = torch.arange(mask.shape[1]) * mask
     return (torch.arange(mask.shape[1]) <= positions.amax(1, keepdim=True)).long()
+
+
+def brief_of(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
+    """Pairs for :func:`.colocated.brief_view`, of micro-batches' bool (B, T) and values (B, T)."""
+    rows = [
+        row[kept]
+        for row_values, mask in zip(values, masks, strict=True)
+        for row, kept in zip(row_values, mask, strict=True)
+    ]
+    return [(len(row), float(row.median()) if len(row) else 0.0) for row in rows]

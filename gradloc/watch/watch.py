@@ -28,14 +28,13 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks, host_group
 from ..core.sharding import compute_device, compute_dtype, is_reduction_deferred
 from ..core.step import Recorded, RngState
-from ..loop.batch import BatchView, Rows
+from ..loop.batch import Rows, at_first
 from ..loop.driver import Driver
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from .colocated import Colocated, whole
-from .rows import view_of
 from .step import Forward, LoopMicroBatch, LoopStep, autocast_now, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class Watch(Colocated):
         known = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
         tensors = {name: _wide(name, value, mask) for name, value in known.items() if value is not None}
         if rewards is not None:
-            tensors["token_level_scores"] = _wide("rewards", rewards, mask, True) * _is_first(mask)
+            tensors["token_level_scores"] = at_first(_wide("rewards", rewards, mask, is_flat=True)[:, 0], mask)
         autocast, dtype = autocast_now(self.ranks.device)
         if dtype == torch.float16:
             require(self.scaler is not None, "scaler", "the loop's GradScaler under float16 (False: none)", None)
@@ -241,9 +240,6 @@ class Watch(Colocated):
             self.localizer._safely(lambda: step.read_logits(self.space.forward_state()))
             self.space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
         return step.all_rows()
-
-    def view(self, by_rank: Sequence[Rows]) -> BatchView:
-        return view_of(by_rank)
 
     # ---- inside
 
@@ -395,12 +391,6 @@ def _wide(name: str, value: Any, mask: torch.Tensor, is_flat: bool = False) -> t
     if value.dim() != 2 or value.shape[0] != mask.shape[0] or value.shape[1] not in (1, mask.shape[1]):
         raise ValueError(f"Watch.log_probs: {name} has shape {tuple(value.shape)}, the mask {tuple(mask.shape)}.")
     return value.expand(mask.shape)
-
-
-def _is_first(mask: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(mask, dtype=torch.float32).index_fill_(
-        1, torch.zeros(1, dtype=torch.long, device=mask.device), 1.0
-    )
 
 
 def _check_outputs(

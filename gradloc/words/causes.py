@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a token's gradient is large, from its numbers. Pure; runs where the event is written.
+"""The table of causes, ``causes.ini``, and which of them makes a token's gradient large, from its numbers. Pure.
 
 A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
 correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own
@@ -14,12 +14,69 @@ effect: the token was inserted or retokenized, or the row's log-probs are shifte
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ..record import BatchStatistics, Cause, Culprit, Run
-from .advice import is_trl
+from .advice import ACTIONS, actions_of, is_trl, read_table
 from .documents import Document, cause_in
-from .meanings import MEANINGS
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A section of the table: a cause, or a special case of some. The table's head says what its keys are."""
+
+    label: str
+    title: str = ""
+    means: str = ""
+    factor: str = ""
+    odd: str = ""
+    headline: str = ""
+    figure: tuple[str, ...] = ("", "", "", "")
+    named: str = ""
+    do: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    say: str = ""
+    why: str = ""
+    check: str = "No further event has this cause."
+    causes: tuple[str, ...] = ()
+    when: tuple[str, ...] = ()
+
+    @property
+    def seen(self) -> str:
+        """What is seen, as the docs say it."""
+        return self.title or self.label
+
+    def advice(self, trainer: str | None, strategy: str = "", is_distilled: bool = False) -> list[tuple[str, str]]:
+        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy;
+        ``is_distilled``: without what is about rewards."""
+        more = "more_probes" if strategy == "bisect" else "more_steps"  # bisection alone counts probes
+        names = [name for name in self.do if not is_distilled or not ACTIONS[name].is_of_rewards]
+        return actions_of([more if name == "more_steps" else name for name in names], trainer)
+
+
+def _meaning(label: str, row: Mapping[str, str]) -> Meaning:
+    found: dict[str, str | tuple[str, ...]] = {**({"causes": (label,)} if "title" in row else {}), **row}
+    for key in {"do", "cures", "causes", "when"} & {*row}:
+        found[key] = tuple(row[key].split())
+    if "figure" in row:
+        found["figure"] = tuple(cell.strip() for cell in f"{row['figure']}|||".split("|")[:4])
+    return Meaning(label, **found)  # type: ignore[arg-type]
+
+
+_TABLE = [_meaning(label, row) for label, row in read_table("causes.ini").items()]
+MEANINGS = {meaning.label: meaning for meaning in _TABLE if meaning.title}
+"""Of causes, by their labels."""
+RULES = tuple(meaning for meaning in _TABLE if meaning.why)
+"""What to do, in the order in which they are asked."""
+
+
+def meaning_of(label: str) -> Meaning:
+    """What a cause means; of an unknown label, what is said when nothing stands out."""
+    return MEANINGS.get(label, MEANINGS["unknown"])
+
+
+# ---- which cause it is
 
 NOTABLE = 3.0
 """A factor under three times its typical value explains nothing."""
@@ -88,20 +145,17 @@ def classify(
 
 
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
-    coefficients, norm = culprit.coefficients, culprit.grad_norm
-    coefficient, is_critics = coefficients.log_prob, culprit.value is not None
-    is_distilled = culprit.teacher_log_prob is not None
-    output, pull = culprit.log_prob, culprit.advantage
-    numbers: dict[str, float | None] = {"log_prob": output, "advantage": pull, "coefficient": coefficient}
+    coefficients, norm, is_critics = culprit.coefficients, culprit.grad_norm, culprit.value is not None
+    coefficient = coefficients.log_prob
+    model_gives, pulled_to, name, typical = "log_prob", "advantage", "advantage", batch.advantage
     if is_critics:
-        output, pull = culprit.value, culprit.value_target
-        numbers = {"value": output, "value_target": pull, "coefficient": coefficient}
-    elif is_distilled:
-        pull = culprit.teacher_log_prob
-        numbers = {"log_prob": output, "teacher_log_prob": pull, "coefficient": coefficient}
+        model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
+    elif culprit.teacher_log_prob is not None:
+        pulled_to, name, typical = "teacher_log_prob", "gap", batch.teacher_gap
     elif batch.loss_weight is not None:
-        pull = culprit.loss_weight
-        numbers = {"log_prob": output, "loss_weight": pull, "coefficient": coefficient}
+        pulled_to, name, typical = "loss_weight", "loss_weight", batch.loss_weight
+    output, pull = getattr(culprit, model_gives), getattr(culprit, pulled_to)
+    numbers: dict[str, float | None] = {model_gives: output, pulled_to: pull, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
         ("non_finite", [coefficient, pull]),
@@ -110,23 +164,18 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         if not _are_finite(*values):
             return Cause(label, numbers)
     jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
-    excess = {"jacobian": _over(jacobian, batch.jacobian)}
+    is_distance = name in ("error", "gap")  # how far the output is from what it is pulled to
     distance = None if output is None or pull is None else pull - output
+    excess = {name: _over(distance if is_distance else pull, typical)}
     if is_critics:
-        excess = {"error": _over(distance, batch.value_error), **excess}
+        excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)
     kl, weight = coefficients.kl or 0.0, abs(culprit.loss_weight or 0.0)
-    name, pulled = "advantage", _over(pull, batch.advantage)
-    if is_distilled:
-        name, pulled = "gap", _over(distance, batch.teacher_gap)
-    elif batch.loss_weight is not None:
-        name, pulled = "loss_weight", _over(pull, batch.loss_weight)
-    excess = {
-        name: pulled,
+    excess |= {
         "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
         "is_weight": _over(culprit.is_weight, 1.0),
-        **excess,
+        "jacobian": _over(jacobian, batch.jacobian),
         "kl": _over(kl, weight * batch.advantage) if kl else 0.0,
     }
     numbers = {**_over_typical(excess), "log_prob_gradient_norm": jacobian}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..record import Cured, Event
 from .advice import ACTIONS, is_trl, lines_of
-from .meanings import meaning_of
+from .causes import meaning_of
 from .numbers import bounded, number, percent
 
 _BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")

@@ -11,8 +11,14 @@ from ..record import Cause, Culprit
 _LEAST_PADDING = 4  # equal tokens at the end of a row
 _FAR = 2.0  # nats by which a document's mean log-prob is below the batch's where it is odd as a whole
 _SHIFTED = 2.0  # nats by which labels moved by one are likelier
-_ODD = 3.0  # times the batch's, of a share in the document's text
-_LEAST_SHARE = 0.2
+_ODD = 3.0  # times the batch's
+_ODDITIES = (
+    ("repeats", 0.2, "{:.0%} of it repeats (others: {:.0%})"),
+    ("foreign", 0.2, "{:.0%} of its characters are not ASCII (others: {:.0%})"),
+    ("unspaced", 40.0, "its longest word has {:.0f} characters (others: {:.0f})"),
+    ("tokens", 0.0, "it has {:.0f} tokens (others: {:.0f})"),
+)
+"""What a document may have more of than the batch's others: from what on that is odd, and in words."""
 _UNLIKELY = math.log(1e-3)
 _MANY = 0.2  # of the batch's rows: copies of one document
 
@@ -101,26 +107,12 @@ def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
 
 def oddities(document: Document) -> list[str]:
     """In what the document is unlike the batch's others, in words."""
-    pairs = (
-        ("repeats", f"{document.repeats:.0%} of it repeats (others: {document.repeats_of_batch:.0%})"),
-        (
-            "foreign",
-            f"{document.foreign:.0%} of its characters are not ASCII (others: {document.foreign_of_batch:.0%})",
-        ),
-    )
-    found = [words for name, words in pairs if _is_odd(document, name, _LEAST_SHARE)]
-    if _is_odd(document, "unspaced", 40.0):
-        found.append(
-            f"its longest word has {document.unspaced:.0f} characters (others: {document.unspaced_of_batch:.0f})"
-        )
-    if _is_odd(document, "tokens", 0.0):
-        found.append(f"it has {document.tokens:.0f} tokens (others: {document.tokens_of_batch:.0f})")
+    found = []
+    for name, least, words in _ODDITIES:
+        value, usual = getattr(document, name), getattr(document, f"{name}_of_batch")
+        if value >= least and value > _ODD * usual:
+            found.append(words.format(value, usual))
     return found
-
-
-def _is_odd(document: Document, name: str, least: float) -> bool:
-    value, usual = getattr(document, name), getattr(document, f"{name}_of_batch")
-    return value >= least and value > _ODD * usual
 
 
 def document_of(numbers: dict[str, float | None]) -> Document:

@@ -1,34 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do now, decided from an event's evidence: the first rule of the table of causes that holds. Pure."""
+"""What to do now, decided from what an event says: the first rule of the table of causes that holds. Pure."""
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..record import Event
+from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
-from .causes import APART, NOTABLE
-from .culprits import group
+from .causes import APART, NOTABLE, RULES, Meaning
+from .culprits import again, group, leader
 from .cures import healer, how_healed
-from .evidence import Evidence
-from .meanings import RULES, Meaning
-from .text import one_line
+from .documents import document_words
+from .numbers import bounded, number
+from .story import cause_of, first_place, odd_number, pronoun, step_cause
+from .text import listed, one_line
 
 
 @dataclass(frozen=True)
-class NextStep:
-    """One thing to do."""
+class Evidence:
+    """What an event says about its cause beyond the cause's name, as the rules ask for it."""
 
-    do: str
-    lines: dict[str, str]
-    """The config line, under the name of the verl that it is for where that matters."""
-    why: str
-    check: str
-    """What would show that it was right."""
-    meanwhile: dict[str, str] = field(default_factory=dict)
-    """A stopgap: its config line, under what it does."""
+    event: Event
+    actor: Mapping[str, Any] = field(default_factory=dict)
+    """The run's ``actor_rollout_ref.actor``, where its bundle has it."""
+
+    @property
+    def label(self) -> str:
+        """The cause's."""
+        return cause_of(self.event)
+
+    @property
+    def first(self) -> Culprit:
+        """The largest culprit; an empty one where there is none."""
+        return leader(self.event.culprits) or Culprit()
+
+    def number(self, name: str) -> float | None:
+        """One of the cause's numbers."""
+        return (step_cause(self.event) or self.first.cause).numbers.get(name)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those of the prompt's other rollouts."""
+        return [sibling.reward for sibling in self.first.siblings or () if sibling.reward is not None]
+
+    @property
+    def is_reward_odd(self) -> bool:
+        """Whether the reward is far from its siblings', compared with how far these are apart."""
+        reward, others = self.first.reward, [reward for reward in self.rewards if math.isfinite(reward)]
+        if reward is None or not math.isfinite(reward) or not others:
+            return reward is not None and not math.isfinite(reward)
+        return abs(reward - statistics.median(others)) > NOTABLE * max(max(others) - min(others), 1.0)
+
+    @property
+    def is_advantage_odd(self) -> bool:
+        """Whether the advantage is what makes the gradient large."""
+        advantage = self.first.advantage
+        return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
+
+    @property
+    def drift(self) -> float:
+        """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
+        return _distance(self.first.log_prob, self.first.old_log_prob_stored)
+
+    @property
+    def do_engines_differ(self) -> bool:
+        """Whether trainer and rollout engine disagreed before the update, and by more than the policy has moved."""
+        gap = _distance(self.first.rollout_log_prob, self.first.old_log_prob_stored)
+        return gap > APART and gap >= self.drift
+
+    @property
+    def loss_mode(self) -> str | None:
+        """The run's policy loss."""
+        loss = self.actor.get("policy_loss")
+        return loss.get("loss_mode") if isinstance(loss, Mapping) else None
+
+    def is_judged(self, verdict: str) -> bool:
+        """Whether the certificate has this verdict on culprits of a finite norm."""
+        norm = self.event.trigger.grad_norm
+        is_finite = norm is None or math.isfinite(norm)
+        return bool(self.event.culprits) and is_finite and self.event.certificate.verdict == verdict
+
+    def as_text(self) -> dict[str, str]:
+        """The evidence for the rules' sentences, by name."""
+        event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
+        rewards = [number(reward, 3) for reward in self.rewards]
+        names = [one_line(name, 60) for name in other.names[:3]] if other else []
+        advantage, teacher = number(first.advantage, 3), number(first.teacher_log_prob, 3)
+        pulled = f"The teacher's ({teacher})" if event.is_distilled else f"Advantage ({advantage})"
+        pulled = f"Loss weight ({number(first.loss_weight, 3)})" if event.is_supervised else pulled
+        probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
+        numbers = {
+            "reward": first.reward,
+            "advantage": first.advantage,
+            "ratio": first.ratios.current_over_old,
+            "now": first.log_prob,
+            "old": first.old_log_prob_stored,
+            "written": first.rollout_log_prob,
+            "weight": first.is_weight,
+            "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
+            "scale": self.number("coefficient_over_typical"),
+            "over_run": self.number("advantage_over_run") or self.number("teacher_gap_over_run"),
+            "value": first.value,
+            "target": first.value_target,
+            "teacher": first.teacher_log_prob,
+            "threshold": certificate.threshold,
+        }
+        return {name: number(value, 3) for name, value in numbers.items()} | {
+            "names": ", ".join(names) or "the batch's tensors",
+            "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
+            "odd": odd_number(first) or "far from typical",
+            "again": again(first),
+            "document": document_words(first) or "Nothing else is known of it.",
+            "group": group(event),
+            "first": first_place(event),
+            "neighbour": "next" if (self.number("shift") or 0.0) > 0 else "previous",
+            "probability": number(probability, 2),
+            "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
+            "more": number(event.search.num_more),
+            "reason": certificate.reason or "the bound on the norm is too wide",
+            "it": pronoun(event),
+            "loss": str(self.loss_mode),
+            "pull": _pull(event),
+            "Pull": pulled,
+        }
+
+
+def _pull(event: Event) -> str:
+    """What the loss pulls a token with."""
+    if event.is_distilled:
+        return "distance from the teacher"
+    return "loss weight" if event.is_supervised else "advantage"
+
+
+def _distance(one: float | None, other: float | None) -> float:
+    if one is None or other is None or not math.isfinite(one - other):
+        return 0.0
+    return abs(one - other)
 
 
 FACTS: dict[str, Callable[[Evidence], bool]] = {
@@ -53,6 +163,20 @@ FACTS: dict[str, Callable[[Evidence], bool]] = {
     "punished": lambda at: (at.first.advantage or 0.0) < 0,
 }
 """What a rule may ask of an event beside its cause."""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One thing to do."""
+
+    do: str
+    lines: dict[str, str]
+    """The config line, under the name of the verl that it is for where that matters."""
+    why: str
+    check: str
+    """What would show that it was right."""
+    meanwhile: dict[str, str] = field(default_factory=dict)
+    """A stopgap: its config line, under what it does."""
 
 
 def rule_for(evidence: Evidence) -> Meaning:

@@ -10,7 +10,7 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.loop.fingerprint import differs, fingerprint
-from gradloc.record import Fingerprint
+from gradloc.record.bundle import Fingerprint
 
 
 def of(model):

@@ -24,19 +24,9 @@ from gradloc.loop.writer import (
     events_weights_folder,
 )
 from gradloc.mismatch.verdict import FLOOR
-from gradloc.record import (
-    BatchStatistics,
-    BundleMeta,
-    Coefficients,
-    Culprit,
-    Event,
-    Ratios,
-    Run,
-    Shares,
-    StepCause,
-    Trigger,
-)
-from gradloc.record import Sequence as SequenceRecord
+from gradloc.record import BatchStatistics, Coefficients, Culprit, Event, Ratios, Run, Shares, StepCause, Trigger
+from gradloc.record.bundle import BundleMeta
+from gradloc.record.bundle import Sequence as SequenceRecord
 from tests.report.builder import make_event
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.record import BundleMeta, Event, Sequence, SequenceFile
+from gradloc.record import Event
+from gradloc.record.bundle import BundleMeta, Sequence, SequenceFile
 from gradloc.record.reading import read
 from gradloc.record.store import plain
 

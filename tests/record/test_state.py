@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gradloc.record.state import load_states, save_states
+from gradloc.record.store import load_states, save_states
 
 
 class Part:

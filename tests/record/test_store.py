@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradloc.record import BatchStatistics, Event
-from gradloc.record.culprit import Turn, turns_in
+from gradloc.record import BatchStatistics, Event, Turn, turns_in
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore, plain
 

@@ -4,7 +4,7 @@
 import pytest
 
 from gradloc.loop.fingerprint import differs
-from gradloc.record import Fingerprint
+from gradloc.record.bundle import Fingerprint
 from gradloc.record.reading import read
 
 

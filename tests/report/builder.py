@@ -11,9 +11,10 @@ from typing import Any
 
 from gradloc import record
 from gradloc.record import Event
+from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
 from gradloc.record.store import plain
-from gradloc.words.verdict import verdict_sentences
+from gradloc.words.story import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
 _MARKUP = "</script><img src=x onerror=alert(1)>", '"><b>{{ 7 * 7 }}'
@@ -144,7 +145,7 @@ def make_sequence(num: int = 8, tokens: list[str] | None = None, **changes: Any)
     """A sequence of ``num`` tokens whose third position carries the spike."""
     tokens = tokens or [f" w{i}" for i in range(num)]
     num = len(tokens)
-    sequence = record.Sequence(
+    sequence = Sequence(
         rank=1,
         micro_batch=2,
         micro_batch_row=0,

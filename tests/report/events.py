@@ -14,7 +14,7 @@ import torch
 
 from gradloc.record import Certificate, Rerun, StepCause
 from gradloc.record.store import plain
-from gradloc.words.meanings import RULES
+from gradloc.words.causes import RULES
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
 from tests.report.builder import REPO, changed, make_culprit

@@ -8,7 +8,7 @@ from pathlib import Path
 from gradloc import __version__
 from gradloc.record import Event
 from gradloc.record.reading import read
-from gradloc.words.verdict import verdict_sentences
+from gradloc.words.story import verdict_sentences
 from tests.report.builder import make_culprit, make_event, make_metrics, make_sequence, write_run
 
 TEXT = (

@@ -4,8 +4,8 @@
 import torch
 
 from gradloc import token_log_probs
-from gradloc.watch.rows import brief_of, brief_view, view_of
-from gradloc.watch.step import _aligned, frozen
+from gradloc.watch.colocated import brief_view, view_of
+from gradloc.watch.step import _aligned, brief_of, frozen
 
 
 def rows(*names, weight=0.5, width=3):

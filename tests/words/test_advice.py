@@ -22,8 +22,8 @@ from gradloc.words.advice import (
     trl_settings,
     verl_of,
 )
+from gradloc.words.causes import MEANINGS, RULES
 from gradloc.words.cures import MILDEST_FIRST, is_measured
-from gradloc.words.meanings import MEANINGS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 

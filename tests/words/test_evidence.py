@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from gradloc.words.evidence import Evidence
-from gradloc.words.next_step import FACTS
-from gradloc.words.verdict import verdict_sentences
+from gradloc.words.next_step import FACTS, Evidence
+from gradloc.words.story import verdict_sentences
 from tests.report.builder import make_culprit
 from tests.words import event
 

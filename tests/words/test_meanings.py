@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gradloc.record import CAUSES, BatchStatistics, Cause, Coefficients, Culprit, Event, Run, Sibling
-from gradloc.words.causes import classify
+from gradloc.words.causes import MEANINGS, _meaning, classify, meaning_of
 from gradloc.words.culprits import again, group
-from gradloc.words.meanings import MEANINGS, _meaning, meaning_of
 
 
 @pytest.mark.parametrize("label", CAUSES)

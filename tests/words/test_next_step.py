@@ -10,8 +10,8 @@ import pytest
 from gradloc.record import CAUSES, Action, Event
 from gradloc.record.reading import read
 from gradloc.words.advice import ACTIONS, lines_of
+from gradloc.words.causes import MEANINGS, RULES
 from gradloc.words.cures import MILDEST_FIRST, OF_BATCH, cures_for, settings_in
-from gradloc.words.meanings import MEANINGS, RULES
 from gradloc.words.next_step import FACTS, next_step
 from tests.report import events as golden
 

@@ -8,7 +8,7 @@ import pytest
 from gradloc.record import CAUSES
 from gradloc.words import story
 from gradloc.words.culprits import engine_words
-from gradloc.words.verdict import verdict_sentences
+from gradloc.words.story import verdict_sentences
 from tests.report.builder import HOSTILE, make_culprit
 from tests.words import event
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc=`` and ``health=`` as a user of TRL gives them, and the runs that are refused.
+"""``gradloc=`` and ``health=`` as a user of TRL gives them, the runs that are refused, and what a run's arguments
+say of its load. Imports neither torch nor TRL.
 
 ``touched.json`` lists what is private or may change of TRL and what is under it: each function's parameters, or null
 where it only has to be there.
@@ -7,20 +8,17 @@ where it only has to be there.
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ...checks import require
 from ...config import GradLocConfig, settings_without_verl
+from ...core.forecast import Layout, Load, Plan
 from ...health.config import HealthConfig
 from ...record import ACTIONS
 from ...touched import differences
-
-_KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
-"""accelerate's names of what was tried."""
 
 
 def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
@@ -60,64 +58,71 @@ def health_of(given: Any) -> HealthConfig | None:
     return given if given.enable else None
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What of a run decides whether a search can look into it; the defaults are what can."""
+_NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accelerate's distributed type": (
+        lambda kind: kind in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
+        "one process, DDP or FSDP2 (other engines step by themselves or keep gradients elsewhere than in .grad)",
+    ),
+    "fsdp_version": (lambda version: version != 1, "2 (FSDP1 was not tried with TRL)"),
+    "optim": (
+        lambda name: not name.startswith(("lomo", "adalomo")) and "layerwise" not in name,
+        "an optimizer that steps once, after the backward",
+    ),
+    "tensor parallelism": (lambda size: size == 1, "1 (it was not tried)"),
+    "distributed_config.dp_replicate_size": (lambda size: size == 1, "1 (hybrid sharding was not tried)"),
+    "torch_compile": (lambda is_on: not is_on, "false (compiled models were not tried)"),
+    "model": (lambda kind: kind == "one of text", "a model of text (pictures were not tried)"),
+    "gradient_as_bucket_view": (
+        lambda is_on: not is_on,
+        "false (a probe would overwrite the gradient that is set aside)",
+    ),
+}
+"""What of a run decides whether a search can look into it: what it has to be, and how that reads after "must be"."""
+_SHARDED = "sharded as it is loaded"
 
-    kind: str = "NO"
-    """accelerate's distributed type."""
-    is_fsdp1: bool = False
-    optim: str = "adamw_torch"
-    tensor: int = 1
-    replicas: int = 1
-    is_sharded_as_loaded: bool = False
-    torch_compile: bool = False
-    has_pictures: bool = False
-    has_views: bool = False
-    """DDP's ``gradient_as_bucket_view``."""
 
-
-def setup_of(trainer: Any) -> Setup:
-    """Of a trainer that is built."""
+def setup_of(trainer: Any) -> dict[str, Any]:
+    """What a trainer that is built has of these, by their names; and whether transformers shards its model."""
     args, accelerator = trainer.args, trainer.accelerator
     config, kind = getattr(trainer.model.config, "distributed_config", None), accelerator.distributed_type.name
-    return Setup(
-        kind,
-        kind == "FSDP" and not accelerator.is_fsdp2,
-        str(getattr(args.optim, "value", args.optim)),
-        trainer.get_tp_size(),
-        1 if config is None else config.dp_replicate_size,
-        config is not None,
-        args.torch_compile,
-        trainer._is_vlm,
-        getattr(accelerator.ddp_handler, "gradient_as_bucket_view", False),
-    )
+    return {
+        "accelerate's distributed type": kind,
+        "fsdp_version": 1 if kind == "FSDP" and not accelerator.is_fsdp2 else 2,
+        "optim": str(getattr(args.optim, "value", args.optim)),
+        "tensor parallelism": trainer.get_tp_size(),
+        "distributed_config.dp_replicate_size": 1 if config is None else config.dp_replicate_size,
+        "torch_compile": args.torch_compile,
+        "model": "one of pictures and text" if trainer._is_vlm else "one of text",
+        "gradient_as_bucket_view": getattr(accelerator.ddp_handler, "gradient_as_bucket_view", False),
+        _SHARDED: config is not None,
+    }
 
 
-def refuse(run: Setup, settings: GradLocConfig | None) -> None:
+def setup_in(given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """What TRL's arguments say of these before a run; a launcher's own settings are not among them."""
+    kind = "FSDP" if given.get("fsdp") else "DEEPSPEED" if given.get("deepspeed") else "MULTI_GPU"
+    settings = given.get("fsdp_config") or {}
+    version = settings.get("fsdp_version", settings.get("version", 2)) if isinstance(settings, Mapping) else 2
+    return {
+        "accelerate's distributed type": kind if kind != "MULTI_GPU" or gpus > 1 else "NO",
+        "fsdp_version": int(version) if kind == "FSDP" else 2,
+        "optim": str(given.get("optim", "adamw_torch")),
+        "torch_compile": bool(given.get("torch_compile", False)),
+    }
+
+
+def refuse(run: Mapping[str, Any], settings: GradLocConfig | None) -> None:
     """Refuse a run that no search could look into, or whose weights could not be kept as asked for.
 
     Raises:
         ValueError: one sentence that names the setting, what was found and what to do.
     """
+    instead = 'with gradloc; gradloc="off" trains without'
+    for key, (holds, expected) in _NEEDS.items():
+        require(key not in run or holds(run[key]), key, f"{expected} {instead}", run.get(key))
     keeps = "off" if settings is None else settings.evidence.checkpoint
-    needs = (
-        (run.kind in _KINDS, "accelerate's distributed type", "one process, DDP or FSDP2 (other engines step by "
-         "themselves or keep gradients elsewhere than in .grad)", run.kind),
-        (not run.is_fsdp1, "fsdp_version", "2 (FSDP1 was not tried with TRL)", 1),
-        (not run.optim.startswith(("lomo", "adalomo")) and "layerwise" not in run.optim, "optim",
-         "an optimizer that steps once, after the backward", run.optim),
-        (run.tensor == 1, "tensor parallelism", "1 (it was not tried)", run.tensor),
-        (run.replicas == 1, "distributed_config.dp_replicate_size", "1 (hybrid sharding was not tried)", run.replicas),
-        (not run.is_sharded_as_loaded or keeps == "off", "gradloc.evidence.checkpoint",
-         "off where the model is sharded as it is loaded", keeps),
-        (not run.torch_compile, "torch_compile", "false (compiled models were not tried)", run.torch_compile),
-        (not run.has_pictures, "model", "a model of text (pictures were not tried)", "one of pictures and text"),
-        (not run.has_views, "gradient_as_bucket_view", "false (a probe would overwrite the gradient that is set aside)",
-         run.has_views),
-    )  # fmt: skip
-    for is_met, key, expected, value in needs:
-        require(is_met, key, f'{expected} with gradloc; gradloc="off" trains without', value)
+    expected = f"off where the model is {_SHARDED} {instead}"
+    require(not run.get(_SHARDED) or keeps == "off", "gradloc.evidence.checkpoint", expected, keeps)
 
 
 def _parsed(given: Any) -> Any:
@@ -143,3 +148,34 @@ def check_trl() -> None:
             f"{', '.join(KNOWN)} on {TRANSFORMERS}): {changed[0]}; pip install trl=={KNOWN[-1]} "
             f'transformers=={TRANSFORMERS}, or train with gradloc="off".'
         )
+
+
+# ---- before a run
+
+
+def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:
+    """The plan of a run; ``given`` are TRL's arguments by name, as its YAML has them.
+
+    Args:
+        given: what it lacks takes TRL's own default.
+        gpus: of the run; TRL's arguments do not say how many.
+        on_host: of a node.
+    """
+    longest = int(given.get("max_prompt_length") or 512) + int(given.get("max_completion_length") or 256)
+    longest = int(given.get("max_length") or longest)
+    rows, micro_batches = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
+    is_sharded = bool(given.get("fsdp"))
+    is_half = given.get("bf16", True) or given.get("fp16", False)
+    is_fused = bool(given.get("use_liger_kernel"))
+    return Plan(
+        str(given.get("model_name_or_path", "")),
+        Layout(gpus, gpus if is_sharded else 1, on_host, whole=4 if gpus > 1 and not is_sharded else 0),
+        Load(
+            int(rows) * longest,
+            int(micro_batches),
+            2 if is_half else 4,
+            bool(given.get("gradient_checkpointing", True)),
+            0.0 if is_fused else 8.5,  # TRL divides by the temperature, and always asks for entropies, in pieces
+        ),
+        int(given.get("lora_r", 16)) if given.get("use_peft") else 0,
+    )

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trl.trainer import utils as trl_utils
 
 from ...core.sharding import is_reduction_deferred
 from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
-from ...loop.batch import Rows
+from ...loop.batch import Rows, at_first, joined
 from ...touched import replaced
 from ...watch.step import LoopMicroBatch, LoopStep, outputs_of
 
@@ -41,14 +40,45 @@ REWARD_KEY, OTHER_KEY = "gradloc_reward", "gradloc_other_advantage"
 its group's spread where it does not, or the other way."""
 _WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
 """Of trainer over engine, which TRL multiplies token losses with, and where the advice truncates it."""
+_NAMES = {
+    "prompt_ids": "prompt_ids",
+    "prompt_mask": "prompt_mask",
+    "completion_ids": "responses",
+    "completion_mask": "completion_mask",
+    "advantages": "advantages",
+    "ref_per_token_logps": "ref_log_prob",
+    "sampling_per_token_logps": "rollout_log_probs",
+    "importance_sampling_ratio": "rollout_is_weights",
+}
+"""TRL's inputs, and what events call them."""
+OF_PROMPT = ("prompt_ids", "prompt_mask")
 _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""
 
 
 class FusedStep(LoopStep):
-    """A step whose log-probs are by TRL's kernel, which never holds all logits."""
+    """All micro-batches of one optimizer step, whose log-probs are by TRL's kernel: it never holds all logits.
 
-    trainer: Any
+    The module is as TRL's trainer calls it, under DDP or FSDP2; ``num_ranks`` counts processes.
+    """
+
+    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
+        scaler = trainer.accelerator.scaler
+        super().__init__(module, num_ranks, lambda: 1.0 if scaler is None else scaler.get_scale())
+        self.trainer = trainer
+
+    def micro_batch(self, mask: torch.Tensor, ids: torch.Tensor, tensors: dict[str, torch.Tensor]) -> LoopMicroBatch:
+        """The next one, (B, T) each; its forward follows."""
+        accelerator, half = self.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return LoopMicroBatch(
+            mask=mask,
+            ids=ids,
+            tensors=tensors,
+            recorded=Recorded(RngState(accelerator.device)),
+            autocast=self.trainer.compute_loss_context_manager,
+            dtype=half.get(accelerator.mixed_precision, next(self.module.parameters()).dtype),
+            is_deferred=is_reduction_deferred(self.module),
+        )
 
     @property
     def num_positions(self) -> int:
@@ -70,17 +100,13 @@ class FusedStep(LoopStep):
 
 
 class TrlStep(FusedStep, OwnLoss):
-    """All micro-batches of one optimizer step: see :class:`~...core.step.TrainingStep`.
-
-    The module is as TRL's trainer calls it, under DDP or FSDP2; ``num_ranks`` counts processes.
-    """
+    """Of a loss of advantages: see :class:`~...core.step.TrainingStep`."""
 
     trainer_name = "trl"
     dp_size = property(lambda self: self.num_ranks)
 
     def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
-        super().__init__(module, num_ranks, partial(loss_scale, trainer))
-        self.trainer = trainer
+        super().__init__(trainer, module, num_ranks)
         self.inputs: list[dict[str, Any]] = []
         self._entropy_masks: list[torch.Tensor | None] = []
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
@@ -97,7 +123,7 @@ class TrlStep(FusedStep, OwnLoss):
         mask = mask_of(inputs).bool()
         advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
         self.inputs.append(inputs)
-        self.micro_batches.append(micro_batch_of(self, mask, inputs["completion_ids"], {"advantages": advantages}))
+        self.micro_batches.append(self.micro_batch(mask, inputs["completion_ids"], {"advantages": advantages}))
         self._entropy_masks.append(None)
         with self._asking(len(self.inputs) - 1, None):
             yield
@@ -186,9 +212,20 @@ class TrlStep(FusedStep, OwnLoss):
         return loss if trainer.loss_is_scaled_for_ga else loss / window
 
     def all_rows(self) -> Rows:
-        from .watch import rows_of  # which knows this module
-
-        return rows_of(self)
+        """Prompts are (R, P)."""
+        parts = []
+        for index, inputs in enumerate(self.inputs):
+            mask = mask_of(inputs)
+            values = {ours: inputs[theirs] for theirs, ours in _NAMES.items() if inputs.get(theirs) is not None}
+            values |= {"response_mask": mask, "old_log_probs": self.old_log_prob(index)}
+            if REWARD_KEY in inputs:
+                values["token_level_scores"] = at_first(inputs[REWARD_KEY], mask)
+            wide = {
+                name: value if name in OF_PROMPT else value.view(len(mask), -1).expand_as(mask)
+                for name, value in values.items()
+            }
+            parts.append({name: value.detach().cpu() for name, value in wide.items()})
+        return joined(parts, OF_PROMPT)
 
     # ---- inside
 
@@ -224,41 +261,7 @@ class TrlStep(FusedStep, OwnLoss):
             self._given, self.is_asking = None, False
 
 
-class LabelsStep(FusedStep):
-    """All micro-batches of one optimizer step."""
-
-    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
-        super().__init__(module, num_ranks, partial(loss_scale, trainer))
-        self.trainer = trainer
-
-
-def loss_scale(trainer: Any) -> float:
-    """What the trainer's loss is multiplied with (fp16)."""
-    scaler = trainer.accelerator.scaler
-    return 1.0 if scaler is None else scaler.get_scale()
-
-
-def micro_batch_of(
-    step: FusedStep, mask: torch.Tensor, ids: torch.Tensor, tensors: dict[str, torch.Tensor]
-) -> LoopMicroBatch:
-    """The next micro-batch of a step, (B, T) each; its forward follows."""
-    accelerator, half = step.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return LoopMicroBatch(
-        mask=mask,
-        ids=ids,
-        tensors=tensors,
-        recorded=Recorded(RngState(accelerator.device)),
-        autocast=step.trainer.compute_loss_context_manager,
-        dtype=half.get(accelerator.mixed_precision, next(step.module.parameters()).dtype),
-        is_deferred=is_reduction_deferred(step.module),
-    )
-
-
-def _same(values: Any, *_: Any, **__: Any) -> Any:
-    return values
-
-
-_ALONE = {name: _same for name in ("gather", "gather_for_metrics", "reduce")}
+_ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values, *_, **__: values)
 """TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
 
 

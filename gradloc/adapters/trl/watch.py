@@ -29,10 +29,9 @@ from ...loop.driver import Driver, sequence_ids
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
-from ...record.state import load_states, save_states
-from ...watch import rows as labels_rows
+from ...record.store import load_states, save_states
 from ...watch.colocated import Colocated, whole
-from .step import REWARD_KEY, LabelsStep, TrlStep, mask_of, micro_batch_of
+from .step import OF_PROMPT, FusedStep, TrlStep
 
 
 class TrainerWatch(Colocated):
@@ -43,6 +42,8 @@ class TrainerWatch(Colocated):
         settings: of spikes; None: none are looked for.
         health: of the health monitor; None: off.
     """
+
+    step_class: type[FusedStep] = TrlStep
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
@@ -66,7 +67,7 @@ class TrainerWatch(Colocated):
         """Before generation, forward and backward of the next micro-batch."""
         if self.step is not None:
             return
-        self.begin_step(self.make_step(model), model)
+        self.begin_step(self.step_class(self.trainer, model, self.ranks.size), model)
         self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
         self._loss = 0.0
 
@@ -90,10 +91,6 @@ class TrainerWatch(Colocated):
         if metrics:
             self._metrics.append(metrics)
         return taken
-
-    def make_step(self, model: torch.nn.Module) -> Any:
-        """A new step of the model, as TRL calls it."""
-        return TrlStep(self.trainer, model, self.ranks.size)
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)
@@ -207,41 +204,9 @@ def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bo
     return torch.nan_to_num(made, nan=0.0)
 
 
-_NAMES = {
-    "prompt_ids": "prompt_ids",
-    "prompt_mask": "prompt_mask",
-    "completion_ids": "responses",
-    "completion_mask": "completion_mask",
-    "advantages": "advantages",
-    "ref_per_token_logps": "ref_log_prob",
-    "sampling_per_token_logps": "rollout_log_probs",
-    "importance_sampling_ratio": "rollout_is_weights",
-}
-"""TRL's inputs, and what events call them."""
-_OF_PROMPT = ("prompt_ids", "prompt_mask")
-
-
-def rows_of(step: TrlStep) -> Rows:
-    """This rank's rows, on the CPU: (R, P) or (R, T)."""
-    parts = []
-    for index, inputs in enumerate(step.inputs):
-        mask = mask_of(inputs)
-        values = {ours: inputs[theirs] for theirs, ours in _NAMES.items() if inputs.get(theirs) is not None}
-        values |= {"response_mask": mask, "old_log_probs": step.old_log_prob(index)}
-        if REWARD_KEY in inputs:
-            first = torch.zeros_like(mask[:1]).index_fill(1, torch.tensor([0], device=mask.device), 1)
-            values["token_level_scores"] = inputs[REWARD_KEY].unsqueeze(1) * first
-        wide = {
-            name: value if name in _OF_PROMPT else value.view(len(mask), -1).expand_as(mask)
-            for name, value in values.items()
-        }
-        parts.append({name: value.detach().cpu() for name, value in wide.items()})
-    return joined(parts, _OF_PROMPT)
-
-
 def view_of(by_rank: Sequence[Rows]) -> BatchView:
     """All ranks' rows, one rank after the other."""
-    rows = joined(by_rank, _OF_PROMPT)
+    rows = joined(by_rank, OF_PROMPT)
     prompts, prompt_mask = rows.pop("prompt_ids"), rows.pop("prompt_mask")
     rows["input_ids"] = torch.cat([prompts, rows["responses"]], 1)
     rows["attention_mask"] = torch.cat([prompt_mask, rows.pop("completion_mask")], 1)
@@ -262,7 +227,7 @@ class LabelsWatch(TrainerWatch):
         ValueError: one sentence, for a loss that is not made of log-probs.
     """
 
-    signal = "loss_weights"
+    signal, step_class = "loss_weights", FusedStep
 
     def __init__(self, trainer: Any, settings: Any, health: Any):
         args, why = trainer.args, "with gradloc (the loss would not be of log-probs)"
@@ -274,9 +239,6 @@ class LabelsWatch(TrainerWatch):
             settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
         super().__init__(trainer, settings, health)
 
-    def make_step(self, model: torch.nn.Module) -> LabelsStep:
-        return LabelsStep(self.trainer, model, self.ranks.size)
-
     def forward(self, model: torch.nn.Module, **given: Any) -> Any:
         """The model's, in the place of training's call: its log-probs are recorded."""
         if self.step is None or not given.get("fused_lm_head") or not torch.is_grad_enabled():
@@ -285,7 +247,7 @@ class LabelsWatch(TrainerWatch):
         labels = given["labels"][:, 1:]
         virtual = outputs.log_probs.shape[1] - labels.shape[1]  # tokens of prompt learning, which come first
         labels = torch.nn.functional.pad(labels, (virtual, 0), value=-100)
-        made = micro_batch_of(self.step, labels != -100, labels.clamp(min=0), {})
+        made = self.step.micro_batch(labels != -100, labels.clamp(min=0), {})
         made.forward = partial(_log_probs, model, given)
         record(made.recorded, Outputs(outputs.log_probs, None, outputs.aux_loss))
         self.step.micro_batches.append(made)
@@ -293,7 +255,7 @@ class LabelsWatch(TrainerWatch):
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)
-        return labels_rows.view_of(by_rank)
+        return Colocated.view(self, by_rank)
 
 
 def _log_probs(model: torch.nn.Module, given: dict[str, Any]) -> tuple[Any, None, Any]:

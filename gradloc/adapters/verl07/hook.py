@@ -199,13 +199,6 @@ ASKED_KEY = RECORD_KEY = "gradloc_analysis"
 _INDEX_KEY = "gradloc_analysis_row"
 
 
-def analyze(actor: Any, data: DataProto) -> dict[str, Any]:
-    """Split the gradient of this rank's rows: :func:`~...analysis.measure.measure`. Their meta info has ``temperature``
-    and, at ``ASKED_KEY``, what is asked for."""
-    adapted = AnalysisActor(actor, data.meta_info["temperature"])
-    return measure(adapted, ranks_of(actor), dict(data.batch), data.meta_info[ASKED_KEY])
-
-
 class AnalysisActor(VerlAnalysed):
     """What the analyses may ask of verl's ``DataParallelPPOActor``; ``temperature`` is the rollout's."""
 
@@ -259,7 +252,8 @@ class _Analysing(BasePPOActor):
         if ASKED_KEY not in data.meta_info:
             return super().update_policy(data=data)
         self.gradloc.keeps_lr_schedule = True
-        return {RECORD_KEY: analyze(self, data)}
+        adapted = AnalysisActor(self, data.meta_info["temperature"])
+        return {RECORD_KEY: measure(adapted, ranks_of(self), dict(data.batch), data.meta_info[ASKED_KEY])}
 
 
 class _Schedule:

@@ -292,9 +292,11 @@ def own_loss(
         "_forward_micro_batch": lambda *_, **__: given,
         "_optimizer_step": lambda: torch.zeros(()),
     }
-    one = {"prepare_dynamic_batch": lambda micro_batch, **_: ([micro_batch], None)}
-    with replaced(actor, **instead), replaced(dp_actor, **one):
-        actor.update_policy(_MicroBatch(inputs))
+    # verl's DataProto with one micro-batch, which is its only mini-batch, too
+    data = SimpleNamespace(batch=inputs, non_tensor_batch={}, meta_info={"temperature": 1.0})
+    vars(data).update(select=lambda **_: data, split=lambda _: [data], to=lambda _: data)
+    with replaced(actor, **instead), replaced(dp_actor, prepare_dynamic_batch=lambda *_, **__: ([data], None)):
+        actor.update_policy(data)
     return kept.loss
 
 
@@ -309,22 +311,6 @@ class _Kept:
 
     def backward(self) -> None:
         pass
-
-
-class _MicroBatch:
-    """verl's DataProto with one micro-batch, which is its only mini-batch, too."""
-
-    def __init__(self, inputs: Mapping[str, Any]):
-        self.batch, self.non_tensor_batch, self.meta_info = inputs, {}, {"temperature": 1.0}
-
-    def select(self, **_: Any) -> "_MicroBatch":
-        return self
-
-    def split(self, _: int) -> "list[_MicroBatch]":
-        return [self]
-
-    def to(self, _: Any) -> "_MicroBatch":
-        return self
 
 
 class _Aside:

@@ -21,14 +21,7 @@ from ...loop.wire import Policy
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
 from ...touched import extended
-from ..verl_common.analyses import (
-    FILLER,
-    VerlAnalyses,
-    drawn_prompts,
-    hand_over,
-    prepared_by,
-    twin_of,
-)
+from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.needs import asked_of
 from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
 from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic
@@ -139,17 +132,6 @@ class TrainerHook(TrainerParts):
         update.watch()
         return self.analysis.run(update, metrics, timing_raw)
 
-    def update(self, update: BatchUpdate) -> Any:
-        """The actor's update; returns verl's DataProto, with ``metrics``."""
-        if not self.is_in_update:
-            return update.original(update.batch)
-        try:
-            metrics = self.update_actor(update)
-        finally:
-            update.batch.batch.pop(STAGE_MASK_KEY, None)
-        update.output.meta_info["metrics"] = metrics
-        return update.output
-
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Just before the step's metrics are logged."""
         self.judge(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
@@ -159,7 +141,15 @@ class WatchedRayTrainer(Checkpointed):
     """Goes in front of the class of verl's trainer."""
 
     def _update_actor(self, batch: Any) -> Any:
-        return self.gradloc.update(BatchUpdate(self, _ACTOR, batch, super()._update_actor))
+        update = BatchUpdate(self, _ACTOR, batch, super()._update_actor)
+        if not self.gradloc.is_in_update:
+            return update.original(batch)
+        try:
+            metrics = self.gradloc.update_actor(update)
+        finally:
+            batch.batch.pop(STAGE_MASK_KEY, None)
+        update.output.meta_info["metrics"] = metrics
+        return update.output
 
     def _update_critic(self, batch: Any) -> Any:
         update = BatchUpdate(self, _CRITIC, batch, super()._update_critic)

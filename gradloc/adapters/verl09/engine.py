@@ -97,9 +97,8 @@ class EngineWatch(ActorWatch):
 
     def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
-        if self.notes_running_norms:
-            self.after_backward()
-        return self._clipping_replaced()
+        self.after_backward()
+        return CLIPPING.replaced(self.module, self.before_step)
 
     def before_step(self) -> torch.Tensor:
         norm = super().before_step()
@@ -112,16 +111,8 @@ class EngineWatch(ActorWatch):
     def report(self) -> RankReport:
         return replace(super().report(), metrics=self._metrics)
 
-    # ---- what differs by engine, beside the powers
-
-    notes_running_norms = True
-    """Whether ``.grad`` is added to by each micro-batch's backward."""
-
     def _make_ranks(self) -> Ranks:
         return Ranks(device=device_of(), replicas=self.engine.ulysses_sequence_parallel_size)
-
-    def _clipping_replaced(self) -> AbstractContextManager[None]:
-        return CLIPPING.replaced(self.module, self.before_step)
 
 
 class WatchedEngine:
@@ -182,7 +173,8 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
         if stabilize.weighs_tokens:
             loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
         clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
-        self.analysis_record = analyze(self, data, loss_function, clip, asked.request)
+        adapted = AnalysisEngine(self, data, loss_function, clip)
+        self.analysis_record = measure(adapted, adapted.ranks, adapted.rows, asked.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
 
 
@@ -242,14 +234,6 @@ class AnalysisRequest:
     """Those that hold."""
 
 
-def analyze(
-    engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor], request: dict[str, Any]
-) -> dict[str, Any]:
-    """Split the gradient of a batch: see :func:`~...analysis.measure.measure`, and below."""
-    adapted = AnalysisEngine(engine, data, loss_function, clip)
-    return measure(adapted, Ranks(device=device_of()), adapted.rows, request)
-
-
 def record_of_actor(worker: Any) -> DataProto:
     """Runs in each of the actor's workers: what the last analysis measured there."""
     return answer(worker.actor.engine.analysis_record)
@@ -272,9 +256,9 @@ class AnalysisEngine(VerlAnalysed):
         self.device = torch.device(device_of())
         self.grad_clip = engine.optimizer_config.clip_grad
         self.rows = self._padded_rows()
-        self._ranks = Ranks(device=device_of())
+        self.ranks = Ranks(device=device_of())
         is_real = self.rows[BUCKET_KEY] >= 0
-        self._num_tokens = int(self._ranks.sum([float(self.rows["response_mask"][is_real].sum())])[0])
+        self._num_tokens = int(self.ranks.sum([float(self.rows["response_mask"][is_real].sum())])[0])
 
     def _padded_rows(self) -> dict[str, torch.Tensor]:
         """This rank's rows as an analysis deals in them."""
@@ -327,7 +311,7 @@ class AnalysisEngine(VerlAnalysed):
 
     def share(self, part: ActorMicroBatch, term: str, num_rows: int) -> float:
         if term == "task" and is_of_micro_batch(self._config):
-            return 1.0 / self._ranks.size
+            return 1.0 / self.ranks.size
         if self.aggregation(term) == "token-mean":  # verl averages over the tokens of the whole mini-batch
             return int(part.inputs["response_mask"].sum()) / max(self._num_tokens, 1)
         return len(part.rows) / num_rows

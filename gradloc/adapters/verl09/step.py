@@ -30,7 +30,7 @@ from ...keys import ROW_KEY
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
+from ..verl_common.losses import WEIGHTS, changed, setting_of, tensors_under, weights_of
 from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
@@ -70,22 +70,10 @@ class Packing:
         return torch.where(self._is_token, values[self._places], 0)
 
 
-def pack(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """:meth:`Packing.pack`, once."""
-    return Packing(data, values.device).pack(values)
-
-
 def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
     """verl's TensorDict of these tensors, one for each row, laid end to end."""
     nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
     return TensorDict(nested, batch_size=len(rows["input_ids"]))
-
-
-def scaled(values: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """verl's model output, nested or (N,), times one factor for each position."""
-    if not values.is_nested:
-        return values * packed
-    return torch.nested.nested_tensor_from_jagged(values.values() * packed, values.offsets())
 
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
@@ -397,8 +385,6 @@ def _hook_of(module: torch.nn.Module) -> Any:
 
 
 _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
-_WEIGHTS = "rollout_is_weights"
-"""What verl multiplies the token losses with."""
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
@@ -420,11 +406,11 @@ def weighed_loss(
     metrics: dict[str, float] = {}
     inputs = {name: padded(data[name]) for name in _RATIO_FIELDS if name in data.keys()}
     log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)
-    before = padded(data[_WEIGHTS]) if _WEIGHTS in data.keys() else None
+    before = padded(data[WEIGHTS]) if WEIGHTS in data.keys() else None
     weights = weigher.token_weights(inputs, log_prob, before, metrics)
     note(metrics)
     data = data.copy()
-    data[_WEIGHTS] = response_to_nested(weights, data["response_mask"])
+    data[WEIGHTS] = response_to_nested(weights, data["response_mask"])
     return original(model_output=model_output, data=data, **given)
 
 
@@ -437,9 +423,11 @@ def _loss_of_stage(
     original: Callable, *args: Any, model_output: Mapping[str, torch.Tensor], data: Any, **given: Any
 ) -> tuple[torch.Tensor, dict]:
     mask = padded(data[STAGE_MASK_KEY])
-    output = dict(model_output)
-    if output.get("entropy") is not None:
-        output["entropy"] = scaled(output["entropy"], pack(mask, data))
+    output, entropy = dict(model_output), model_output.get("entropy")
+    if entropy is not None:
+        packed, is_nested = Packing(data, mask.device).pack(mask), entropy.is_nested
+        within = entropy.values() * packed if is_nested else entropy * packed
+        output["entropy"] = torch.nested.nested_tensor_from_jagged(within, entropy.offsets()) if is_nested else within
     # verl's loss has the KL of its tokens from a function of this name, and nothing between it and the mean
     penalty = losses.kl_penalty
     with replaced(losses, kl_penalty=lambda *args, **given: penalty(*args, **given) * mask):

@@ -29,14 +29,7 @@ from ...loop.metrics import joined
 from ...loop.wire import Policy
 from ...stabilize.memory import build_memory
 from ...touched import extended
-from ..verl_common.analyses import (
-    FILLER,
-    VerlAnalyses,
-    drawn_prompts,
-    hand_over,
-    prepared_by,
-    twin_of,
-)
+from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.needs import REWEIGHTING, asked_of, tables_for
 from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
 from ..verl_common.watch import reports_of
@@ -215,17 +208,6 @@ class TrainerSide(TrainerParts):
         super().__init__(settings, asked.alpha, asked.lopti, memory, build_monitor(config, clip))
         self.analysis = None if analyses is None else V1TrainerAnalyses(config, settings, analyses)
 
-    def update(self, update: KVUpdate, metrics: dict[str, Any]) -> Any:
-        """The actor's update; before it, what is analysed."""
-        if self.analysis is not None:
-            update.watch()
-            if self.analysis.run(update, metrics, getattr(update.trainer, "timing_raw", {})):
-                raise _Ended(metrics)
-        if not self.is_in_update:
-            return update.original(metrics)
-        _add(self.update_actor(update), metrics)
-        return update.batch
-
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
         for driver in self.drivers:
@@ -291,7 +273,15 @@ class _Watched(Checkpointed):
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        return self.gradloc.update(KVUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch)), metrics)
+        update = KVUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch))
+        if self.gradloc.analysis is not None:
+            update.watch()
+            if self.gradloc.analysis.run(update, metrics, getattr(self, "timing_raw", {})):
+                raise _Ended(metrics)
+        if not self.gradloc.is_in_update:
+            return update.original(metrics)
+        _add(self.gradloc.update_actor(update), metrics)
+        return batch
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)

@@ -108,9 +108,11 @@ class VerlAnalyses(Analyses):
 
     def scale_advantages(self, update: WorkersUpdate) -> None:
         """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
-        if self.scale != 1.0:
+        kept_ratio = 1.0 if self.counts is None else self.counts["kept_ratio"]
+        factor = advantage_scale(self.chosen.loss_scaling, kept_ratio)
+        if factor != 1.0:
             (advantages,) = update.get("advantages")
-            update.put(advantages=advantages * self.scale)
+            update.put(advantages=advantages * factor)
 
     def seen(self, update: WorkersUpdate, feature: str) -> AnalysisBatch:
         """The batch as an analysis sees it; ``feature`` is the setting that switches that on."""
@@ -118,14 +120,13 @@ class VerlAnalyses(Analyses):
 
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
             refuse_pictures(feature, view.labels.get("multi_modal_inputs", ()))
-            return checked(self.ask(update, tensors, request))
+            records = self.ask(update, tensors, request)
+            for record in records:
+                if "error" in record:  # of a rank that failed
+                    raise RuntimeError(record["error"])
+            return records
 
         return AnalysisBatch(view.tensors, view.labels["uid"], self.counts, ask)
-
-    @property
-    def scale(self) -> float:
-        """The factor on a filtered batch's advantages."""
-        return advantage_scale(self.chosen.loss_scaling, 1.0 if self.counts is None else self.counts["kept_ratio"])
 
     def _separate(self, seed: int) -> AnalysisBatch:
         """A batch of its own for the analysis by bucket."""
@@ -228,18 +229,6 @@ def _run_of(config: Any, root: str) -> AnalysisRun:
         },
         vital=(RayError,),
     )
-
-
-def checked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the ranks measured.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    for record in records:
-        if "error" in record:
-            raise RuntimeError(record["error"])
-    return records
 
 
 # ---- a batch of its own: verl's training loop, run on one batch and stopped at the advantages. A copy of the trainer

@@ -49,6 +49,11 @@ _BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
 """Those whose advantages stay as they are where tokens leave the loss."""
 
 
+def estimator_of(algorithm: Any) -> str:
+    """verl's name of the advantage estimator in this block of the trainer's config."""
+    return str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
+
+
 def groups_of(
     batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
 ) -> Groups | None:
@@ -62,7 +67,7 @@ def groups_of(
     """
     if batch.is_critics or batch.is_distilled:
         return None
-    estimator = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
+    estimator = estimator_of(algorithm)
     groups = Groups(is_reweighted=is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
     if estimator not in _DIVIDING or is_reweighted or algorithm.use_kl_in_reward:
         return groups

@@ -33,14 +33,12 @@ def plan_of(config: Any) -> Plan:
     on_host = int(get("trainer.n_gpus_per_node", default=8))
     gpus = on_host * int(get("trainer.nnodes", default=1))
     is_megatron = actor("strategy") == "megatron"
-    tensor, pipeline, sequence = (
-        1,
-        1,
-        int(actor("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", default=1)),
-    )
     if is_megatron:
-        sizes = (actor(f"megatron.{name}_parallel_size", default=1) for name in _MEGATRON)
-        tensor, pipeline, sequence = map(int, sizes)
+        names = ("tensor_model", "pipeline_model", "context")
+        tensor, pipeline, sequence = (int(actor(f"megatron.{name}_parallel_size", default=1)) for name in names)
+    else:
+        ulysses = actor("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", default=1)
+        tensor, pipeline, sequence = 1, 1, int(ulysses)
     ranks = max(gpus // (tensor * pipeline * sequence), 1)
     fsdp_size = int(actor("fsdp_config.fsdp_size", default=-1))
     shards = ranks * sequence if is_megatron or not 0 < fsdp_size < gpus else fsdp_size
@@ -64,11 +62,9 @@ def plan_of(config: Any) -> Plan:
     each_logit = logit_bytes(is_engine(config) and temperature != 1, has_entropy and not chunks)
     is_half = str(actor("fsdp_config.dtype", default="bfloat16")) not in ("float32", "fp32")
     in_parts = is_half and not is_megatron and (is_fused or is_engine(config) or sequence == 1)
-    recomputes = (
-        actor("megatron.override_transformer_config.recompute_granularity")
-        if is_megatron
-        else get("actor_rollout_ref.model.enable_gradient_checkpointing", default=True)
-    )
+    recomputes = get("actor_rollout_ref.model.enable_gradient_checkpointing", default=True)
+    if is_megatron:
+        recomputes = actor("megatron.override_transformer_config.recompute_granularity")
     return Plan(
         str(get("actor_rollout_ref.model.path", default="")),
         Layout(
@@ -92,6 +88,3 @@ def plan_of(config: Any) -> Plan:
         int(get("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank", default=0)),
         -(-int(get("data.train_batch_size", default=mini_batch)) // mini_batch) * int(actor("ppo_epochs", default=1)),
     )
-
-
-_MEGATRON = ("tensor_model", "pipeline_model", "context")

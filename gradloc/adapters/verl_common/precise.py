@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs in float32 of verl's models, which compute in half precision: see :mod:`...core.precise`."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -24,9 +23,15 @@ def readout_of(module: torch.nn.Module, compute_dtype: torch.dtype, is_fused: bo
     """Log-probs of verl's model as precisely as can be; ``is_fused``: it computes them by verl's fused kernel."""
     if not is_fused:
         return precise_readout(module, compute_dtype)
+    if compute_dtype == torch.float32:
+        return nullcontext()
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    return precise_fused_readout(FusedLinearForPPO, compute_dtype)
+    def forward(self: Any, hidden_states: Any, vocab_weights: Any, input_ids: Any, temperature: float = 1.0) -> Any:
+        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
+            return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
+
+    return replaced(FusedLinearForPPO, forward=forward)
 
 
 def fused_log_probs(
@@ -56,26 +61,6 @@ def fused_log_probs(
         log_probs.append(logits.gather(-1, chosen.long()).squeeze(-1))
         entropies.append(-(logits.exp() * logits).sum(-1))
     return torch.cat(log_probs).view(labels.shape), torch.cat(entropies).view(labels.shape)
-
-
-@contextmanager
-def precise_fused_readout(kernel: type, compute_dtype: torch.dtype) -> Iterator[None]:
-    """:func:`precise_readout` where a fused kernel takes the head's weight and gives log-probs and entropies.
-
-    Args:
-        kernel: a module's class; ``forward(hidden, weight, labels, temperature)`` as :func:`fused_log_probs`.
-        compute_dtype: what the model computes in; float32 changes nothing.
-    """
-    if compute_dtype == torch.float32:
-        yield
-        return
-
-    def forward(self: Any, hidden_states: Any, vocab_weights: Any, input_ids: Any, temperature: float = 1.0) -> Any:
-        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
-            return fused_log_probs(hidden_states, vocab_weights, input_ids, temperature)
-
-    with replaced(kernel, forward=forward):
-        yield
 
 
 def reads_in_parts(module: torch.nn.Module, compute_dtype: torch.dtype) -> bool:

@@ -16,12 +16,12 @@ from ...loop.driver import Driver
 from ...loop.wire import Policy, RankReport
 from ...record import Run
 from ...record.origin import origin
-from ...record.state import load_states, save_states
+from ...record.store import load_states, save_states
 from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
-from .losses import groups_of
+from .losses import estimator_of, groups_of
 from .needs import health_in, refused_cures
 from .watch import reports_of
 
@@ -39,8 +39,7 @@ def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
     settings = health_in(config)
     if settings is None:
         return None
-    estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
-    return Monitor(settings, limit_of_all(config, grad_clip), estimator not in _WITHOUT_GROUPS)
+    return Monitor(settings, limit_of_all(config, grad_clip), estimator_of(config.algorithm) not in _WITHOUT_GROUPS)
 
 
 def limit_of_all(config: Any, grad_clip: Any) -> float | None:
@@ -81,32 +80,28 @@ class VerlDriver(Driver):
     _global_step = -1
 
     def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update` and below."""
+        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update`.
+
+        Args:
+            response_mask: (R, T), in the order in which the rows are dealt out: to ranks in equal runs, each of which
+                is cut into mini-batches in order.
+            global_step: the trainer's.
+            dp_size: data-parallel ranks.
+            stage: of Lopti's.
+        """
         if global_step != self._global_step:
             self._global_step, self.step_metrics = global_step, ()
-        num_tokens = tokens_per_mini_batch(response_mask, dp_size, self.sequences_per_mini_batch)
+        per_row = response_mask.sum(-1)
+        rows_per_rank = len(per_row) // dp_size
+        by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
+        rows_each = max(self.sequences_per_mini_batch // dp_size, 1)
+        num_tokens = [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
         return self.before_update(num_tokens, global_step, stage)
-
-
-def tokens_per_mini_batch(response_mask: torch.Tensor, dp_size: int, sequences_per_mini_batch: int) -> list[int]:
-    """Response tokens of each mini-batch over all ranks, as verl deals rows out: to ranks in equal runs, each of which
-    is cut into mini-batches in order.
-
-    Args:
-        response_mask: (R, T), in the order in which the rows are dealt out.
-        dp_size: data-parallel ranks.
-        sequences_per_mini_batch: over all ranks.
-    """
-    per_row = response_mask.sum(-1)
-    rows_per_rank = len(per_row) // dp_size
-    rows_each = max(sequences_per_mini_batch // dp_size, 1)
-    by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
-    return [int(chunk.sum()) for chunk in by_rank.split(rows_each, dim=1)]
 
 
 def _estimator(algorithm: Any) -> str | None:
     """By the record's names; None where the rewards are not the scores, since they hold a KL penalty."""
-    name = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)).removesuffix("_vectorized")
+    name = estimator_of(algorithm).removesuffix("_vectorized")
     if algorithm.use_kl_in_reward:
         return None
     return "grpo_mean" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name
@@ -318,16 +313,8 @@ class TrainerParts:
         num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
         nothing = (None,) * (num_mini_batches * config.actor.ppo_epochs)
         self._num_silent += 1
-        return Policy(
-            update.trainer.global_steps,
-            kind="off",
-            num_tokens=(),
-            thresholds=nothing,
-            tau=nothing,
-            max_events=0,
-            update=self._num_silent,
-            settings=self.settings,
-        )
+        step, number = update.trainer.global_steps, self._num_silent
+        return Policy(step, thresholds=nothing, tau=nothing, update=number, settings=self.settings)
 
     def begin_fit(self, tracking: Any) -> None:
         """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""

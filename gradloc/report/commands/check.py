@@ -163,8 +163,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
 def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
     import yaml
 
-    from ...adapters.trl.config import health_of, refuse, settings_of
-    from ...adapters.trl.plan import plan_of, setup_of
+    from ...adapters.trl.config import health_of, plan_of, refuse, settings_of, setup_in
 
     for override in overrides:
         key, is_set, value = override.partition("=")
@@ -178,7 +177,7 @@ def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> C
         settings = settings_of(content.get("gradloc", "observe"), str(content.get("output_dir", "trainer_output")))
         health = health_of(content.get("health", False))
         if settings is not None or health is not None:
-            refuse(setup_of(content, gpus), settings)
+            refuse(setup_in(content, gpus), settings)
     except (ValueError, TypeError) as error:
         return Checked("TRL", None, [], str(error), None)
     try:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from ...record import Culprit, Event, PartShare, PathEntry, Search, Sequence
+from ...record import Culprit, Event, PartShare, PathEntry, Search
+from ...record.bundle import Sequence
 from ...words.advice import replay_line
+from ...words.causes import Meaning, meaning_of
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
 from ...words.hurt import did_it_hurt
-from ...words.meanings import Meaning, meaning_of
 from ...words.next_step import next_step
 from ...words.numbers import number, percent, with_error
-from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell
+from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cause, tell, verdict_sentences
 from ...words.text import one_line, plural, span, spoken, visible
-from ...words.verdict import verdict_sentences
 from ..figures import drawings
 from ..runs import tokens
 from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...record import SCHEMA_VERSION, Event, Sequence, SequenceFile
+from ...record import SCHEMA_VERSION, Event
+from ...record.bundle import Sequence, SequenceFile
 from ...record.reading import read
 from ...words.text import first_of, plural
 

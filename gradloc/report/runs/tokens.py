@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ...record import Culprit, Sequence, turns_in
+from ...record import Culprit, turns_in
+from ...record.bundle import Sequence
 from ...words.numbers import number, percent, with_error
 from ...words.text import visible
 

@@ -13,8 +13,7 @@ from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import COLUMNS, table_rows
 from gradloc.words.advice import ACTIONS, CHECKPOINT, VERLS, is_trl, lines_of, verl_of
-from gradloc.words.evidence import Evidence
-from gradloc.words.next_step import rule_for
+from gradloc.words.next_step import Evidence, rule_for
 from tests.report.builder import make_metrics, write_run
 from tests.report.events import CASES, OF_RULES, event
 from tests.report.golden import Told, found, golden, known

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradloc.record import Culprit, PathEntry, Search, Sequence
+from gradloc.record import Culprit, PathEntry, Search
+from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
 from gradloc.report.pages.eventview import LIMIT, cost, tree
 from gradloc.report.runs import tokens

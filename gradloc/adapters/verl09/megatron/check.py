@@ -6,7 +6,6 @@
 The overrides are a run's own, of its model and layout. No Ray and no rollout take part; no weights are saved.
 """
 
-import importlib.metadata
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from ....config import settings_in
 from ....core.probe import Prober
 from ....keys import POLICY_KEY
 from ....loop.wire import Policy
+from ....record.origin import version_of
 from ....touched import replaced
 from ..engine import watch_actor
 from ..step import nested_rows
@@ -178,7 +178,7 @@ def block(check: Check, claims: dict[str, bool]) -> str:
     device = get_torch_device().get_device_name() if get_device_name() == "cuda" else "CPU"
     named = [(culprit.row, culprit.positions) for culprit in event.culprits] if event else []
     lines = [
-        ", ".join(f"{name} {_version(name)}" for name in packages),
+        ", ".join(f"{name} {version_of(name) or 'none'}" for name in packages),
         f"{dist.get_world_size()} x {device}; {', '.join(sizes)}; {check.engine.param_dtype}",
         f"two halves of the tokens add up to the gradient within {check.sum_error:.1e}",
         f"one token planted: {len(named)} named, at {named}: {event.certificate.verdict if event else 'no event'}",
@@ -186,13 +186,6 @@ def block(check: Check, claims: dict[str, bool]) -> str:
         *(f"{claim}: {'yes' if holds else 'NO'}" for claim, holds in claims.items()),
     ]
     return "\n  ".join(["gradloc check, to be sent as it is:", *lines])
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def main(overrides: Sequence[str]) -> None:

@@ -33,7 +33,6 @@ class MegatronWatch(EngineWatch):
     """
 
     takes_what_is_not_finite = True
-    notes_running_norms = False  # gradients are ready once, for the step
 
     def __init__(self, engine: Any, settings: Any):
         _check(engine)
@@ -86,8 +85,9 @@ class MegatronWatch(EngineWatch):
         return torch.tensor(norm, dtype=torch.float64)
 
     @contextmanager
-    def _clipping_replaced(self) -> Iterator[None]:
-        """Megatron's step asks for the norm of the gradient that is ready, clips by it, and then steps."""
+    def around_clip(self) -> Iterator[None]:
+        """Megatron's step asks for the norm of the gradient that is ready (once, for the whole step), clips by it, and
+        then steps."""
         optimizer = self.engine.optimizer
         configs = {id(leaf.config): leaf.config for leaf in leaves_of(optimizer)}.values()
         limits = [config.clip_grad for config in configs]
