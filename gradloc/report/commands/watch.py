@@ -27,12 +27,12 @@ from ...words.story import headline
 from ...words.text import one_line
 from ..errors import ReportError
 from ..logs import files_of
+from ..logs.recording import MEAN
 from ..pages import page, terminal
 from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
-from ..runs.metrics import MEAN
 from ..runs.run import RunFolder, read_run
 from ..runs.trigger import Judged
 from . import add_log_arguments

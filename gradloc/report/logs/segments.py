@@ -17,9 +17,8 @@ from typing import Any
 from ...words.advice import in_verls_names
 from ...words.text import plural
 from ..errors import ReportError
-from ..runs.metrics import MAX, MEAN, Metrics, build
 from .names import canonical, is_norm, listed, norm_of
-from .recording import Recording, Row
+from .recording import MAX, MEAN, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 

@@ -10,11 +10,11 @@ from ...words.culprits import leader
 from ...words.numbers import bounded, number
 from ...words.story import cause_of, headline
 from ...words.text import one_line, spoken, times, visible
+from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
 from ..runs.health import RunHealth
 from ..runs.kinds import KINDS
-from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
 
 POINTS = 4000

@@ -156,16 +156,15 @@ def _read_table(file: Path) -> list[tuple[str, float]]:
 
 def to_json(analysis: StepBuckets) -> dict:
     """What ``gradient_analysis_metrics_step_<N>.json`` holds."""
-    cosines = {f"{a}/{b}": value for (a, b), value in sorted(analysis.cosines.items()) if a < b}
+
+    def in_order(values: dict[str, float]) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
+
     return {
         "step": analysis.step,
-        "buckets": {bucket: _finite(dict(sorted(values.items()))) for bucket, values in analysis.values.items()},
-        "task_cosines": _finite(cosines),
+        "buckets": {bucket: in_order(values) for bucket, values in analysis.values.items()},
+        "task_cosines": in_order({f"{a}/{b}": value for (a, b), value in analysis.cosines.items() if a < b}),
     }
-
-
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def from_json(file: Path) -> StepBuckets:
@@ -198,11 +197,16 @@ def read_wandb(
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
+    if api is None:
+        try:
+            import wandb
+        except ImportError:
+            missing = "reading from W&B needs its package: pip install wandb, or name the run's folder."
+            raise ReportError(missing) from None
+        api = wandb.Api()
     try:
-        run = (api or _wandb().Api()).run(path.strip("/"))
+        run = api.run(path.strip("/"))
         rows = list(run.scan_history())
-    except ReportError:
-        raise
     except Exception as error:  # the package's own errors have no common base
         raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
     analyses: dict[int, StepBuckets] = {}
@@ -223,14 +227,6 @@ def read_wandb(
             "off, or no analysed step was logged."
         )
     return dict(sorted(analyses.items())), notes, re.sub(r"[^\w.-]+", "-", f"{run.name}_{run.id}")
-
-
-def _wandb():
-    try:
-        import wandb
-    except ImportError:
-        raise ReportError("reading from W&B needs its package: pip install wandb, or name the run's folder.") from None
-    return wandb
 
 
 def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:

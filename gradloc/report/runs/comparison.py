@@ -13,7 +13,7 @@ from ...words.culprits import leader
 from ...words.numbers import number
 from ...words.text import one_line, plural, spoken
 from ..logs.names import is_norm
-from .metrics import MAX, MEAN, Metrics
+from ..logs.recording import MAX, MEAN, Metrics
 from .run import RunFolder
 
 _TIMED = re.compile(r"tim(?:e|ing)|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...words.text import plural
-from .metrics import Metrics
+from ..logs.recording import Metrics
 
 LOGGED = "health/state"
 CLIP = 1.0

@@ -18,8 +18,8 @@ from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
+from ..logs.recording import Metrics
 from .events import read_events, recover
-from .metrics import Metrics
 
 DEPTH = 3
 """How many folders down events are looked for."""

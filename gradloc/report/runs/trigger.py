@@ -14,8 +14,8 @@ from ...checks import integer, number, refuse_unknown
 from ...core.trigger import AdaptiveThreshold
 from ..errors import ReportError, assignments
 from ..logs.names import is_norm, listed
+from ..logs.recording import MEAN, Metrics
 from ..logs.segments import LoggedRun, surviving
-from .metrics import MEAN, Metrics
 
 _OVER_ONE = number("a number greater than 1", lambda value: 1 < value < math.inf)
 SETTINGS = {"window": integer(8), "warmup": integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
