@@ -311,12 +311,8 @@ class Bar(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         bar = _BAR.search(line)
-        values = (
-            {}
-            if bar is None
-            else {name.strip(" ,"): _float(value) for name, value, *_ in _LABELLED.findall(bar[2]) if name}
-        )
-        if bar is None or not any(map(is_norm, values)):
+        values = {} if bar is None else _labelled(line, *bar.span(2))
+        if not any(map(is_norm, values)):
             return False
         if epoch := _EPOCH.search(line, 0, bar.start()):
             values.setdefault("epoch", float(epoch[1]))

@@ -280,7 +280,8 @@ class _Stretch:
     def put(self, step: int, values: dict[str, float]) -> None:
         known = self.rows.setdefault(step, {})
         for name, value in values.items():
-            if not (name in known and is_norm(name) and _is_worse(known[name], value)):
+            is_less = name in known and is_norm(name) and math.isfinite(value) and not known[name] <= value
+            if not is_less:  # of several norms, the worst
                 known[name] = value
         self._last = max(self._last, step)
         self._latest.update(dict.fromkeys(values, step))
@@ -300,10 +301,6 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
 
 def _is_bookkeeping(name: str) -> bool:
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
-
-
-def _is_worse(norm: float, than: float) -> bool:
-    return math.isfinite(than) and not norm <= than
 
 
 def _use_known_names(run: LoggedRun, metric: str | None) -> None:

@@ -136,7 +136,7 @@ def issue(view: EventView) -> tuple[str, str]:
             lines += ["", escape(do), "", *_block({"": line})]
     lines += ["", f"Tried, and no help: {escape(' '.join(view.tried))}"] if view.tried else []
     if view.replay:
-        lines += ["", "Replay:", "", *_block(view.replay)]
+        lines += ["", "Replay:", "", *_block({"": view.replay})]
     text = ""
     if story.token:
         text = f"{story.before}⟦{story.token}⟧{story.after}"

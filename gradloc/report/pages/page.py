@@ -77,8 +77,11 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
     diagnosis = diagnose(run.runs[0]) if run.runs and not chosen else None
+    sparks: list[tuple[Aftermath, str]] = []
     if diagnosis:
         run.notes += diagnosis.limits
+        if explosion := diagnosis.worst:
+            sparks = [(part, drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]
     chart = script_data.run_chart(run, health, diagnosis)
     return fill(
         "report.html",
@@ -99,18 +102,10 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         settings=run.runs[0].settings if run.runs else {},
         health=health,
         diagnosis=diagnosis,
-        sparks=_sparks(diagnosis),
+        sparks=sparks,
         analyses=_analyses(run),
         show=run.show_command("ID"),
     )
-
-
-def _sparks(diagnosis: Diagnosis | None) -> list[tuple[Aftermath, str]]:
-    """What metrics did around a log's worst explosion, each with its drawing."""
-    if diagnosis is None or diagnosis.worst is None:
-        return []
-    step = diagnosis.worst.peak.step
-    return [(part, drawings.spark(part, step)) for part in aftermath(diagnosis.worst)]
 
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
@@ -186,10 +181,10 @@ def _environment() -> Environment:
 
 def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
     """A whole page: a template that extends frame.html, what its script reads, and what it names."""
-    style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
+    style = asset("uPlot.min.css") + "\n" + asset("report.css")
     style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
-    parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
-    library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
+    parts = "".join(asset(f"{name}.js") for name in SCRIPTS)
+    library = f"/*\n{asset('uPlot.LICENSE')}*/\n{asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
     script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
     policy = (
         "default-src 'none'; "
@@ -212,7 +207,7 @@ def breakable(line: str) -> Markup:
     return escape(line).replace(".", Markup(".<wbr>"))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files("gradloc.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -54,11 +54,11 @@ def summary(run: RunFolder, events: list[Event]) -> None:
     if len(events) == 1:
         view = EventView(events[0], run)
         _print_event(out, view)
-        actions = view.next.lines if view.next else {}
-        steps = {_labelled(view.next.do, label): line for label, line in actions.items()}
-        steps |= view.next.meanwhile if view.next else {}
+        if do := view.next:
+            steps = {f"{do.do} ({label})" if label else do.do: line for label, line in do.lines.items()} | do.meanwhile
         steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
-        steps |= {_labelled("the event again, on one machine", label): line for label, line in view.replay.items()}
+        if view.replay:
+            steps["the event again, on one machine"] = view.replay
     elif events:
         out.print(event_table(events[-EVENTS:]))
         if len(events) > EVENTS:
@@ -75,10 +75,6 @@ def summary(run: RunFolder, events: list[Event]) -> None:
     for note in run.notes:
         out.print(visible(note), style="yellow")
     _print_next(out, steps)
-
-
-def _labelled(what: str, label: str) -> str:
-    return f"{what} ({label})" if label else what
 
 
 def _print_next(out: Console, steps: dict[str, str]) -> None:

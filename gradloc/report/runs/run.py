@@ -102,7 +102,8 @@ def read_run(
     recovered, notes = recover(events_file.parent, run.events)
     run.notes += notes
     if recovered:
-        run.events = sorted([*run.events, *recovered], key=_when)
+        run.events += recovered
+        run.events.sort(key=lambda event: (event.step.global_step, event.step.epoch, event.step.mini_batch))
     _add_metrics(run, metrics_path, metric)
     _check(run, events_file)
     return run
@@ -120,9 +121,8 @@ def read_logs(
     run.runs.sort(key=_peak, reverse=True)
     own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].segments[0].source)
     run.named = [str(next(own, run.path))]
-    run.named += [
-        word for option, given in (("--metric", metric), ("--pattern", pattern)) if given for word in (option, given)
-    ]
+    for option, given in (("--metric", metric), ("--pattern", pattern)):
+        run.named += [option, given] if given else []
     _note_verdicts(run)
     return run
 
@@ -136,10 +136,6 @@ def _peak(run: LoggedRun) -> float:
     """A run's largest norm over its median, overwritten ones as well."""
     norms = [norm for part in run.parts for norm in part.norms]
     return max(norms) / (median(norms) or 1.0) if norms else 0.0
-
-
-def _when(event: Event) -> tuple[int, int, int]:
-    return event.step.global_step, event.step.epoch, event.step.mini_batch
 
 
 def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> RunFolder:
