@@ -5,6 +5,11 @@
 """
 
 import argparse
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import ReportError
 
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
@@ -28,3 +33,19 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX",
         help=r"where a line has its norm: 'step (?P<step>\d+).*norm (?P<value>\S+)'; other groups are metrics",
     )
+
+
+def assignments(given: Iterable[str], prefix: str, values: str) -> dict[str, Any]:
+    """What ``--set KEY=VALUE`` sets, by name; a key may be the setting's full one, with what is before ``prefix``.
+
+    >>> assignments(["trainer.health.policy_kl=[0.2,null]", "window=8"], "health.", "")
+    {'policy_kl': [0.2, None], 'window': 8}
+    """
+    settings = {}
+    for entry in given:
+        key, _, text = entry.partition("=")
+        try:
+            settings[key.rpartition(prefix)[2].strip()] = json.loads(text.lower())
+        except ValueError:
+            raise ReportError(f"--set {entry} cannot be read: write KEY=VALUE with {values}.") from None
+    return settings

@@ -25,15 +25,15 @@ from ...record.store import plain
 from ...words.advice import sampling_cut
 from ...words.numbers import percent
 from ...words.text import one_line, plural
-from ..errors import ReportError, assignments
+from ..errors import ReportError
 from ..logs import LoggedRun, Segment
 from ..logs.segments import surviving
 from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
-from ..runs.trigger import missing_norm
-from . import add_log_arguments
+from ..runs.spikes import missing_norm
+from . import add_log_arguments, assignments
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP_WIDTH, STRIP_LINES = 60, 5  # of a longer run, a mark stands for several steps

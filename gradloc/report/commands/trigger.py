@@ -4,11 +4,15 @@
 import argparse
 import itertools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from ... import checks
+from ...core.trigger import AdaptiveThreshold
 from ...record.store import plain
 from ...words.numbers import number, percent
 from ...words.text import one_line, plural
@@ -17,9 +21,12 @@ from ..errors import ReportError
 from ..pages import terminal
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
-from ..runs.trigger import missing_norm, settings_of
-from . import add_log_arguments
+from ..runs.spikes import missing_norm
+from . import add_log_arguments, assignments
 
+_OVER_ONE = checks.number("a number greater than 1", lambda value: 1 < value < math.inf)
+SETTINGS = {"window": checks.integer(8), "warmup": checks.integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
+"""The rule's settings, and what each may be."""
 SHOWN = 30
 """Flagged steps that the terminal lists."""
 EPILOG = """\
@@ -69,6 +76,19 @@ def run(args: argparse.Namespace) -> int:
             _print(console, name, diagnosis)
     terminal.warn(notes)
     return 0
+
+
+def settings_of(given: Sequence[str]) -> dict[str, float]:
+    """What ``--set KEY=VALUE`` sets; raises ReportError with the key, what it must be and what was found."""
+    settings = assignments(given, "trigger.", "a number, such as --set cap=6")
+    try:
+        checks.refuse_unknown("trigger", settings, SETTINGS)
+        for name, value in settings.items():
+            SETTINGS[name].check(name, value)
+        AdaptiveThreshold(**settings)
+    except ValueError as error:
+        raise ReportError(f"--set: {error}") from None
+    return settings
 
 
 def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str]]:

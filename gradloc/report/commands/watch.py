@@ -33,7 +33,7 @@ from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.run import RunFolder, read_run
-from ..runs.trigger import Judged
+from ..runs.spikes import Judged
 from . import add_log_arguments
 
 EVENTS = 8

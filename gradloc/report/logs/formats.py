@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from shutil import copyfileobj
 from sys import stdin
@@ -165,7 +166,11 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
     """The recordings of a folder; of those that hold the same norms, the one with the most metrics."""
     found: list[Recording] = []
     unread: list[str] = []
-    entries = [path for path in files_of(folder, DEPTH, stores.is_mlflow_run) if path.is_dir() or _may_be_log(path)]
+
+    def may_be_log(path: Path) -> bool:
+        return bool(_ENDINGS.search(path.name) and not _SETTINGS.search(path.name) and path.stat().st_size)
+
+    entries = [path for path in files_of(folder, DEPTH, stores.is_mlflow_run) if path.is_dir() or may_be_log(path)]
     for path in entries[:MOST]:
         try:
             recordings = [stores.read_mlflow_run(path)] if path.is_dir() else read_file(path)
@@ -211,14 +216,11 @@ def _natural(name: str) -> list:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _may_be_log(file: Path) -> bool:
-    return bool(_ENDINGS.search(file.name) and not _SETTINGS.search(file.name) and file.stat().st_size)
-
-
 def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
     """Each run once: a console log and a tracker's files hold the same norms."""
     norms = [_norms(recording) for recording in recordings]
-    order = sorted(range(len(recordings)), key=lambda at: (-len(norms[at]), -_num_metrics(recordings[at])))
+    num_metrics = [sum(not name.startswith("_") for name in recording.rows[-1][1]) for recording in recordings]
+    order = sorted(range(len(recordings)), key=lambda at: (-len(norms[at]), -num_metrics[at]))
     kept: list[int] = []
     same: list[str] = []
     for at in order:
@@ -231,24 +233,16 @@ def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
     return [recordings[at] for at in sorted(kept)], notes
 
 
-def _num_metrics(recording: Recording) -> int:
-    return sum(not name.startswith("_") for name in recording.rows[-1][1])
-
-
 def _norms(recording: Recording) -> list[float]:
+    """The first norm of each row; inf for one that is not finite."""
     norms: list[float] = []
     for _, values in recording.rows:
         norms += [value for name, value in values.items() if is_norm(name)][:1]
-    return norms
+    return [norm if math.isfinite(norm) else math.inf for norm in norms]
 
 
 def _is_within(few: list[float], many: list[float]) -> bool:
     """Whether one list of norms is a stretch of the other; loggers round differently."""
+    is_near = partial(math.isclose, rel_tol=5e-3, abs_tol=5e-4)
     ends = range(len(few), len(many) + 1)
-    return any(all(map(_is_near, few, many[end - len(few) : end])) for end in ends)
-
-
-def _is_near(a: float, b: float) -> bool:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return not math.isfinite(a) and not math.isfinite(b)
-    return math.isclose(a, b, rel_tol=5e-3, abs_tol=5e-4)
+    return any(all(map(is_near, few, many[end - len(few) : end])) for end in ends)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...words.advice import in_verls_names
@@ -90,6 +91,12 @@ class LoggedRun:
     @property
     def parts(self) -> list[Metrics]:
         return [segment.metrics for segment in self.segments]
+
+    @property
+    def peak(self) -> float:
+        """The largest norm over the median, overwritten ones as well."""
+        norms = [norm for part in self.parts for norm in part.norms]
+        return max(norms) / (median(norms) or 1.0) if norms else 0.0
 
     @property
     def metrics(self) -> Metrics:

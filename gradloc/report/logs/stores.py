@@ -47,7 +47,7 @@ def _framed(content: bytes) -> Iterator[bytes]:
     """TFRecord: a length of 8 bytes, its checksum of 4, the record, its checksum of 4."""
     at, end = 0, len(content)
     while at + 12 <= end:
-        length = int.fromcontent[at : at + 8], "little"
+        length = int.from_bytes(content[at : at + 8], "little")
         if at + 12 + length > end:
             return
         yield content[at + 12 : at + 12 + length]

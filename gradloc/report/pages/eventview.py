@@ -21,8 +21,7 @@ from ...words.text import one_line, plural, span, spoken, visible
 from ...words.verdict import verdict_sentences
 from ..figures import drawings
 from ..runs import tokens
-from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
-from ..runs.run import RunFolder
+from ..runs.run import RunFolder, bundle_folder, read_actor, read_pictures, read_sequences
 from ..runs.tokens import Shades, shade
 
 CULPRITS = 40
@@ -197,6 +196,10 @@ class EventView:
     def default(self) -> str:
         """Name of the measure that shades at first."""
         return self.shades[0].measure.name if self.shades else ""
+
+    def level(self, sequence: int, position: int) -> str:
+        """The letter that shades a token at first."""
+        return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
 
 
 def _title(event: Event) -> str:

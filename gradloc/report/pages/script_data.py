@@ -14,8 +14,8 @@ from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
 from ..runs.health import RunHealth
-from ..runs.kinds import KINDS
 from ..runs.run import RunFolder
+from ..runs.spikes import KINDS
 
 POINTS = 4000
 """Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""

@@ -22,7 +22,7 @@ from ...words.text import one_line, plural, span, spoken, times, visible
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
-from ..runs.trigger import Judged
+from ..runs.spikes import Judged
 from .eventview import EventView, severity
 
 HEIGHT = 12

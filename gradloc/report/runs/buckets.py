@@ -130,9 +130,13 @@ def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
             if analysis is not None:
                 analyses.setdefault(step, analysis)
     for file in _files(path, FOLDER, "group_rv_table_step_*.csv"):
-        step = int(file.stem.rpartition("_")[2])
-        if step in analyses:
-            analyses[step].table = _read_table(file)
+        analysis = analyses.get(int(file.stem.rpartition("_")[2]))
+        if analysis is not None:
+            analysis.table = []
+            with file.open(encoding="utf-8", newline="") as lines:
+                for row in csv.DictReader(lines):
+                    with suppress(KeyError, TypeError, ValueError):  # a line that does not parse is left out
+                        analysis.table.append((row["bucket"], float(row["reward_std"])))
     return analyses
 
 
@@ -140,18 +144,6 @@ def _files(path: Path, folder: str, pattern: str) -> list[Path]:
     """The files in every folder of that name in a run, or in the run's own folder if it is one."""
     places = [path] if path.name == folder else sorted(path.rglob(folder))
     return [file for place in places for file in sorted(place.glob(pattern))]
-
-
-def _read_table(file: Path) -> list[tuple[str, float]]:
-    """A ``group_rv_table`` CSV; lines that do not parse are left out."""
-    table = []
-    with file.open(encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            try:
-                table.append((row["bucket"], float(row["reward_std"])))
-            except (KeyError, TypeError, ValueError):
-                continue
-    return table
 
 
 def to_json(analysis: StepBuckets) -> dict:

@@ -73,7 +73,12 @@ def _parted(first: Metrics, second: Metrics) -> str:
     for name in names:
         others = dict(second.logged(name))
         pairs[name] = [(step, a, others[step]) for step, a in first.logged(name) if step in others]
-    differ = [(*pair, name) for name in names for pair in pairs[name] if not _is_same(*pair[1:])]
+    differ = [
+        (step, a, b, name)
+        for name in names
+        for step, a, b in pairs[name]
+        if not (math.isclose(a, b, rel_tol=1e-6) or math.isnan(a) and math.isnan(b))
+    ]
     if not differ:
         return f"The two are the same in all of their {plural(len(common), 'common step')}."
     step, a, b, name = min(differ, key=lambda entry: entry[0])
@@ -104,10 +109,6 @@ def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
         if min(scale[at : at + 3]) > limit or scale[at] > (min(far, 0.95) if has_spikes else far):
             return pairs[at]
     return None
-
-
-def _is_same(a: float, b: float) -> bool:
-    return a == b or math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
 
 
 def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:

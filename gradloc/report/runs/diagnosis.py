@@ -19,8 +19,7 @@ from ...words.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
 from .health import RunHealth, ranges
-from .kinds import KINDS, Explosion, clipped_or_zero, explosions_of
-from .trigger import EARLY, Judged, judge_run, missing_norm
+from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
 """Values whose median stands for the time before an explosion."""
@@ -45,7 +44,7 @@ class Diagnosis:
     run: LoggedRun
     headline: str
     kind: str = ""
-    """Of :data:`~.kinds.KINDS`; empty where the norms are well."""
+    """Of :data:`~.spikes.KINDS`; empty where the norms are well."""
     explosions: list[Explosion] = field(default_factory=list)
     """The worst first."""
     sentences: list[str] = field(default_factory=list)
