@@ -33,7 +33,6 @@ class Segment:
     """A stretch of a log in which the steps go forwards."""
 
     metrics: Metrics
-    source: str
     before: "Segment | None" = None
     """The one that it goes on from."""
 
@@ -70,13 +69,9 @@ class LoggedRun:
         if is_named or self.format.startswith("verl"):
             return "verl"
         is_printed = self.format == "a Trainer's printed dicts" and "grad_norm" in names
-        if (
-            is_printed
-            or self.format == "trainer_state.json"
-            or _OF_TRAINER <= {name.removeprefix("train/") for name in names}
-        ):
-            return "trl"
-        return "other"
+        is_state = self.format == "trainer_state.json"
+        has_names = _OF_TRAINER <= {name.removeprefix("train/") for name in names}
+        return "trl" if is_printed or is_state or has_names else "other"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -166,7 +161,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
         for count, rows in enumerate(parts):
-            segment = Segment(build(rows, recording.source), recording.source)
+            segment = Segment(build(rows, recording.source))
             segment.metrics.verdicts = recording.verdicts
             segment.before = _before(runs[-1].segments[-1], segment) if runs else None
             if segment.before is not None:
@@ -225,7 +220,7 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 
     Another file goes on from the last one only where it begins well after that one's beginning and goes further.
     """
-    if segment.source != last.source:
+    if segment.metrics.source != last.metrics.source:
         is_later = segment.first - last.first >= max((last.last - last.first) / 10, 2) and segment.last > last.last
         known, new = last.metrics.series.keys(), segment.metrics.series.keys()
         if not is_later or len(known & new) * 2 < min(len(known), len(new)):

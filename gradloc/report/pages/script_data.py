@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
 from ...record import Event
 from ...words.culprits import leader
 from ...words.numbers import bounded, number
@@ -28,11 +29,7 @@ SPANS = 120
 WORDS = 400
 """Characters of an event's culprits that can be searched."""
 THRESHOLD = "gradloc/threshold"
-BELOW = {
-    "reward": ("critic/score/mean", "critic/rewards/mean"),
-    "entropy": ("actor/entropy", "actor/entropy_loss"),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
-}
+BELOW = {"reward": SCORES, "entropy": ENTROPY, "KL": (*REFERENCE_KL, "actor/ppo_kl")}
 """Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
 
 Chart = dict[str, Any]

@@ -169,11 +169,9 @@ def _head(first: Diagnosis) -> str:
     run = first.run
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
     spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    rows = plural(sum(len(part.steps) for part in run.parts), "row")
+    metrics, rows = len(run.parts[0].own_names), sum(len(part.steps) for part in run.parts)
     read = f"; {run.receipt}" if run.receipt else ""
-    return (
-        f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}, {rows}{read}"
-    )
+    return f"{one_line(run.name)} ({run.format}): {spans}, {plural(metrics, 'metric')}, {plural(rows, 'row')}{read}"
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:

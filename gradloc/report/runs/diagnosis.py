@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
 from ...words.advice import is_trl, sampling_cut
 from ...words.hurt import Aftermath
 from ...words.numbers import number
@@ -26,10 +27,10 @@ AROUND = 5
 AFTER = 30
 """Steps after an explosion in which its effects are looked for."""
 EFFECTS = (
-    ("reward", ("critic/score/mean", "critic/rewards/mean"), 0.7, None),
-    ("entropy", ("actor/entropy", "actor/entropy_loss"), 0.5, 2.0),
-    ("KL to the reference", ("actor/kl_loss", "actor/reward_kl_penalty"), None, 5.0),
-    ("response length", ("response_length/mean",), 0.5, 1.5),
+    ("reward", SCORES, 0.7, None),
+    ("entropy", ENTROPY, 0.5, 2.0),
+    ("KL to the reference", REFERENCE_KL, None, 5.0),
+    ("response length", (LENGTH,), 0.5, 1.5),
 )
 """What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
 _LOSS = ("loss", ("actor/loss", "train/loss", "train_loss", "loss", "actor/pg_loss"), None, None)
@@ -330,7 +331,7 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
     """The run's own checkpoints, by step: not empty, and not newer than the log; none where steps were counted."""
     if run.folder is None or run.is_counted:
         return
-    logs = [run.folder / Path(segment.source).name for segment in run.segments]
+    logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
     ends = [log.stat().st_mtime for log in logs if log.is_file()]
     seen = set()
     for folder in _folders(run, run.folder):
@@ -367,7 +368,7 @@ def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
 
 def _has_other_logs(run: LoggedRun, own: Path) -> bool:
     """Whether the folder holds logs besides the run's own."""
-    known = {Path(segment.source).name.partition(".")[0] for segment in run.segments}
+    known = {Path(segment.metrics.source).name.partition(".")[0] for segment in run.segments}
     others = (entry.name for entry in own.iterdir() if entry.is_file() and LOGLIKE.search(entry.name))
     return any(
         name.partition(".")[0] not in known and not (run.format == "TensorBoard" and ".tfevents." in name)

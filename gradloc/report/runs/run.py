@@ -90,7 +90,8 @@ def read_run(
             without events, its log.
         metrics_path: where the metrics are, when not in the run's folder.
         metric: the one that holds the gradient norms, where its name does not say so.
-        pattern: finds the norm in a line of a log that has no form of its own; see ``logs.pattern``.
+        pattern: finds the norm in a line of a log that has no form of its own; see
+            ``logs.lines.read_by_pattern``.
 
     Raises:
         ReportError: when there is neither an event nor a metric to show.
@@ -128,7 +129,7 @@ def read_logs(
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
     run.runs.sort(key=lambda logged: logged.peak, reverse=True)
-    own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].segments[0].source)
+    own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].parts[0].source)
     run.named = [str(next(own, run.path))]
     for option, given in (("--metric", metric), ("--pattern", pattern)):
         run.named += [option, given] if given else []
