@@ -54,6 +54,17 @@ class RunFolder:
         return self.runs[0].metrics if self.runs else Metrics()
 
     @property
+    def trainer(self) -> str | None:
+        """As an event says it, else by the log of the first run."""
+        told = (event.run.trainer for event in self.events if event.run.trainer)
+        return next(told, self.runs[0].trainer if self.runs else None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the first run, by verl's names, as far as its log says them."""
+        return self.runs[0].settings if self.runs else {}
+
+    @property
     def name(self) -> str:
         """Project and experiment where an event says them, else the folder's name."""
         for event in self.events:
