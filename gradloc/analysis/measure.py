@@ -3,14 +3,16 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..core.gradients import GradientSpace
 from ..core.ranks import PeerFailure, Ranks
-from .actor import NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, Actor, Rows, undisturbed
-from .buckets.probe import BucketProbe
-from .quartiles.probe import QuartileProbe
+from ..core.step import RngState
+from .actor import NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, Actor, Rows
+from .buckets import BucketProbe
+from .quartile_probe import QuartileProbe
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +45,17 @@ def measure(actor: Actor, ranks: Ranks, rows: Rows, request: Mapping[str, Any]) 
         logger.exception("gradloc: the gradient analysis failed inside the model; other ranks wait for this one")
         raise
     return {**numbers, "seconds": time.perf_counter() - start}
+
+
+@contextmanager
+def undisturbed(actor: Actor, space: GradientSpace) -> Iterator[None]:
+    """Put back what an analysis touches: gradients, random state, train or eval mode."""
+    rng, gradient = RngState(actor.device), space.take()
+    was_training = actor.module.training
+    actor.module.train()
+    try:
+        yield
+    finally:
+        space.put(gradient)
+        rng.restore()
+        actor.module.train(was_training)

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both analyses share on the trainer's side: when they run, and what happens when one fails.
+"""Both analyses on the trainer's side: at the steps that are due they ask the workers, and write the record.
 
-A failure is logged and counted, and training goes on; after three of them the analysis switches itself off.
+On disk an analysis is ``step_<N>.json`` with everything, and for buckets the group table as CSV, which W&B gets, too. A
+failure is logged and counted, and training goes on; after three of them the analysis switches itself off.
 """
 
+import csv
+import io
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..record.analysis import Cost, Loss, TrainingRun
+from ..record import analysis
+from ..record.store import plain
+from ..rollout_filter.groups import groups_of
+from .actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY
+from .buckets import analysis_metrics, bucket_cosines, bucket_records, group_table, split_groups
 from .config import BucketSettings, QuartileSettings
-from .files import write_record
+from .quartile_probe import QUARTILE_KEY, SAMPLE_KEY
+from .quartiles import assign, measured, quartile_metrics, sample_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +112,10 @@ class Reporter:
     def _about(self, global_step: int, numbers: Mapping[str, Any], start: float) -> dict[str, Any]:
         """What both kinds of record hold: run, step, loss and cost, from the first rank's numbers."""
         return {
-            "run": TrainingRun(**self.about.names),
+            "run": analysis.TrainingRun(**self.about.names),
             "global_step": global_step,
-            "loss": Loss(terms=tuple(numbers["terms"]), **self.about.loss),
-            "cost": Cost(
+            "loss": analysis.Loss(terms=tuple(numbers["terms"]), **self.about.loss),
+            "cost": analysis.Cost(
                 forwards=numbers["forwards"],
                 backwards=numbers["backwards"],
                 probe_seconds=numbers["seconds"],
@@ -117,3 +128,164 @@ class Reporter:
         record = replace(record, metrics=metrics)
         write_record(self.about.root, self.name, record)
         return record
+
+
+_SEEDS_APART = 1_000_003  # between the draws of two steps: a prime above any seed that people type
+
+
+class BucketAnalysis(Reporter):
+    """Splits the gradient by term of the loss and by bucket of reward deviation; ``prepare`` as in ``Analyses``."""
+
+    name, prefix = "gradient_analysis", "grad_analysis"
+    settings: BucketSettings
+
+    def __init__(self, settings: BucketSettings, run: AnalysisRun, prepare: Callable[[int], AnalysisBatch]):
+        super().__init__(settings, run)
+        self._prepare = prepare
+
+    def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
+        settings, start = self.settings, time.perf_counter()
+        if settings.is_separate:
+            batch = self._prepare(self.about.seed + _SEEDS_APART * global_step)
+        mask = batch.tensors["response_mask"]
+        groups = groups_of(batch.uids, batch.tensors["token_level_scores"], mask)
+        buckets = split_groups(groups.reward_std, settings.bucket_mode, settings.num_buckets)
+        if settings.bucket_mode == "quantile" and len(groups) > 1 and len(np.unique(groups.reward_std)) == 1:
+            logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
+        number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
+        buckets_of_rows = torch.tensor([number_of[group] for group in groups.group_of_row.tolist()])
+        numbers = batch.ask({BUCKET_KEY: buckets_of_rows}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        tokens = mask.sum(-1).numpy()
+        record = analysis.GradientAnalysis(
+            bucket_mode=settings.bucket_mode,
+            num_buckets=settings.num_buckets,
+            batch=analysis.Batch(
+                source="separate" if settings.is_separate else "training",
+                num_groups=len(groups),
+                num_rows=len(tokens),
+                num_tokens=int(tokens.sum()),
+                zero_variance_share=groups.zero_variance_share,
+                filter=None if batch.filtered is None else analysis.Filter(**batch.filtered),
+            ),
+            buckets=bucket_records(numbers, buckets, groups, tokens),
+            task_cosines=bucket_cosines(numbers),
+            groups=group_table(buckets, groups),
+            **self._about(global_step, numbers, start),
+        )
+        record = self._write(record, analysis_metrics(record))
+        log_group_table(self.about.trackers, record)
+        return record.metrics
+
+
+class QuartileReporter(Reporter):
+    """Splits the gradient that the batch is about to cause by the tokens' probability."""
+
+    name = prefix = "quartile_analysis"
+    settings: QuartileSettings
+
+    def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        arrays = {key: batch.tensors[key].float().numpy() for key in ("old_log_probs", "advantages")}
+        arrays["responses"] = batch.tensors["responses"].numpy()
+        mask = batch.tensors["response_mask"].bool().numpy()
+        quartiles = assign(arrays["old_log_probs"], mask, self.settings.split)
+        sampled = sample_tokens(quartiles, self.settings.num_tokens, self.about.seed + global_step)
+        numbers = torch.full(quartiles.shape, -1)
+        for number, (row, position) in enumerate(sampled.tolist()):
+            numbers[row, position] = number
+        tensors = {
+            BUCKET_KEY: torch.zeros(len(quartiles), dtype=torch.long),
+            QUARTILE_KEY: torch.from_numpy(quartiles),
+            SAMPLE_KEY: numbers,
+        }
+        ranks = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
+        record = analysis.QuartileAnalysis(
+            split=self.settings.split,
+            num_rows=len(quartiles),
+            **measured(ranks, arrays, quartiles, sampled),
+            **self._about(global_step, ranks[0], start),
+        )
+        return self._write(record, quartile_metrics(record)).metrics
+
+
+class Analyses:
+    """Split the gradient that a batch is about to cause, by bucket, by quartile or both; None: that one is off.
+
+    ``prepare``: (seed) -> a batch for the analysis by bucket that no update will see.
+    """
+
+    def __init__(
+        self,
+        run: AnalysisRun,
+        buckets: BucketSettings | None,
+        quartiles: QuartileSettings | None,
+        prepare: Callable[[int], AnalysisBatch],
+    ):
+        self.trackers = run.trackers
+        self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
+        self.buckets = None if buckets is None else BucketAnalysis(buckets, run, prepare)
+
+    def analyse(
+        self,
+        seen: Callable[[str], AnalysisBatch],
+        global_step: int,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
+    ) -> bool:
+        """Analyse where the step is due, and return whether the run is to end here.
+
+        The step's ``metrics`` and ``timing_raw`` are added to. ``seen``: (the setting of an analysis) -> the training
+        batch as it sees it.
+        """
+        for reporter in filter(None, (self.quartiles, self.buckets)):
+            was_due = reporter.run(seen(f"trainer.{reporter.name}_mode"), global_step, metrics, timing_raw)
+            if was_due and reporter.settings.exit_after:
+                metrics["training/global_step"] = global_step
+                metrics["trainer/exited_after_gradient_analysis"] = 1.0
+                metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
+                return True
+        return False
+
+
+# ---- on disk, and in W&B
+
+_COLUMNS = ["bucket", "group_id", "reward_std"]
+
+
+def write_record(root: str, name: str, record: analysis.GradientAnalysis | analysis.QuartileAnalysis) -> Path:
+    """Write one analysis into a folder of this name in ``bisect_dump_dir``; returns the JSON file.
+
+    A record of the same step, from before a resume, is replaced.
+    """
+    folder = Path(root) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(record, analysis.GradientAnalysis):
+        table = io.StringIO()
+        writer = csv.DictWriter(table, [field.name for field in fields(analysis.Group)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(vars, record.groups))
+        _replace(folder / f"group_rv_table_step_{record.global_step}.csv", table.getvalue())
+    text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, indent=1)
+    return _replace(folder / f"step_{record.global_step}.json", text + "\n")
+
+
+def _replace(path: Path, text: str) -> Path:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)
+
+
+def log_group_table(trackers: Mapping[str, Any], record: analysis.GradientAnalysis) -> None:
+    """Log each bucket's ``grad_norm/<bucket>/group_rv_table`` to W&B, if it is among verl's open clients."""
+    rows: dict[str, list[list[Any]]] = {}
+    for group in record.groups:
+        rows.setdefault(group.bucket, []).append([getattr(group, column) for column in _COLUMNS])
+    for client in (trackers[name] for name in ("wandb", "vemlp_wandb") if name in trackers):
+        if client.run is None:
+            continue
+        tables = {
+            f"grad_norm/{bucket}/group_rv_table": client.Table(columns=_COLUMNS, data=data)
+            for bucket, data in rows.items()
+        }
+        # the step stays open: verl logs its scalars under the same one
+        client.log(tables, step=record.global_step, commit=False)

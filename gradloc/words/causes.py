@@ -147,7 +147,8 @@ def classify(
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     coefficients, norm, is_critics = culprit.coefficients, culprit.grad_norm, culprit.value is not None
     coefficient = coefficients.log_prob
-    model_gives, pulled_to, name, typical = "log_prob", "advantage", "advantage", batch.advantage
+    typical: float | None = batch.advantage
+    model_gives, pulled_to, name = "log_prob", "advantage", "advantage"
     if is_critics:
         model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
     elif culprit.teacher_log_prob is not None:

@@ -46,7 +46,7 @@ def norm(shard: torch.Tensor) -> float:
 def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
     """A finished :class:`BucketProbe` that also keeps every bucket's part of every term."""
 
-    class Keeping(ours("analysis.buckets.probe").BucketProbe):
+    class Keeping(ours("analysis.buckets").BucketProbe):
         def _keep(self, parts):
             self.parts = [*getattr(self, "parts", []), parts]
             super()._keep(parts)
@@ -57,7 +57,7 @@ def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
 def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
     """A finished probe of this rank's rows."""
     space = ours("core.gradients").GradientSpace(trainer.module)
-    with trainer.analysed(batch) as (actor, rows), ours("analysis.actor").undisturbed(actor, space):
+    with trainer.analysed(batch) as (actor, rows), ours("analysis.measure").undisturbed(actor, space):
         probe = kind(actor, ours("core.ranks").Ranks(), space, rows)
         probe.numbers = probe.measure(number)
     steps = probe.numbers.get("steps", {})  # of a class that the tests' own process cannot import
@@ -169,7 +169,7 @@ def fail_on_one_rank(kind: str, dump_dir: str) -> dict[str, Any]:
     trainer, plain = make_trainer(TERMS, dump_dir), make_trainer(TERMS, dump_dir)
     data, breaks = requested(kind, make_batch()), nullcontext()
     if dist.get_rank() == 1:
-        in_rows = mock.patch.object(ours("analysis.rows").RowProbe, "_runs", _broken)
+        in_rows = mock.patch.object(ours("analysis.actor").RowProbe, "_runs", _broken)
         breaks = trainer.broken_loss(_broken) if kind == "buckets" else in_rows
     with breaks:
         record = trainer.analyze(data)

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from gradloc.analysis.buckets.split import split_groups
+from gradloc.analysis.buckets import split_groups
 from gradloc.rollout_filter.groups import group_rows
 
 

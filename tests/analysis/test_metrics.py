@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from gradloc.analysis.buckets import metrics
-from gradloc.analysis.files import log_group_table, write_record
+from gradloc.analysis import buckets
+from gradloc.analysis.reporter import log_group_table, write_record
 from gradloc.record.analysis import Batch, Cost, GradientAnalysis, Loss, TrainingRun
 from gradloc.rollout_filter.groups import group_rows
 from tests.analysis.trainer import Wandb
@@ -43,9 +43,9 @@ def record(**changes):
             zero_variance_share=GROUPS.zero_variance_share,
             filter=None,
         ),
-        buckets=metrics.bucket_records(RAW, BUCKETS, GROUPS, TOKENS),
-        task_cosines=metrics.bucket_cosines(RAW),
-        groups=metrics.group_table(BUCKETS, GROUPS),
+        buckets=buckets.bucket_records(RAW, BUCKETS, GROUPS, TOKENS),
+        task_cosines=buckets.bucket_cosines(RAW),
+        groups=buckets.group_table(BUCKETS, GROUPS),
         cost=Cost(forwards=8, backwards=6, probe_seconds=0.1, seconds=0.2),
         **changes,
     )
@@ -76,7 +76,7 @@ def test_a_bucket_without_response_tokens_carries_nothing():
     weights, losses = [[0.0, 0.25], [1.0, 0.75]], [[0.0, 0.25], [2.0, 0.75]]
     norms = [{"task": 0.0, "kl": 0.0}, *RAW["norms"][1:]]
     numbers = {**RAW, "weights": weights, "losses": losses, "norms": norms}
-    first, _, _ = metrics.bucket_records(numbers, BUCKETS, GROUPS, TOKENS)
+    first, _, _ = buckets.bucket_records(numbers, BUCKETS, GROUPS, TOKENS)
     assert first.norm["task"].own == first.loss["policy"] == 0.0
 
 
@@ -89,7 +89,7 @@ def test_cosines_are_left_out_where_a_gradient_is_zero():
 
 
 def test_metrics_carry_the_guides_names():
-    logged = metrics.analysis_metrics(record())
+    logged = buckets.analysis_metrics(record())
     for bucket in ("all", "bucket_1", "bucket_2"):
         for name in (
             "sample_count sample_pct reward_std_mean reward_std_min reward_std_max group_rv_count "

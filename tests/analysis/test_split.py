@@ -3,7 +3,7 @@
 
 import pytest
 
-from gradloc.analysis.buckets.metrics import bucket_cosines
+from gradloc.analysis.buckets import bucket_cosines
 
 RUN = "tests.analysis.scenarios."
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

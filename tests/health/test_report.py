@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.cli import main
+from gradloc.report.logs.recording import build
 from gradloc.report.runs.health import judge, ranges
-from gradloc.report.runs.metrics import build
 from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
 from tests.report.builder import make_event, write_run

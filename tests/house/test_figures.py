@@ -18,7 +18,7 @@ from benchmarks.trigger import tables as trigger
 from experiments import suite
 from experiments.llm import natural
 from experiments.loop import pretrain
-from gradloc.report.runs.metrics import MEAN
+from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
 from gradloc.tell.lines import announcement
 from gradloc.words import story

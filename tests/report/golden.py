@@ -21,8 +21,8 @@ from pathlib import Path
 from gradloc.report.cli import main
 from gradloc.report.commands.watch import news
 from gradloc.report.pages import exports, page, terminal
-from gradloc.report.runs.kinds import KINDS
 from gradloc.report.runs.run import read_run
+from gradloc.report.runs.spikes import KINDS
 from gradloc.tell.lines import announcement
 from gradloc.words.text import spoken
 from tests.report.builder import make_metrics, make_sequence, write_run

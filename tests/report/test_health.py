@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 from gradloc.report.commands.health import HORIZON, lead
-from gradloc.report.logs.recording import Recording
+from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of
-from gradloc.report.runs.metrics import MEAN
 from gradloc.words.advice import actions_of
 
 SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"

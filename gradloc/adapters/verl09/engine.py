@@ -24,7 +24,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
 from ...analysis.measure import measure
-from ...analysis.quartiles.probe import QUARTILE_KEY, SAMPLE_KEY
+from ...analysis.quartile_probe import QUARTILE_KEY, SAMPLE_KEY
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport

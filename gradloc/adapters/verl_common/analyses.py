@@ -14,9 +14,8 @@ from ray.exceptions import RayError
 from torch.nn.functional import pad
 
 from ...analysis.actor import Rows, cut_runs
-from ...analysis.analyses import Analyses
 from ...analysis.config import check_geometry, geometry
-from ...analysis.reporter import AnalysisBatch, AnalysisRun
+from ...analysis.reporter import Analyses, AnalysisBatch, AnalysisRun
 from ...core.step import Outputs, RngState
 from ...loop.batch import BatchView
 from ...rollout_filter.choose import advantage_scale, kept_groups

@@ -5,7 +5,13 @@
 """
 
 import argparse
+import json
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+from ..errors import ReportError
+
+Made = TypeVar("Made")
 COMMANDS = {
     "show": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
@@ -28,3 +34,30 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX",
         help=r"where a line has its norm: 'step (?P<step>\d+).*norm (?P<value>\S+)'; other groups are metrics",
     )
+
+
+def add_set_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--set``, which :func:`assignments` reads."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"{what}; may be given again")
+
+
+def assignments(given: Iterable[str], prefix: str, values: str, make: Callable[..., Made]) -> Made:
+    """What ``make`` makes of what ``--set KEY=VALUE`` sets; a key may be the full one, with what is before ``prefix``.
+
+    Raises:
+        ReportError: where a value cannot be read, which ``values`` says how to write, or ``make`` refuses a setting.
+
+    >>> assignments(["trainer.health.policy_kl=[0.2,null]", "window=8"], "health.", "", dict)
+    {'policy_kl': [0.2, None], 'window': 8}
+    """
+    settings = {}
+    for entry in given:
+        key, _, text = entry.partition("=")
+        try:
+            settings[key.rpartition(prefix)[2].strip()] = json.loads(text.lower())
+        except ValueError:
+            raise ReportError(f"--set {entry} cannot be read: write KEY=VALUE with {values}.") from None
+    try:
+        return make(**settings)
+    except ValueError as error:
+        raise ReportError(f"--set: {error}") from None

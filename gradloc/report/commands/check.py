@@ -193,7 +193,9 @@ def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> C
 
 def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[str, str]]:
     model = _model(args.model or plan.model)
-    said = [("action", f"{settings.action.mode}; {_trigger(settings)}; search {settings.search.strategy}")]
+    tau = settings.trigger.tau
+    trigger = "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
+    said = [("action", f"{settings.action.mode}; {trigger}; search {settings.search.strategy}")]
     if isinstance(model, str):
         said.append(("memory", f"not told: {model}"))
     else:
@@ -246,11 +248,6 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _trigger(settings: Any) -> str:
-    tau = settings.trigger.tau
-    return "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
-
-
 def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
     """The longest that searches hold up one update."""
     budget = settings.budget if settings.search.strategy == "bisect" else None
@@ -273,10 +270,9 @@ def _written(settings: Any) -> list[tuple[str, str]]:
     evidence, notify = settings.evidence, settings.notify
     kept = f"{settings.trigger.max_events} events at most, text {evidence.text}, bundle {evidence.bundle}"
     weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
-    told = [name for name in ("command", "webhook") if getattr(notify, name)] + [
-        "trackers' alerts"
-    ] * notify.tracker_alerts
+    told = ["the console and the run's trackers", *(name for name in ("command", "webhook") if getattr(notify, name))]
+    told += ["trackers' alerts"] * notify.tracker_alerts
     return [
         ("written", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
-        ("told", f"the console and the run's trackers{''.join(f', {name}' for name in told)}"),
+        ("told", ", ".join(told)),
     ]

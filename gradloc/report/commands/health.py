@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -25,15 +24,15 @@ from ...record.store import plain
 from ...words.advice import sampling_cut
 from ...words.numbers import percent
 from ...words.text import one_line, plural
-from ..errors import ReportError, assignments
+from ..errors import ReportError
 from ..logs import LoggedRun, Segment
 from ..logs.segments import surviving
 from ..pages import terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
-from ..runs.trigger import missing_norm
-from . import add_log_arguments
+from ..runs.spikes import missing_norm
+from . import add_log_arguments, add_set_argument, assignments
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP_WIDTH, STRIP_LINES = 60, 5  # of a longer run, a mark stands for several steps
@@ -54,24 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
     add_log_arguments(parser)
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
-    parser.add_argument(
-        "--grad-clip",
-        type=float,
-        default=CLIP,
-        metavar="NORM",
-        help="the run's actor.grad_clip; 0: gradients were not clipped (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a threshold of trainer.health, such as policy_kl=[0.2,null]; may be given again",
-    )
+    clip = "the run's actor.grad_clip; 0: gradients were not clipped (default: %(default)s)"
+    parser.add_argument("--grad-clip", type=float, default=CLIP, metavar="NORM", help=clip)
+    add_set_argument(parser, "a threshold of trainer.health, such as policy_kl=[0.2,null]")
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _config(args.set)
+    values = "a number, null, or [warning,danger], such as --set policy_kl=[0.2,null]"
+    config = assignments(args.set, "health.", values, HealthConfig)
     if not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
     if args.lead:
@@ -96,14 +85,6 @@ def run(args: argparse.Namespace) -> int:
         _print(folder, healths)
     terminal.warn(folder.notes)
     return 0
-
-
-def _config(given: list[str]) -> HealthConfig:
-    settings = assignments(given, "health.", "a number, null, or [warning,danger], such as --set policy_kl=[0.2,null]")
-    try:
-        return HealthConfig(**settings)
-    except ValueError as error:
-        raise ReportError(f"--set: {error}") from None
 
 
 def _print_lead(args: argparse.Namespace) -> None:
@@ -135,7 +116,9 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
         "advice": {
-            finding.worst.name: [{"do": do, "line": line} for do, line in finding.worst.advice(*_of(folder))]
+            finding.worst.name: [
+                {"do": do, "line": line} for do, line in finding.worst.advice(folder.trainer, folder.settings)
+            ]
             for finding in health.findings
         },
         "not_judged": list(health.silent),
@@ -157,7 +140,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
             console.print(one_line(diagnosis.headline), style="bold red")
     console.print(headline)
     console.print(_strip(health))
-    _print_findings(console, health, _of(folder))
+    _print_findings(console, health, folder)
     if health.silent:
         console.print(f"Not checked, their metrics are missing: {', '.join(health.silent)}.", style="dim")
     for note in health.notes:
@@ -170,14 +153,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
         print(one_line(f"{run.name}: {spike}{state}"))
 
 
-def _of(folder: RunFolder) -> tuple[str, dict[str, Any]]:
-    """What advice depends on: the run's trainer and its settings."""
-    run = folder.runs[0]
-    trainer = next((event.run.trainer for event in folder.events if event.run.trainer), run.trainer)
-    return trainer, run.settings
-
-
-def _print_findings(console: Console, health: RunHealth, of: tuple[str, dict[str, Any]]) -> None:
+def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> None:
     """Each rule that found fault, and its advice; a line that several rules advise stands once."""
     printed: set[str] = set()
     for finding in health.findings:
@@ -187,7 +163,7 @@ def _print_findings(console: Console, health: RunHealth, of: tuple[str, dict[str
             when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
-        advice = finding.worst.advice(*of)
+        advice = finding.worst.advice(folder.trainer, folder.settings)
         fresh = [(do, line) for do, line in advice if (line or do) not in printed]
         for do, line in fresh:
             printed.add(line or do)

@@ -105,7 +105,6 @@ def page(columns: Columns, verdict: Verdict) -> str:
     lede = " ".join(KINDS[kind].sentence for kind in verdict.kinds) or "No kind's fingerprint fits well enough."
     return fill(
         "mismatch.html",
-        {"labels": {}, "events": {}, "rows": [], "charts": {}},
         title=title,
         lede=lede,
         figure=to_svg(figure_of(columns, title), "mismatch", title),

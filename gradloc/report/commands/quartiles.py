@@ -71,6 +71,7 @@ def _print(analysis: QuartileAnalysis, what: str) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "tokens", "mean 1-π", "norm", "gradient", "log π", "(c)", "(e)", "(f)"):
         table.add_column(head, justify="right", no_wrap=True)
+    moved = [_mean_changes(analysis.updates.get(name)) for name in ("all", "lowest", "highest")]
     for index, quartile in enumerate(analysis.quartiles):
         table.add_row(
             quartile.name,
@@ -79,7 +80,7 @@ def _print(analysis: QuartileAnalysis, what: str) -> None:
             number(quartile.norm, 3) if quartile.num_tokens else "–",
             percent(quartile.gradient_share),
             number(quartile.median_log_prob_norm, 3),
-            *(_change(analysis.updates.get(name), index) for name in ("all", "lowest", "highest")),
+            *(changes[index] for changes in moved),
         )
     console.print(table)
     correlation = number(analysis.rank_correlation.log_prob_norm, 2)
@@ -94,11 +95,11 @@ def _print(analysis: QuartileAnalysis, what: str) -> None:
         console.print(f"  {UPDATES[name]}: {_update(name, analysis.updates.get(name))}")
 
 
-def _change(update: Update | None, quartile: int) -> str:
-    moved = None if update is None else update.changes
-    if moved is None or moved.quartiles[quartile] is None:
-        return "–"
-    return number(moved.quartiles[quartile].mean_abs, 2)
+def _mean_changes(update: Update | None) -> list[str]:
+    """Of each quartile."""
+    if update is None or update.changes is None:
+        return ["–"] * len(QUARTILES)
+    return ["–" if change is None else number(change.mean_abs, 2) for change in update.changes.quartiles]
 
 
 def _update(name: str, update: Update | None) -> str:

@@ -4,11 +4,15 @@
 import argparse
 import itertools
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ... import checks
+from ...core.trigger import AdaptiveThreshold
 from ...record.store import plain
 from ...words.numbers import number, percent
 from ...words.text import one_line, plural
@@ -17,9 +21,12 @@ from ..errors import ReportError
 from ..pages import terminal
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
-from ..runs.trigger import missing_norm, settings_of
-from . import add_log_arguments
+from ..runs.spikes import missing_norm
+from . import add_log_arguments, add_set_argument, assignments
 
+_OVER_ONE = checks.number("a number greater than 1", lambda value: 1 < value < math.inf)
+SETTINGS = {"window": checks.integer(8), "warmup": checks.integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
+"""The rule's settings, and what each may be."""
 SHOWN = 30
 """Flagged steps that the terminal lists."""
 EPILOG = """\
@@ -35,13 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "metrics", type=Path, nargs="+", metavar="METRICS", help="a run's folder, or its log; - for standard input"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of actor.gradloc.trigger: window, warmup, floor or cap; may be given again",
-    )
+    add_set_argument(parser, "a setting of actor.gradloc.trigger: window, warmup, floor or cap")
     add_log_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every step's norm and threshold; - for stdout")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the picture: .html or .svg")
@@ -71,8 +72,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def checked(**settings: Any) -> dict[str, float]:
+    """The rule's settings; raises ValueError with the key, what it must be and what was found."""
+    checks.refuse_unknown("trigger", settings, SETTINGS)
+    for name, value in settings.items():
+        SETTINGS[name].check(name, value)
+    AdaptiveThreshold(**settings)
+    return settings
+
+
 def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str]]:
-    settings = settings_of(args.set)
+    settings = assignments(args.set, "trigger.", "a number, such as --set cap=6", checked)
     runs: dict[str, Diagnosis] = {}
     notes: list[str] = []
     for path in args.metrics:

@@ -21,20 +21,19 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ...record import Event
 from ...words.numbers import bounded, number
 from ...words.story import headline
 from ...words.text import one_line
 from ..errors import ReportError
 from ..logs import files_of
+from ..logs.recording import MEAN
 from ..pages import page, terminal
 from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
-from ..runs.metrics import MEAN
 from ..runs.run import RunFolder, read_run
-from ..runs.trigger import Judged
+from ..runs.spikes import Judged
 from . import add_log_arguments
 
 EVENTS = 8
@@ -108,9 +107,13 @@ def view(follower: Follower, width: int) -> Group:
 
 def news(run: RunFolder, known: set[str]) -> list[str]:
     """A line for each event that is not in ``known``; adds them to it."""
-    new = [event for event in run.events if event.event_id not in known]
-    known.update(event.event_id for event in new)
-    return [f"{headline(event)}: {_change(event)}" for event in new]
+    lines = []
+    for event in run.events:
+        if event.event_id not in known:
+            known.add(event.event_id)
+            after, _ = bounded(event.certificate.norm_after, event.certificate.error_bound, 3)
+            lines.append(f"{headline(event)}: {number(event.trigger.grad_norm, 3)} → {after}")
+    return lines
 
 
 def _head(run: RunFolder, health: RunHealth) -> Text:
@@ -134,32 +137,9 @@ def _curve(run: RunFolder, width: int) -> list[Text]:
     return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms[-width:]]], width)
 
 
-def _change(event: Event) -> str:
-    after, _ = bounded(event.certificate.norm_after, event.certificate.error_bound, 3)
-    return f"{number(event.trigger.grad_norm, 3)} → {after}"
-
-
 ADDRESS = "127.0.0.1"
 STYLE = "html,body,iframe{margin:0;width:100%;height:100%;border:0;display:block}p{font:16px system-ui;padding:2rem}"
-SCRIPT = """\
-"use strict";
-const frame = document.querySelector("iframe");
-let version = document.body.dataset.version;
-async function look() {
-  try {
-    const found = String((await (await fetch("/version", { cache: "no-store" })).json()).version);
-    document.title = document.title.replace(" (stopped)", "");
-    if (found === version) return;
-    version = found;
-    const place = { left: frame.contentWindow.scrollX, top: frame.contentWindow.scrollY, behavior: "instant" };
-    frame.addEventListener("load", () => frame.contentWindow.scrollTo(place), { once: true });
-    frame.contentWindow.location.reload();
-  } catch {
-    if (!document.title.endsWith(" (stopped)")) document.title += " (stopped)";
-  }
-}
-setInterval(look, 2000);
-"""
+SCRIPT = page.asset("live.js")
 POLICY = (
     f"default-src 'none'; style-src '{page.hash_of(STYLE)}'; script-src '{page.hash_of(SCRIPT)}'; connect-src 'self'; "
     "frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

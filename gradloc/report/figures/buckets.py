@@ -44,7 +44,7 @@ def norms(analysis: StepBuckets) -> Figure:
     """One panel per term: the norm of each bucket's own gradient."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 4.2)
-    _row(figure, analysis, terms, "{}", "gradient norm")
+    _row(figure.subplots(1, len(terms), squeeze=False)[0], analysis, terms, "{}", "gradient norm")
     dress(figure, f"Gradient norm of each bucket on its own, step {analysis.step}")
     return figure
 
@@ -53,7 +53,7 @@ def losses(analysis: StepBuckets) -> Figure:
     """One panel per term of the loss and one for their sum: each bucket's mean."""
     names = [name for name in LOSSES if any(f"loss/{name}" in v for v in analysis.values.values())] or ["total"]
     figure = _figure(3.8 * len(names), 4.0)
-    _row(figure, analysis, names, "loss/{}", "loss, coefficient included")
+    _row(figure.subplots(1, len(names), squeeze=False)[0], analysis, names, "loss/{}", "loss, coefficient included")
     dress(figure, f"Loss of each bucket, step {analysis.step}")
     return figure
 
@@ -72,10 +72,7 @@ def normed(analysis: StepBuckets) -> Figure:
     figure = _figure(4.4 * len(terms), 7.0)
     grid = figure.subplots(2, len(terms), squeeze=False)
     for row, unit in zip(grid, ("sample", "token"), strict=True):
-        for axes, term in zip(row, terms, strict=True):
-            _bars(axes, analysis, [term], f"per_{unit}/{{}}")
-            axes.set_title(f"{NAMES[term]}, per {unit}")
-            axes.set_ylabel(f"norm of the part / {unit}s")
+        _row(row, analysis, terms, f"per_{unit}/{{}}", f"norm of the part / {unit}s", f", per {unit}")
     dress(figure, f"What a sample and a token contribute, step {analysis.step}")
     return figure
 
@@ -102,10 +99,10 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(max(width, 6.0), height), layout="constrained")
 
 
-def _row(figure: Figure, analysis: StepBuckets, names: list[str], pattern: str, unit: str) -> None:
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+def _row(row: Sequence[Axes], analysis: StepBuckets, names: list[str], pattern: str, unit: str, of: str = "") -> None:
+    for axes, name in zip(row, names, strict=True):
         _bars(axes, analysis, [name], pattern)
-        axes.set_title(NAMES[name])
+        axes.set_title(NAMES[name] + of)
         axes.set_ylabel(unit)
 
 

@@ -5,11 +5,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from .lines import read_lines
-from .names import is_norm, number, numbers, step_of
+from .lines import literal, read_lines, texts_of
+from .names import as_step, is_norm, number, numbers, step_of
 from .recording import Recording, gather
 from .source import Source
-from .wrappers import literal, texts_of
 
 LARGEST = 400_000_000
 """Bytes of a document, which is held as a whole."""
@@ -95,11 +94,11 @@ def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]
         given = [(entry.get("step"), entry[key], entry[value]) for entry in entries if key in entry and value in entry]
     elif isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
         if not is_norm(source.path.stem):
-            source.notes.append(f"{source.name} does not name its one metric: it was taken for the gradient norm.")
+            source.note_one_metric()
         given = [(entry[1], "grad_norm", entry[2]) for entry in entries if len(entry) == 3]
     else:
         given = []
-    found = ((step_of({"step": number(step)}), str(name), number(value)) for step, name, value in given)
+    found = ((as_step(number(step)), str(name), number(value)) for step, name, value in given)
     return [(step, name, value) for step, name, value in found if step is not None and value is not None]
 
 

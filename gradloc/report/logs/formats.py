@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from shutil import copyfileobj
 from sys import stdin
@@ -14,30 +15,24 @@ from sys import stdin
 from ...words.text import first_of, plural
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
-from .archives import is_spreadsheet, unpack
-from .boxes import is_boxed, read_boxes
-from .databases import is_mlflow_run, read_database, read_mlflow_run
+from . import stores, tables
 from .documents import is_document, read_document
-from .lines import read_lines
+from .lines import read_by_pattern, read_lines
 from .names import is_norm
-from .pattern import read_by_pattern
 from .recording import Recording
 from .segments import LoggedRun, runs_of
-from .sheets import is_parquet, read_parquet, read_spreadsheet
-from .source import Source
-from .stores import is_tensorboard, read_swanlab, read_tensorboard, read_wandb
-from .tables import is_table, read_table
+from .source import Source, is_spreadsheet, unpack
 
 FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording]]], ...] = (
-    (lambda source: source.head.startswith(b":W&B"), read_wandb),
-    (lambda source: source.head.startswith(b":SWL"), read_swanlab),
-    (lambda source: source.head.startswith(b"SQLite format 3\0"), read_database),
-    (is_parquet, read_parquet),
-    (lambda source: is_spreadsheet(source.path), read_spreadsheet),
-    (is_tensorboard, read_tensorboard),
+    (lambda source: source.head.startswith(b":W&B"), stores.read_wandb),
+    (lambda source: source.head.startswith(b":SWL"), stores.read_swanlab),
+    (lambda source: source.head.startswith(b"SQLite format 3\0"), stores.read_database),
+    (lambda source: source.head.startswith(b"PAR1"), tables.read_parquet),
+    (lambda source: is_spreadsheet(source.path), tables.read_spreadsheet),
+    (stores.is_tensorboard, stores.read_tensorboard),
     (is_document, read_document),
-    (is_boxed, read_boxes),
-    (is_table, read_table),
+    (tables.is_boxed, tables.read_boxes),
+    (tables.is_table, tables.read_table),
     (lambda source: not source.is_binary, read_lines),
 )
 """What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
@@ -62,9 +57,6 @@ _SETTINGS = re.compile(
 )
 """What lies beside logs and is none."""
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
-
-Placed = tuple[Path, Recording]
-"""A recording and its folder."""
 
 
 def read(
@@ -94,21 +86,23 @@ def _read(paths: Sequence[tuple[Path, Path]], metric: str | None) -> tuple[list[
     chains: dict[tuple, list[Recording]] = {}
     notes: list[str] = []
     for named, path in paths:
-        placed, more = _places_in_folder(path) if path.is_dir() else (_places_in_file(path), [])
+        recordings, more = _read_folder(path) if path.is_dir() else (_read_named(path), [])
         notes += more
-        for folder, recording in placed:
-            recording.folder = folder if path is named and str(path) != "-" else None
+        for recording in recordings:
             if path is not named:
                 recording.source = f"{named.name}, {recording.source}" if recording.source != path.name else named.name
-            chains.setdefault(_chain(folder, recording), []).append(recording)
+            chains.setdefault(_chain(recording), []).append(recording)
+            if path is not named or str(path) == "-":  # where it lay is gone when the report is made
+                recording.folder = None
     if not chains:
         raise ReportError(" ".join(notes) or "there is no log to read.")
     return runs_of(chains.values(), metric), notes
 
 
-def _chain(folder: Path, recording: Recording) -> tuple:
+def _chain(recording: Recording) -> tuple:
     """What recordings share that can be one run: event files in one folder, slurm-41.out and slurm-42.out, local runs
     of W&B or SwanLab with one name."""
+    folder = recording.folder
     if recording.format == "TensorBoard":
         return folder, recording.format
     if recording.format.endswith("local run"):
@@ -116,13 +110,13 @@ def _chain(folder: Path, recording: Recording) -> tuple:
     return folder, recording.format, recording.run, re.sub(r"\d+", "", recording.source)
 
 
-def _places_in_file(path: Path) -> list[Placed]:
+def _read_named(path: Path) -> list[Recording]:
     if str(path) != "-":
-        return [(path.parent, recording) for recording in read_file(path)]
+        return read_file(path)
     with tempfile.NamedTemporaryFile() as copy:
         copyfileobj(stdin.buffer, copy)
         copy.flush()
-        return [(path.parent, recording) for recording in read_file(Path(copy.name), "standard input")]
+        return read_file(Path(copy.name), "standard input")
 
 
 def check(path: Path) -> None:
@@ -159,6 +153,8 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         if not fits(source):
             continue
         recordings = [recording for recording in read_as(source) if recording.rows]
+        for recording in recordings:
+            recording.folder = path.parent
         if recordings:
             return recordings
         notes += source.notes
@@ -166,14 +162,18 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
     raise ReportError(" ".join([refusal, *notes]))
 
 
-def _places_in_folder(folder: Path) -> tuple[list[Placed], list[str]]:
+def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
     """The recordings of a folder; of those that hold the same norms, the one with the most metrics."""
-    placed: list[Placed] = []
+    found: list[Recording] = []
     unread: list[str] = []
-    entries = [path for path in files_of(folder, DEPTH, is_mlflow_run) if path.is_dir() or _may_be_log(path)]
+
+    def may_be_log(path: Path) -> bool:
+        return bool(_ENDINGS.search(path.name) and not _SETTINGS.search(path.name) and path.stat().st_size)
+
+    entries = [path for path in files_of(folder, DEPTH, stores.is_mlflow_run) if path.is_dir() or may_be_log(path)]
     for path in entries[:MOST]:
         try:
-            recordings = [read_mlflow_run(path)] if path.is_dir() else read_file(path)
+            recordings = [stores.read_mlflow_run(path)] if path.is_dir() else read_file(path)
         except (ReportError, OSError):
             unread.append(path.relative_to(folder).as_posix())
             continue
@@ -181,9 +181,9 @@ def _places_in_folder(folder: Path) -> tuple[list[Placed], list[str]]:
             is_event_file = recording.format == "TensorBoard" and path.parent != folder
             source = (path.parent if is_event_file else path).relative_to(folder).as_posix()
             recording.source = folder.name if source == "." else source
-            placed.append((path if path.is_dir() else path.parent, recording))
-    with_norms = [entry for entry in placed if _norms(entry[1])]
-    kept, notes = _distinct(with_norms) if with_norms else (placed[:1], [])
+            found.append(recording)
+    with_norms = [recording for recording in found if _norms(recording)]
+    kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
     silent = [name for name in unread if LOGLIKE.search(name)]
     if kept and silent:
         files = plural(len(silent), "file")
@@ -216,44 +216,33 @@ def _natural(name: str) -> list:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _may_be_log(file: Path) -> bool:
-    return bool(_ENDINGS.search(file.name) and not _SETTINGS.search(file.name) and file.stat().st_size)
-
-
-def _distinct(placed: list[Placed]) -> tuple[list[Placed], list[str]]:
+def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
     """Each run once: a console log and a tracker's files hold the same norms."""
-    norms = [_norms(recording) for _, recording in placed]
-    order = sorted(range(len(placed)), key=lambda at: (-len(norms[at]), -_num_metrics(placed[at][1])))
+    norms = [_norms(recording) for recording in recordings]
+    num_metrics = [sum(not name.startswith("_") for name in recording.rows[-1][1]) for recording in recordings]
+    order = sorted(range(len(recordings)), key=lambda at: (-len(norms[at]), -num_metrics[at]))
     kept: list[int] = []
     same: list[str] = []
     for at in order:
         if any(_is_within(norms[at], norms[other]) for other in kept):
-            same.append(placed[at][1].source)
+            same.append(recordings[at].source)
         else:
             kept.append(at)
     names = first_of(list(dict.fromkeys(same)))
     notes = [f"{plural(len(same), 'other file')} of the folder held the same steps ({names})."] if same else []
-    return [placed[at] for at in sorted(kept)], notes
-
-
-def _num_metrics(recording: Recording) -> int:
-    return sum(not name.startswith("_") for name in recording.rows[-1][1])
+    return [recordings[at] for at in sorted(kept)], notes
 
 
 def _norms(recording: Recording) -> list[float]:
+    """The first norm of each row; inf for one that is not finite."""
     norms: list[float] = []
     for _, values in recording.rows:
         norms += [value for name, value in values.items() if is_norm(name)][:1]
-    return norms
+    return [norm if math.isfinite(norm) else math.inf for norm in norms]
 
 
 def _is_within(few: list[float], many: list[float]) -> bool:
     """Whether one list of norms is a stretch of the other; loggers round differently."""
+    is_near = partial(math.isclose, rel_tol=5e-3, abs_tol=5e-4)
     ends = range(len(few), len(many) + 1)
-    return any(all(map(_is_near, few, many[end - len(few) : end])) for end in ends)
-
-
-def _is_near(a: float, b: float) -> bool:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return not math.isfinite(a) and not math.isfinite(b)
-    return math.isclose(a, b, rel_tol=5e-3, abs_tol=5e-4)
+    return any(all(map(is_near, few, many[end - len(few) : end])) for end in ends)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers print, line by line, among everything else that a console shows.
+"""What trainers print, line by line, among everything else that a console shows, and inside of other lines.
 
 Each grammar knows one way to print a step. Every line goes to the first grammar that takes it, the surest first. The
 grammar with the most gradient norms is the log; a note counts the norms of the others.
@@ -9,14 +9,15 @@ import ast
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from ..errors import ReportError
-from .names import is_norm, number, numbers, step_of
+from .names import as_step, is_norm, number, numbers, step_of
 from .recording import Recording, Row, flat
 from .source import Source
-from .wrappers import unwrapped
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(
@@ -141,7 +142,7 @@ class Json(Grammar):
             entry = json.loads(line)
         except ValueError:
             return False
-        data, step = entry.get("data"), step_of({"step": number(entry.get("step"))})
+        data, step = entry.get("data"), as_step(number(entry.get("step")))
         if isinstance(data, dict) and step is not None:
             self.title = "verl's file logger"
             verdict = data.get("gradloc/verdict")
@@ -310,12 +311,8 @@ class Bar(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         bar = _BAR.search(line)
-        values = (
-            {}
-            if bar is None
-            else {name.strip(" ,"): _float(value) for name, value, *_ in _LABELLED.findall(bar[2]) if name}
-        )
-        if bar is None or not any(map(is_norm, values)):
+        values = {} if bar is None else _labelled(line, *bar.span(2))
+        if not any(map(is_norm, values)):
             return False
         if epoch := _EPOCH.search(line, 0, bar.start()):
             values.setdefault("epoch", float(epoch[1]))
@@ -449,7 +446,122 @@ class _Config:
             self._parts = []
         elif whole and whole.count("{") <= whole.count("}"):
             self._parts = []
+            self.settings = flat(_evaluated(whole))
+
+
+# ---- by a pattern of one's own
+
+
+def read_by_pattern(path: Path, pattern: str) -> Recording:
+    """The rows of a file by a pattern.
+
+    Args:
+        path: an existing file.
+        pattern: its group ``value`` is the gradient norm, ``step`` the step (else lines are counted), any other group
+            a metric of that name.
+
+    Raises:
+        ReportError: when the pattern cannot be read, has no group ``value``, or finds no line.
+    """
+    try:
+        known = re.compile(pattern)
+    except re.error as error:
+        raise ReportError(f"--pattern {pattern!r} is no regular expression: {error}.") from None
+    if "value" not in known.groupindex:
+        raise ReportError(f"--pattern {pattern!r} has no group for the norm: write it as 'grad_norm=(?P<value>\\S+)'.")
+    if not path.is_file():
+        raise ReportError(f"{path} is no file: --pattern reads lines of one.")
+    source = Source(path)
+    made = Recording(path.name, "lines by --pattern", notes=source.notes, folder=path.parent)
+    num_lines = 0
+    for line in unwrapped(source.lines()):
+        num_lines += 1
+        found = known.search(line)
+        if found is None:
+            continue
+        values = {name: number((text or "").strip(" ,;|")) for name, text in found.groupdict().items()}
+        norm, step = values.pop("value"), values.pop("step", None)
+        if norm is None or ("step" in known.groupindex and step is None):
+            continue
+        metrics = {name: value for name, value in values.items() if value is not None}
+        made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **metrics}))
+    if not made.rows:
+        raise ReportError(f"{path.name}: --pattern {pattern!r} finds no number in its {num_lines:,} lines.")
+    made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
+    made.is_counted = "step" not in known.groupindex
+    if made.is_counted:
+        made.notes.append("--pattern has no group `step`: each line that it finds was counted as one.")
+    return made
+
+
+# ---- out of the JSON that Docker, journald and the log stores of clouds put around each line
+
+_TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
+"""The fields that hold a line."""
+_TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
+_WRAPS = re.compile(rf'"(?:{"|".join(_TEXTS)})"\s*:\s*["\[]')
+_CALL = re.compile(r"\b(?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*\(([-+.\deE]+|nan|inf)[^()]*\)")  # np.float64(0.3), tensor(0.3)
+_BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
+
+
+def unwrapped(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, each that is a JSON object around another line replaced by that one."""
+    for line in lines:
+        if line[:1] == "{" and _WRAPS.search(line):
             try:
-                self.settings = flat(ast.literal_eval(whole.strip()))
-            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                pass
+                entry = json.loads(line)
+                inner = [] if any(map(is_norm, entry)) else texts_of(entry)
+            except (ValueError, RecursionError):
+                inner = []
+            if inner:
+                yield from inner
+                continue
+        yield line
+
+
+def texts_of(document: Any) -> list[str]:
+    """The lines in an export of a log store, the oldest first where their times are known; none where it is none."""
+    found = list(_walk(document, None))
+    if all(isinstance(time, str) and time.isdigit() for time, _ in found):
+        found = [(int(time), text) for time, text in found]
+    times = [time for time, _ in found]
+    if all(isinstance(time, str) for time in times) or all(isinstance(time, int | float) for time in times):
+        found.sort(key=lambda entry: entry[0])
+    return [part for _, text in found for part in text.rstrip("\n").split("\n")]
+
+
+def _walk(entry: Any, time: Any) -> Iterator[tuple[Any, str]]:
+    """Each line and its time."""
+    if isinstance(entry, list):
+        if len(entry) == 2 and isinstance(entry[1], str) and str(entry[0]).isdigit():  # Loki's pairs
+            yield entry[0], entry[1]
+            return
+        for part in entry:
+            yield from _walk(part, time)
+    elif isinstance(entry, dict):
+        time = next((entry[name] for name in _TIMES if name in entry), time)
+        text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str | list)), None)
+        if isinstance(text, list) and text and all(isinstance(byte, int) and 0 <= byte < 256 for byte in text):
+            text = bytes(text).decode("utf-8", errors="replace")  # journald's, of what is no plain text
+        if isinstance(text, str):
+            yield time, text
+            return
+        for part in entry.values():
+            if isinstance(part, dict | list):
+                yield from _walk(part, time)
+
+
+def literal(text: str) -> Any:
+    """A Python literal as it was printed, such as a Trainer's ``log_history``; None where it is none.
+
+    >>> literal("[{'loss': nan, 'grad_norm': np.float64(0.5)}]")
+    [{'loss': 'nan', 'grad_norm': 0.5}]
+    """
+    return _evaluated(_BARE.sub(lambda found: repr(found[0]), _CALL.sub(r"\1", text)))
+
+
+def _evaluated(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return None

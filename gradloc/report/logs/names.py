@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ..runs.metrics import MAX, MEAN
+from .recording import MAX, MEAN
 
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step step train/step current_steps "
@@ -74,8 +74,12 @@ def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
 
 def step_of(values: Mapping[str, float | None]) -> int | None:
     """The step that a row says it is of."""
-    step = next((values[name] for name in STEPS if name in values), None)
-    return int(step) if step is not None and abs(step) < 2**53 else None
+    return as_step(next((values[name] for name in STEPS if name in values), None))
+
+
+def as_step(value: float | None) -> int | None:
+    """A number as a step; None where it is none."""
+    return int(value) if value is not None and abs(value) < 2**53 else None
 
 
 @lru_cache(maxsize=4096)  # asked of the same few names in every row

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...words.advice import in_verls_names
 from ...words.text import plural
 from ..errors import ReportError
-from ..runs.metrics import MAX, MEAN, Metrics, build
 from .names import canonical, is_norm, listed, norm_of
-from .recording import Recording, Row
+from .recording import MAX, MEAN, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
@@ -33,7 +33,6 @@ class Segment:
     """A stretch of a log in which the steps go forwards."""
 
     metrics: Metrics
-    source: str
     before: "Segment | None" = None
     """The one that it goes on from."""
 
@@ -70,13 +69,9 @@ class LoggedRun:
         if is_named or self.format.startswith("verl"):
             return "verl"
         is_printed = self.format == "a Trainer's printed dicts" and "grad_norm" in names
-        if (
-            is_printed
-            or self.format == "trainer_state.json"
-            or _OF_TRAINER <= {name.removeprefix("train/") for name in names}
-        ):
-            return "trl"
-        return "other"
+        is_state = self.format == "trainer_state.json"
+        has_names = _OF_TRAINER <= {name.removeprefix("train/") for name in names}
+        return "trl" if is_printed or is_state or has_names else "other"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,6 +86,12 @@ class LoggedRun:
     @property
     def parts(self) -> list[Metrics]:
         return [segment.metrics for segment in self.segments]
+
+    @property
+    def peak(self) -> float:
+        """The largest norm over the median, overwritten ones as well."""
+        norms = [norm for part in self.parts for norm in part.norms]
+        return max(norms) / (median(norms) or 1.0) if norms else 0.0
 
     @property
     def metrics(self) -> Metrics:
@@ -160,7 +161,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
         for count, rows in enumerate(parts):
-            segment = Segment(build(rows, recording.source), recording.source)
+            segment = Segment(build(rows, recording.source))
             segment.metrics.verdicts = recording.verdicts
             segment.before = _before(runs[-1].segments[-1], segment) if runs else None
             if segment.before is not None:
@@ -219,7 +220,7 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 
     Another file goes on from the last one only where it begins well after that one's beginning and goes further.
     """
-    if segment.source != last.source:
+    if segment.metrics.source != last.metrics.source:
         is_later = segment.first - last.first >= max((last.last - last.first) / 10, 2) and segment.last > last.last
         known, new = last.metrics.series.keys(), segment.metrics.series.keys()
         if not is_later or len(known & new) * 2 < min(len(known), len(new)):
@@ -281,7 +282,8 @@ class _Stretch:
     def put(self, step: int, values: dict[str, float]) -> None:
         known = self.rows.setdefault(step, {})
         for name, value in values.items():
-            if not (name in known and is_norm(name) and _is_worse(known[name], value)):
+            is_less = name in known and is_norm(name) and math.isfinite(value) and not known[name] <= value
+            if not is_less:  # of several norms, the worst
                 known[name] = value
         self._last = max(self._last, step)
         self._latest.update(dict.fromkeys(values, step))
@@ -301,10 +303,6 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
 
 def _is_bookkeeping(name: str) -> bool:
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
-
-
-def _is_worse(norm: float, than: float) -> bool:
-    return math.isfinite(than) and not norm <= than
 
 
 def _use_known_names(run: LoggedRun, metric: str | None) -> None:

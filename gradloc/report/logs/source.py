@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file as bytes or lines, whatever it was packed with and whatever its letters are coded in."""
+"""A file as bytes or lines, whatever it was packed with and whatever its letters are coded in; archives of several
+files, unpacked into a folder that goes when the report is made."""
 
 import bz2
 import gzip
 import importlib
 import io
 import lzma
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import ReportError
-from .archives import is_spreadsheet
 
 HEAD = 1 << 16
 """Bytes that say what a file is."""
 LONGEST = 1 << 22
 """Characters of a line that are read as one; a longer line is no log's."""
+LARGEST = 4_000_000_000
+"""Bytes that an archive may hold unpacked."""
 _PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
 _ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -80,6 +86,9 @@ class Source:
             end = file.read()
         return b"\n" in end or b"\r" in end
 
+    def note_one_metric(self) -> None:
+        self.notes.append(f"{self.name} does not name its one metric: it was taken for the gradient norm.")
+
     def _note_cut(self, error: Exception) -> None:
         self.notes.append(f"{self.name} is cut off or damaged ({error}): what comes after that was not read.")
 
@@ -134,3 +143,52 @@ def _open_zst(stream: BinaryIO) -> BinaryIO:
         except ImportError:
             continue
     raise ReportError("a .zst file needs a package to be read: pip install zstandard, or unpack it first: zstd -d FILE")
+
+
+def unpack(path: Path, until: ExitStack) -> Path:
+    """The folder with an archive's files, which lasts as long as ``until``; the path itself where it is none.
+
+    Raises:
+        ReportError: when it is too large, damaged, or locked.
+    """
+    if not path.is_file():
+        return path
+    try:
+        if zipfile.is_zipfile(path) and not is_spreadsheet(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist()):
+                    raise ReportError(f"{path.name} holds weights that torch saved, and no log.")
+                folder = _room_for(path, [entry.file_size for entry in archive.infolist()], until)
+                archive.extractall(folder)
+                return folder
+        if _is_tar(path):
+            with tarfile.open(path) as archive:
+                members = [member for member in archive if member.isfile()]
+                folder = _room_for(path, [member.size for member in members], until)
+                archive.extractall(folder, members, filter="data")
+                return folder
+    except (zipfile.BadZipFile, tarfile.TarError, RuntimeError, EOFError, ValueError, NotImplementedError) as error:
+        raise ReportError(f"{path.name} cannot be unpacked ({error}): unpack it and name the log in it.") from None
+    return path
+
+
+def is_spreadsheet(path: Path) -> bool:
+    """Whether a file is an .xlsx: a zip with a table of contents of its own."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return "xl/workbook.xml" in archive.namelist()
+
+
+def _is_tar(path: Path) -> bool:
+    try:
+        return tarfile.is_tarfile(path)
+    except Exception:  # a packed log that is cut off: each format's library has kinds of its own
+        return False
+
+
+def _room_for(path: Path, sizes: list[int], until: ExitStack) -> Path:
+    """A new folder for files of these sizes; raises ReportError where they are too large."""
+    if sum(sizes) > LARGEST:
+        raise ReportError(f"{path.name} holds {sum(sizes) / 1e9:.1f} GB: unpack it and name the log in it.")
+    return Path(until.enter_context(tempfile.TemporaryDirectory()))

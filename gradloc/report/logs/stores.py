@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorBoard, W&B and SwanLab write while a run goes on, read as bytes: none of the three need be installed.
+"""What trackers keep, read as bytes, by SQLite or as text: none of them need be installed.
 
-All three are streams of records with a length before each, a record being a protocol buffer. A run that was killed
-leaves its last record cut off; everything before it is whole.
+What TensorBoard, W&B and SwanLab write while a run goes on are streams of records with a length before each, a record
+being a protocol buffer. A run that was killed leaves its last record cut off; everything before it is whole.
 """
 
 import json
 import re
+import sqlite3
 import struct
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-from .names import numbers
+from .names import as_step, number, numbers
 from .recording import Recording, flat, gather
 from .source import Source
 
@@ -59,16 +62,16 @@ def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
             continue
         event = dict(fields(record))
         step = event.get(2, 0)
-        for field, item in fields(_bytes(event.get(5))):
-            value = dict(fields(_bytes(item))) if field == 1 else {}
-            number, tag = _number(value.get(2), _FLOAT), _text(value.get(1))
-            if number is None:
-                number = _tensor(_bytes(value.get(8)))
-            if number is not None and tag and isinstance(step, int):
-                yield step, tag, number
+        for field, item in fields(event.get(5)):
+            value = dict(fields(item)) if field == 1 else {}
+            scalar, tag = _number(value.get(2), _FLOAT), _text(value.get(1))
+            if scalar is None:
+                scalar = _tensor(value.get(8))
+            if scalar is not None and tag and isinstance(step, int):
+                yield step, tag, scalar
 
 
-def _tensor(content: bytes) -> float | None:
+def _tensor(content: Any) -> float | None:
     """The number of a tensor that holds one, as TensorFlow 2 writes scalars."""
     tensor = dict(fields(content))
     kind = _TENSORS.get(tensor.get(1))
@@ -82,42 +85,42 @@ def read_wandb(source: Source) -> list[Recording]:
     for record in _logged(source.read()):
         for field, value in fields(record):
             if field == 2:
-                _add_history(made, _bytes(value))
+                _add_history(made, value)
             elif field == 17:
-                run = dict(fields(_bytes(value)))
+                run = dict(fields(value))
                 made.run = _text(run.get(8)) or made.run
-                _add_config(made, _bytes(run.get(4)))
+                _add_config(made, run.get(4))
             elif field == 5:
-                _add_config(made, _bytes(value))
+                _add_config(made, value)
     return [made]
 
 
-def _add_history(made: Recording, content: bytes) -> None:
+def _add_history(made: Recording, content: Any) -> None:
     row: dict[str, float] = {}
     step = None
     for field, value in fields(content):
         if field == 1:
-            key, item = _item(_bytes(value))
+            key, item = _item(value)
             if key == "_step" and isinstance(item, int | float):
                 step = int(item)
             else:
                 row.update(numbers({key: item}))
         elif field == 2:
-            step = dict(fields(_bytes(value))).get(1, step)
+            step = dict(fields(value)).get(1, step)
     own = next((row[name] for name in ("train/global_step", "trainer/global_step") if name in row), step)
     if own is not None and row:
         made.rows.append((int(own), row))
 
 
-def _add_config(made: Recording, content: bytes) -> None:
+def _add_config(made: Recording, content: Any) -> None:
     for field, value in fields(content):
         if field == 1:
-            key, item = _item(_bytes(value))
+            key, item = _item(value)
             if key and not key.startswith("_"):
                 made.config.update(flat(item, key))
 
 
-def _item(content: bytes) -> tuple[str, Any]:
+def _item(content: Any) -> tuple[str, Any]:
     """A key, which may be nested, and its value in JSON."""
     keys, nested, item = [], [], None
     for field, value in fields(content):
@@ -139,13 +142,13 @@ def read_swanlab(source: Source) -> list[Recording]:
     made = Recording(source.name, "SwanLab's local run", notes=source.notes)
     for record in _logged(source.read()):
         for field, value in fields(record):
-            inner = dict(fields(_bytes(value))) if field in (10, 13) else {}
+            inner = dict(fields(value)) if field in (10, 13) else {}
             if field == 10:
                 made.run = _text(inner.get(4)) or made.run
             elif field == 13:
-                number = _number(dict(fields(_bytes(inner.get(5)))).get(1), _DOUBLE)
-                if number is not None and isinstance(inner.get(2), int):
-                    triples.append((inner[2], _text(inner.get(1)), number))
+                scalar = _number(dict(fields(inner.get(5))).get(1), _DOUBLE)
+                if scalar is not None and isinstance(inner.get(2), int):
+                    triples.append((inner[2], _text(inner.get(1)), scalar))
     made.rows = gather(triples)
     return [made]
 
@@ -170,9 +173,9 @@ def _logged(content: bytes) -> Iterator[bytes]:
             yield b"".join(parts)
 
 
-def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protocol buffer: numbers, and bytes as they are. What is damaged ends it."""
-    at, end = 0, len(content)
+def fields(content: Any) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protocol buffer: numbers, and bytes as they are. What is damaged ends it; a number has none."""
+    at, end = 0, len(content) if isinstance(content, bytes) else 0
     while at < end:
         key, at = _varint(content, at)
         kind = key & 7
@@ -203,13 +206,104 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     return value & (1 << 64) - 1, at
 
 
-def _bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else b""
-
-
 def _text(value: Any) -> str:
-    return _bytes(value).decode("utf-8", errors="replace")
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else ""
 
 
 def _number(value: Any, kind: struct.Struct) -> float | None:
     return kind.unpack(value)[0] if isinstance(value, bytes) and len(value) == kind.size else None
+
+
+# ---- MLflow's folder of files, and the SQLite files of MLflow and trackio
+
+
+def read_database(source: Source) -> list[Recording]:
+    """Every run in an MLflow or trackio database."""
+    where = source.path.resolve().as_uri()
+    for mode in ("ro", "ro&immutable=1"):  # the second where the folder cannot be written: a journal needs that
+        try:
+            with closing(sqlite3.connect(f"{where}?mode={mode}", uri=True)) as database:
+                columns = [row[1] for row in database.execute("pragma table_info(metrics)")]
+                if "metrics" in columns:
+                    return _read_trackio(source, database, columns)
+                return list(_read_mlflow(source, database)) if "run_uuid" in columns else []
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            problem = error
+    source.notes.append(f"{source.name} is damaged ({problem}).")
+    return []
+
+
+def _read_trackio(source: Source, database: sqlite3.Connection, columns: list[str]) -> list[Recording]:
+    which = "run_id" if "run_id" in columns else "run_name"
+    runs: dict[str, Recording] = {}
+    for key, name, step, text in database.execute(f"select {which}, run_name, step, metrics from metrics order by id"):
+        run = runs.setdefault(key, Recording(source.name, "trackio", str(name)))
+        try:
+            values = numbers(json.loads(text))
+        except (ValueError, TypeError, AttributeError):
+            run.notes = [f"{source.name} has rows that cannot be read; they were left out."]
+            continue
+        if isinstance(step, int) and values:
+            run.rows.append((step, values))
+    if runs and database.execute("select count(*) from sqlite_master where name = 'configs'").fetchone()[0]:
+        for key, text in database.execute(f"select {which}, config from configs"):
+            if key in runs:
+                settings = flat(json.loads(text))
+                runs[key].config = {name: value for name, value in settings.items() if not name.startswith("_")}
+    return list(runs.values())
+
+
+def _read_mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recording]:
+    for run, name in database.execute("select run_uuid, name from runs").fetchall():
+        values = database.execute(
+            "select step, key, value, is_nan from metrics where run_uuid = ? order by timestamp, step", (run,)
+        )
+        triples = ((int(step), str(key), float("nan" if is_nan else value)) for step, key, value, is_nan in values)
+        config = dict(database.execute("select key, value from params where run_uuid = ?", (run,)))
+        yield Recording(source.name, "MLflow", name or run, "", gather(triples), _dotted(config))
+
+
+def is_mlflow_run(folder: Path) -> bool:
+    """Whether a folder is a run of MLflow's file store, or that run's ``metrics``, copied without the rest."""
+    if folder.name != "metrics":
+        return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
+    first = next((file for file in sorted(folder.rglob("*")) if file.is_file()), None)
+    if first is None:
+        return False
+    with first.open(encoding="utf-8", errors="replace") as lines:
+        return re.fullmatch(r"\d{12,} \S+ \d+\s*", next(lines, "")) is not None
+
+
+def read_mlflow_run(folder: Path) -> Recording:
+    """A run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
+    values, notes = [], []
+    metrics = folder if folder.name == "metrics" else folder / "metrics"
+    for name, text in _files(metrics).items():
+        num_bad = 0
+        for line in filter(str.strip, text.splitlines()):
+            time, value, step = (*map(number, line.split()), None, None, None)[:3]
+            known = as_step(step)
+            if time is None or abs(time) >= 2**53 or value is None or known is None:
+                num_bad += 1
+            else:
+                values.append((time, known, name, value))
+        if num_bad:
+            notes.append(f"{num_bad} lines of {name} cannot be read and were left out.")
+    values.sort(key=lambda entry: entry[:2])
+    rows = gather((step, metric, value) for _, step, metric, value in values)
+    params = {name: text.strip() for name, text in _files(metrics.parent / "params").items()}
+    run = _files(metrics.parent / "tags").get("mlflow.runName", "").strip()
+    return Recording(folder.name, "MLflow", run, "", rows, _dotted(params), notes, folder=folder)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_text(encoding="utf-8", errors="replace")
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def _dotted(params: dict[str, str]) -> dict[str, str]:
+    """verl logs its settings to MLflow by names with slashes."""
+    return {name.replace("/", "."): value for name, value in params.items()}

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables with a head, and , ; or a tab between columns: W&B's panels and histories, TensorBoard's, one's own."""
+"""Tables: with , ; or a tab between columns (W&B's panels and histories, TensorBoard's, one's own), with a frame around
+them (as rich, tabulate, Stable-Baselines and Markdown print them), parquet and spreadsheets."""
 
 import csv
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from typing import Any
 
 from ...words.text import plural
 from ..errors import ReportError
-from .names import STEPS, is_norm, listed, number, step_of
+from .names import STEPS, as_step, is_norm, listed, number, numbers, step_of
 from .recording import Recording, gather
 from .source import Source
 
@@ -26,14 +29,14 @@ def is_table(source: Source) -> bool:
         return not source.is_binary
     lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
     delimiter = _delimiter(lines)
-    head = lines[0].split() if delimiter == " " else []
-    if delimiter and delimiter != " ":
-        head = next(csv.reader(lines[:1], delimiter=delimiter), [])
-    if len(lines) < 2 or any(name and number(name) is not None for name in head):
+    if delimiter is None or len(lines) < 2:
         return False
-    if _step_of(head) is None and not any(map(is_norm, head)):
+    head = _head(lines[0], delimiter)
+    if any(name and number(name) is not None for name in head):
         return False
-    rows = ((line.split() if delimiter == " " else line.split(delimiter or ",")) for line in lines[1:])
+    if _step_column(head) is None and not any(map(is_norm, head)):
+        return False
+    rows = (line.split(None if delimiter == " " else delimiter) for line in lines[1:])
     return any(abs(len(row) - len(head)) <= 1 and any(number(cell, True) is not None for cell in row) for row in rows)
 
 
@@ -44,93 +47,14 @@ def read_table(source: Source) -> list[Recording]:
     second = next(lines, "")
     lines = chain([second], lines)
     delimiter = _delimiter([first, second]) or ","
-    reader: Iterator[list[str]] = map(str.split, lines)  # as pandas prints a frame
+    rows: Iterator[list[str]] = map(str.split, lines)
     if delimiter != " ":
-        reader = _rows(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
-    columns = first.split()
-    if delimiter != " ":
-        columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter, skipinitialspace=True), [])]
-    return read_columns(source, columns, reader, delimiter)
-
-
-def read_columns(
-    source: Source, columns: list[str], reader: Iterator[list[str]], delimiter: str = ","
-) -> list[Recording]:
-    """The runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
-    sample = list(islice(reader, SAMPLE))
-    columns = _with_index(source, columns, sample)
-    rows = chain(sample, reader)
-    step_at = _step_of(columns)
-    if step_at is None and not any(map(is_norm, columns)):
-        raise ReportError(
-            f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
-            f"there is {listed(columns)}."
-        )
-    if step_at is None:
-        times = [name for name in columns if _TIMES.search(name)]
-        by = f"by its column {times[0]!r}" if times else "in the order of its rows"
-        source.notes.append(f"{source.name} has no step column: the steps were counted, {by}.")
-    has_decimal_comma = delimiter not in ", " or _has_decimal_comma(source, sample)
-    _check_steps(source, columns, sample, step_at, has_decimal_comma)
-    lower = [name.lower() for name in columns]
-    tag_at = next((lower.index(name) for name in ("tag", "key", "metric", "name") if name in lower), None)
-    if step_at is not None and "value" in lower and (tag_at is not None or len(columns) <= 3):
-        return _read_long(source, rows, step_at, lower.index("value"), tag_at, has_decimal_comma)
-    return _read_wide(source, columns, rows, step_at, has_decimal_comma)
-
-
-def _with_index(source: Source, columns: list[str], sample: list[list[str]]) -> list[str]:
-    """The columns with a name for the one that a frame's rows are numbered by; raises ReportError where the rows do
-    not fit the head."""
-    if sample and len(columns) > 1 and len(sample[0]) == 1 and _step_of(sample[0]) is not None:
-        return [sample.pop(0)[0], *columns]  # pandas prints an index's name on a line of its own
-    lengths = [len(cells) - (len(cells) > len(columns) and not cells[-1].strip()) for cells in sample]
-    if len(lengths) > 1 and all(length == len(columns) + 1 for length in lengths) and _is_index(columns, sample):
-        return ["", *columns]
-    num_off = sum(length != len(columns) for length in lengths)
-    if num_off > len(lengths) / 2:
-        raise ReportError(
-            f"{source.name} has {plural(len(columns), 'column')} in its head and {lengths[-1]} in its rows, so a value "
-            "could be taken for another: write it again as a CSV, such as by DataFrame.to_csv."
-        )
-    return columns
-
-
-def _is_index(columns: list[str], sample: list[list[str]]) -> bool:
-    """Whether the first of the rows' cells counts them, and is not a step beside a number that a comma has cut."""
-    first = [number(cells[0]) for cells in sample]
-    step_at = _step_of(columns)
-    steps = {cells[0 if step_at is None else step_at + 1] for cells in sample}
-    return first == sorted(first, key=lambda count: -1.0 if count is None else count) and len(steps) == len(sample)
-
-
-def _has_decimal_comma(source: Source, sample: list[list[str]]) -> bool:
-    """Whether quoted numbers are as 0,49; raises ReportError where others are as 0.49."""
-    cells = [cell.strip() for row in sample for cell in row]
-    commas = [cell for cell in cells if _DECIMAL_COMMA.fullmatch(cell) and not _THOUSANDS.fullmatch(cell)]
-    points = [cell for cell in cells if re.fullmatch(r"[-+]?\d+\.\d+", cell)]
-    if commas and points:
-        raise ReportError(
-            f"{source.name} has numbers as {commas[0]} and as {points[0]}: write it again with one decimal sign."
-        )
-    return bool(commas)
-
-
-def _check_steps(
-    source: Source, columns: list[str], sample: list[list[str]], step_at: int | None, has_decimal_comma: bool
-) -> None:
-    """Raises ReportError where most steps are no whole numbers: then another column stands in their place."""
-    steps = [number(_cell(cells, step_at), has_decimal_comma) for cells in sample] if step_at is not None else []
-    odd = [step for step in steps if step is not None and not step.is_integer()]
-    if len(odd) > len(steps) / 2:
-        raise ReportError(
-            f"{source.name}: the column {columns[step_at or 0]!r} holds no whole numbers (such as "
-            f"{_cell(sample[0], step_at) or 'nothing'}): it is not the step, or columns are shifted."
-        )
+        rows = _readable(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
+    return read_columns(source, _head(first, delimiter), rows, delimiter)
 
 
 def _delimiter(lines: list[str]) -> str | None:
-    """The delimiter that makes the most columns of the head."""
+    """The delimiter that makes the most columns of the head; a blank where pandas has printed a frame."""
     if lines and lines[0].startswith("sep="):
         lines = lines[1:]
     if not lines:
@@ -140,15 +64,18 @@ def _delimiter(lines: list[str]) -> str | None:
         return best
     words = lines[0].split()
     below = lines[1].split() if len(lines) > 1 else []
-    has_step = _step_of(words) is not None or len(below) == 1 and _step_of(below) is not None
-    return (
-        " "
-        if has_step and words and any(map(is_norm, words)) and not any(":" in word or "=" in word for word in words)
-        else None
-    )
+    has_step = _step_column(words) is not None or len(below) == 1 and _step_column(below) is not None
+    has_pairs = any(":" in word or "=" in word for word in words)
+    return " " if has_step and any(map(is_norm, words)) and not has_pairs else None
 
 
-def _rows(reader: Iterator[list[str]]) -> Iterator[list[str]]:
+def _head(line: str, delimiter: str) -> list[str]:
+    if delimiter == " ":
+        return line.split()
+    return [name.strip() for name in next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])]
+
+
+def _readable(reader: Iterator[list[str]]) -> Iterator[list[str]]:
     while True:
         try:
             yield next(reader)
@@ -158,7 +85,7 @@ def _rows(reader: Iterator[list[str]]) -> Iterator[list[str]]:
             continue
 
 
-def _step_of(columns: list[str]) -> int | None:
+def _step_column(columns: list[str]) -> int | None:
     plain = [name.strip().strip('"').lower() for name in columns]
     for name in (*STEPS, "steps"):
         if name in plain:
@@ -166,66 +93,272 @@ def _step_of(columns: list[str]) -> int | None:
     return next((at for at, name in enumerate(plain) if name.endswith(("/global_step", " step"))), None)
 
 
-def _read_long(
-    source: Source, rows: Iterator[list[str]], step_at: int, value_at: int, tag_at: int | None, has_decimal_comma: bool
-) -> list[Recording]:
-    """One value a row, and maybe the name of its metric."""
-    stem = re.sub(r"(\.csv|\.tsv|\.gz|\.txt)+$", "", source.name)
-    tag = _TAG.search(stem)
-    alone = tag[1] if tag else stem
-    if tag_at is None and not is_norm(alone):
-        source.notes.append(f"{source.name} does not name its one metric: it was taken for the gradient norm.")
-        alone = "grad_norm"
-    triples = []
-    for cells in rows:
-        step = step_of({"step": number(_cell(cells, step_at), has_decimal_comma)})
-        value = number(_cell(cells, value_at), has_decimal_comma)
-        if step is not None and value is not None:
-            triples.append((step, _cell(cells, tag_at) or alone, value))
-    form = "TensorBoard's CSV" if tag_at is None else "a CSV of values"
-    return [Recording(source.name, form, rows=gather(triples), notes=source.notes)]
+def read_columns(source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",") -> list[Recording]:
+    """The runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
+    table = _Table(source, names, rows, delimiter)
+    lower = [name.lower() for name in table.names]
+    tag_at = next((lower.index(name) for name in ("tag", "key", "metric", "name") if name in lower), None)
+    if table.step_at is not None and "value" in lower and (tag_at is not None or len(lower) <= 3):
+        return table.read_long(lower.index("value"), tag_at)
+    return table.read_wide()
 
 
-def _read_wide(
-    source: Source, columns: list[str], rows: Iterator[list[str]], step_at: int | None, has_decimal_comma: bool
-) -> list[Recording]:
-    """A column for each metric, or W&B's for each run and metric; MIN and MAX are of what one point stands for."""
-    runs: dict[str, dict[int, str]] = {}
-    for place, column in enumerate(columns):
-        if place == step_at or not column or _TIMES.search(column) or column.endswith(("__MIN", "_timestamp")):
-            continue
-        run, _, metric = column.rpartition(" - ")
-        if column.endswith("__MAX"):
-            metric = metric.removesuffix("__MAX") + "_max"
-        runs.setdefault(run.strip(), {})[place] = metric.strip()
-    shared = runs.pop("", {}) if len(runs) > 1 else {}
-    is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in columns)
-    form = "W&B's CSV" if is_wandb else "CSV"
-    made = {run: Recording(source.name, form, run if len(runs) > 1 else "", notes=source.notes) for run in runs}
-    num_bad = num_rows = 0
-    for cells in rows:
-        num_rows += 1
-        step = None if step_at is None else step_of({"step": number(_cell(cells, step_at), has_decimal_comma)})
-        if step is None and step_at is not None:
-            num_bad += 1
-            continue
-        for run, places in runs.items():
-            known = {name: number(_cell(cells, at), has_decimal_comma) for at, name in (shared | places).items()}
-            values = {name: value for name, value in known.items() if value is not None}
-            if values and any(_cell(cells, at) for at in places):
-                count = len(made[run].rows) + 1
-                made[run].rows.append((count if step is None else step, values))
-    for recording in made.values():
-        recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
-        recording.is_counted = step_at is None
-    if num_bad > num_rows / 2:
+class _Table:
+    """A table, understood by its first rows: where the step is, and how numbers are spelled.
+
+    Raises:
+        ReportError: where no column has the step or a gradient norm, or a value could be taken for another.
+    """
+
+    def __init__(self, source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str):
+        self.source = source
+        sample = list(islice(rows, SAMPLE))
+        self.names = self._with_index(names, sample)
+        self.rows = chain(sample, rows)
+        self.step_at = _step_column(self.names)
+        if self.step_at is None and not any(map(is_norm, self.names)):
+            raise ReportError(
+                f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
+                f"there is {listed(self.names)}."
+            )
+        if self.step_at is None:
+            times = [name for name in self.names if _TIMES.search(name)]
+            by = f"by its column {times[0]!r}" if times else "in the order of its rows"
+            source.notes.append(f"{source.name} has no step column: the steps were counted, {by}.")
+        self.has_decimal_comma = delimiter not in ", " or self._has_decimal_comma(sample)
+        steps = [self._number(cells, self.step_at) for cells in sample]
+        odd = [step for step in steps if step is not None and not step.is_integer()]
+        if len(odd) > len(steps) / 2:
+            raise ReportError(
+                f"{source.name}: the column {self.names[self.step_at or 0]!r} holds no whole numbers (such as "
+                f"{self._text(sample[0], self.step_at) or 'nothing'}): it is not the step, or columns are shifted."
+            )
+
+    def _with_index(self, names: list[str], sample: list[list[str]]) -> list[str]:
+        """The columns with a name for the one that a frame's rows are numbered by."""
+        if sample and len(names) > 1 and len(sample[0]) == 1 and _step_column(sample[0]) is not None:
+            return [sample.pop(0)[0], *names]  # pandas prints an index's name on a line of its own
+        lengths = [len(cells) - (len(cells) > len(names) and not cells[-1].strip()) for cells in sample]
+        if len(lengths) > 1 and all(length == len(names) + 1 for length in lengths) and _is_index(names, sample):
+            return ["", *names]
+        num_off = sum(length != len(names) for length in lengths)
+        if num_off > len(lengths) / 2:
+            raise ReportError(
+                f"{self.source.name} has {plural(len(names), 'column')} in its head and {lengths[-1]} in its rows, so "
+                "a value could be taken for another: write it again as a CSV, such as by DataFrame.to_csv."
+            )
+        return names
+
+    def _has_decimal_comma(self, sample: list[list[str]]) -> bool:
+        """Whether quoted numbers are as 0,49; raises ReportError where others are as 0.49."""
+        cells = [cell.strip() for row in sample for cell in row]
+        commas = [cell for cell in cells if _DECIMAL_COMMA.fullmatch(cell) and not _THOUSANDS.fullmatch(cell)]
+        points = [cell for cell in cells if re.fullmatch(r"[-+]?\d+\.\d+", cell)]
+        if commas and points:
+            raise ReportError(
+                f"{self.source.name} has numbers as {commas[0]} and as {points[0]}: write it again with one decimal "
+                "sign."
+            )
+        return bool(commas)
+
+    def _text(self, cells: list[str], at: int | None) -> str:
+        return cells[at].strip() if at is not None and at < len(cells) else ""
+
+    def _number(self, cells: list[str], at: int | None) -> float | None:
+        return number(self._text(cells, at), self.has_decimal_comma)
+
+    def read_long(self, value_at: int, tag_at: int | None) -> list[Recording]:
+        """One value a row, and maybe the name of its metric."""
+        stem = re.sub(r"(\.csv|\.tsv|\.gz|\.txt)+$", "", self.source.name)
+        tag = _TAG.search(stem)
+        alone = tag[1] if tag else stem
+        if tag_at is None and not is_norm(alone):
+            self.source.note_one_metric()
+            alone = "grad_norm"
+        triples = []
+        for cells in self.rows:
+            step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
+            if step is not None and value is not None:
+                triples.append((step, self._text(cells, tag_at) or alone, value))
+        form = "TensorBoard's CSV" if tag_at is None else "a CSV of values"
+        return [Recording(self.source.name, form, rows=gather(triples), notes=self.source.notes)]
+
+    def read_wide(self) -> list[Recording]:
+        """A column for each metric, or W&B's for each run and metric; MIN and MAX are of what one point stands for."""
+        source, runs = self.source, self._columns_by_run()
+        shared = runs.pop("", {}) if len(runs) > 1 else {}
+        is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in self.names)
+        form = "W&B's CSV" if is_wandb else "CSV"
+        made = {run: Recording(source.name, form, run if len(runs) > 1 else "", notes=source.notes) for run in runs}
+        num_bad = num_rows = 0
+        for cells in self.rows:
+            num_rows += 1
+            step = as_step(self._number(cells, self.step_at))
+            if step is None and self.step_at is not None:
+                num_bad += 1
+                continue
+            for run, places in runs.items():
+                known = {name: self._number(cells, at) for at, name in (shared | places).items()}
+                values = {name: value for name, value in known.items() if value is not None}
+                if values and any(self._text(cells, at) for at in places):
+                    made[run].rows.append((len(made[run].rows) + 1 if step is None else step, values))
+        for recording in made.values():
+            recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
+            recording.is_counted = self.step_at is None
+        if num_bad > num_rows / 2:
+            raise ReportError(
+                f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."
+            )
+        if num_bad:
+            source.notes.append(f"{num_bad} rows of {source.name} do not say their step and were left out.")
+        return list(made.values())
+
+    def _columns_by_run(self) -> dict[str, dict[int, str]]:
+        """By run, the places of its metrics and their names."""
+        runs: dict[str, dict[int, str]] = {}
+        for place, column in enumerate(self.names):
+            if place == self.step_at or not column or _TIMES.search(column) or column.endswith(("__MIN", "_timestamp")):
+                continue
+            run, _, metric = column.rpartition(" - ")
+            if column.endswith("__MAX"):
+                metric = metric.removesuffix("__MAX") + "_max"
+            runs.setdefault(run.strip(), {})[place] = metric.strip()
+        return runs
+
+
+def _is_index(names: list[str], sample: list[list[str]]) -> bool:
+    """Whether the first of the rows' cells counts them, and is not a step beside a number that a comma has cut."""
+    first = [number(cells[0]) for cells in sample]
+    step_at = _step_column(names)
+    steps = {cells[0 if step_at is None else step_at + 1] for cells in sample}
+    return first == sorted(first, key=lambda count: -1.0 if count is None else count) and len(steps) == len(sample)
+
+
+# ---- with a frame: either a head and a row for each step, or a name and a value in each row, of one step
+
+_SIDES = "|│┃║"
+_FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
+"""A line that is nothing but a frame."""
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_LINES = 400
+"""Of the head, in which a table has to begin."""
+
+
+def is_boxed(source: Source) -> bool:
+    """Whether the first lines hold a framed table with a gradient norm."""
+    head = source.text_head.splitlines()[:_LINES]
+    return any(any(map(is_norm, cells)) for rows in _boxes(head) for cells in rows)
+
+
+def read_boxes(source: Source) -> list[Recording]:
+    """One run, from all framed tables of a file; lines between them are passed over.
+
+    Raises:
+        ReportError: where the tables of single steps are out of order, so that a row may have slipped into another.
+    """
+    found: list[tuple[int | None, dict[str, float]]] = []
+    alone: list[int] = []
+    for box in _boxes(source.lines()):
+        for values in _steps_in(box):
+            step = step_of({_spelled(name): value for name, value in values.items()})
+            found.append((step, values))
+            alone += [step] if step is not None and _is_one_steps(box[0]) else []
+    num_back = sum(later < step for step, later in zip(alone, alone[1:], strict=False))
+    if num_back > len(alone) / 10:
         raise ReportError(
-            f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."
+            f"{source.name}: the steps of its tables go back {num_back} times, so a row may have slipped into another "
+            "step's table: name the file that the trainer wrote."
         )
-    if num_bad:
-        source.notes.append(f"{num_bad} rows of {source.name} do not say their step and were left out.")
-    return list(made.values())
+    made = Recording(source.name, "printed tables", notes=source.notes)
+    made.rows = [(step, values) for step, values in found if step is not None]
+    if not made.rows:
+        made.rows = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1))
+        made.notes.append(f"The tables of {source.name} do not say their step: it was counted.")
+    return [made]
 
 
-def _cell(cells: list[str], place: int | None) -> str:
-    return cells[place].strip() if place is not None and place < len(cells) else ""
+def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
+    """The cells of each table, row by row; a line outside of a frame ends it."""
+    rows: list[list[str]] = []
+    for line in lines:
+        text = _COLOUR.sub("", line).strip()
+        is_frame = bool(text) and _FRAME.fullmatch(text) is not None
+        if len(text) > 2 and text[0] in _SIDES and text[-1] in _SIDES and not is_frame:
+            rows.append([cell.strip() for cell in re.split(f"[{_SIDES}]", text[1:-1])])
+        elif rows and (not is_frame or len(rows) > 1 and _is_one_steps(rows[0])):
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:
+    """The numbers of each step in a table, by their names."""
+    if not _is_one_steps(box[0]):
+        rows = (numbers(dict(zip(box[0], cells, strict=False))) for cells in box[1:])
+        yield from filter(None, rows)
+        return
+    values: dict[str, str] = {}
+    for name, value in (cells for cells in box if len(cells) == 2):
+        if name in values:  # the next step's, right below
+            yield numbers(values)
+            values = {}
+        values[name] = value
+    yield numbers(values)
+
+
+def _is_one_steps(head: list[str]) -> bool:
+    """Whether a table's first row has a name and a value, and so is no head."""
+    if len(head) != 2:
+        return False
+    is_head = any(map(is_norm, head)) or _spelled(head[0]) in STEPS
+    return not is_head or number(head[1]) is not None
+
+
+def _spelled(name: str) -> str:
+    """A step's name in small letters; other names stay."""
+    plain = re.sub(r"[\s.]+", "_", name.lower()).strip("_")
+    plain = plain.removesuffix("s") if plain in ("steps", "iterations") else plain
+    return plain if plain in STEPS else name
+
+
+# ---- parquet and spreadsheets, read by the packages of ``pip install '.[logs]'``
+
+
+def read_parquet(source: Source) -> list[Recording]:
+    """The runs of a parquet file, some rows at a time."""
+    with _package("pyarrow.parquet", f"{source.name} is parquet").ParquetFile(source.path) as file:
+        rows = (row.values() for batch in file.iter_batches() for row in batch.to_pylist())
+        return read_columns(source, file.schema_arrow.names, _texts(rows))
+
+
+def read_spreadsheet(source: Source) -> list[Recording]:
+    """The runs of every sheet with a step and numbers; their values, not their formulas."""
+    made, refusal = [], None
+    with source.path.open("rb") as file:  # by its path, openpyxl wants the ending .xlsx
+        package = _package("openpyxl", f"{source.name} is a spreadsheet")
+        for sheet in package.load_workbook(file, read_only=True, data_only=True).worksheets:
+            rows = _texts(sheet.iter_rows(values_only=True))
+            try:
+                made += read_columns(source, next(rows, []), rows)
+            except ReportError as error:  # notes of one's own beside the run
+                refusal = refusal or error
+    if refusal and not any(recording.rows for recording in made):
+        raise refusal
+    return made
+
+
+def _texts(rows: Iterable[Iterable[Any]]) -> Iterator[list[str]]:
+    for row in rows:
+        yield ["" if value is None else str(value) for value in row]
+
+
+def _package(package: str, what: str) -> Any:
+    """The package; raises ReportError where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ReportError(
+            f"{what}, which needs {name} to be read: pip install {name}, or save it as a CSV and name that."
+        ) from None

@@ -21,8 +21,7 @@ from ...words.story import ACTIONS, CERTIFICATES, cause_of, odd_number, step_cau
 from ...words.text import one_line, plural, span, spoken, visible
 from ..figures import drawings
 from ..runs import tokens
-from ..runs.events import bundle_folder, read_actor, read_pictures, read_sequences
-from ..runs.run import RunFolder
+from ..runs.run import RunFolder, bundle_folder, read_actor, read_pictures, read_sequences
 from ..runs.tokens import Shades, shade
 
 CULPRITS = 40
@@ -157,7 +156,10 @@ class EventView:
         self.search_cost = cost(event.search)
         self.certificate = CERTIFICATES.get(event.certificate.verdict, event.certificate.verdict)
         self.action = ACTIONS.get(event.action.taken, event.action.taken)
-        self.replay = _replay(event, run)
+        folder = bundle_folder(root, event)
+        is_whole = folder is not None and (folder / "meta.json").is_file()
+        self.replay = replay_line(shlex.quote(one_line(str(folder)))) if is_whole else ""
+        """The command that replays the event; empty where there is no bundle."""
         self.layer_note = _layer_note(event)
         self.path, self.num_hidden_parts = tree(event.search)
         self.sequences: list[tokens.TokenView] = []
@@ -195,6 +197,10 @@ class EventView:
         """Name of the measure that shades at first."""
         return self.shades[0].measure.name if self.shades else ""
 
+    def level(self, sequence: int, position: int) -> str:
+        """The letter that shades a token at first."""
+        return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
+
 
 def _title(event: Event) -> str:
     title = f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
@@ -214,23 +220,15 @@ def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
     return clip if 0 < clip < float("inf") else None
 
 
-def _replay(event: Event, run: RunFolder) -> dict[str, str]:
-    """The command that replays the event, by the verl that it is for; empty where there is no bundle."""
-    folder = bundle_folder(run.events_root or run.path, event)
-    if folder is None or not (folder / "meta.json").is_file():
-        return {}
-    return {"": replay_line(shlex.quote(one_line(str(folder))))}
-
-
 def _parts(event: Event) -> list[tuple[str, list[tuple[str, ...]]]]:
     found = event.shares
     kinds = () if found is None else (("row", found.rows), ("prompt", found.prompts), ("data source", found.sources))
-    return [(kind, [_part_cells(part) for part in parts[:_PARTS]]) for kind, parts in kinds if parts]
 
+    def cells(part: PartShare) -> tuple[str, ...]:
+        share = with_error(part.share, part.share_error, 3, percent)
+        return part.name or "–", share, number(part.num_rows), number(part.num_tokens)
 
-def _part_cells(part: PartShare) -> tuple[str, ...]:
-    share = with_error(part.share, part.share_error, 3, percent)
-    return part.name or "–", share, number(part.num_rows), number(part.num_tokens)
+    return [(kind, [cells(part) for part in parts[:_PARTS]]) for kind, parts in kinds if parts]
 
 
 def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:

@@ -17,7 +17,7 @@ from ...words.story import cause_of, figures, given
 from ...words.text import one_line
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
-from .eventview import CulpritView, EventView
+from .eventview import EventView
 
 CULPRITS = 8
 """Culprits in an issue; the rest are counted."""
@@ -126,7 +126,11 @@ def issue(view: EventView) -> tuple[str, str]:
     lines += [f"- {name.capitalize()}: {escape(value)}" for name, value in view.context]
     if event.culprits:
         lines += ["", "| tokens | where | share | norm | advantage | ratio | cause |", "|" + " --- |" * 7]
-        lines += [_row(entry) for entry in view.culprits[:CULPRITS]]
+        for entry in view.culprits[:CULPRITS]:
+            ids = " ".join(str(token) for token in (entry.culprit.token_ids or ())[:4])
+            *numbers, cause = entry.cells
+            cells = [f"id {ids}" if ids else "–", entry.place, *numbers, escape(cause)]
+            lines.append("| " + " | ".join(cells) + " |")
         more = len(event.culprits) - CULPRITS
         lines += ["", f"And {more} more."] if more > 0 else []
     if view.next is not None:
@@ -136,19 +140,13 @@ def issue(view: EventView) -> tuple[str, str]:
             lines += ["", escape(do), "", *_block({"": line})]
     lines += ["", f"Tried, and no help: {escape(' '.join(view.tried))}"] if view.tried else []
     if view.replay:
-        lines += ["", "Replay:", "", *_block(view.replay)]
+        lines += ["", "Replay:", "", *_block({"": view.replay})]
     text = ""
     if story.token:
         text = f"{story.before}⟦{story.token}⟧{story.after}"
         fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
         text = f"\nThe text, the culprit in brackets:\n\n{fence}text\n{text}\n{fence}\n"
     return "\n".join(lines) + "\n", text
-
-
-def _row(entry: CulpritView) -> str:
-    ids = " ".join(str(token) for token in (entry.culprit.token_ids or ())[:4])
-    *numbers, cause = entry.cells
-    return "| " + " | ".join([f"id {ids}" if ids else "–", entry.place, *numbers, escape(cause)]) + " |"
 
 
 def _block(lines: dict[str, str]) -> list[str]:

@@ -77,40 +77,31 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
     diagnosis = diagnose(run.runs[0]) if run.runs and not chosen else None
+    sparks: list[tuple[Aftermath, str]] = []
     if diagnosis:
         run.notes += diagnosis.limits
-    chart = script_data.run_chart(run, health, diagnosis)
+        if explosion := diagnosis.worst:
+            sparks = [(part, drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]
     return fill(
         "report.html",
+        script_data.run_chart(run, health, diagnosis),
         {
             "labels": tokens.LABELS,
             "events": payload,
             "rows": script_data.rows(chosen, run, set(views)) if len(chosen) > 1 else [],
-            "charts": {"run": chart},
         },
         run=run,
         lead=views[worst[0].event_id] if worst else None,
         views=in_order if is_inline else [],
         packed=packed,
         num_events=len(chosen),
-        chart=chart,
         facts=facts(run, diagnosis),
-        trainer=next((event.run.trainer for event in run.events), run.runs[0].trainer if run.runs else None),
-        settings=run.runs[0].settings if run.runs else {},
         health=health,
         diagnosis=diagnosis,
-        sparks=_sparks(diagnosis),
+        sparks=sparks,
         analyses=_analyses(run),
         show=run.show_command("ID"),
     )
-
-
-def _sparks(diagnosis: Diagnosis | None) -> list[tuple[Aftermath, str]]:
-    """What metrics did around a log's worst explosion, each with its drawing."""
-    if diagnosis is None or diagnosis.worst is None:
-        return []
-    step = diagnosis.worst.peak.step
-    return [(part, drawings.spark(part, step)) for part in aftermath(diagnosis.worst)]
 
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
@@ -144,8 +135,7 @@ def _packed(view: EventView, payload: dict[str, Any]) -> str:
 def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list[str]) -> str:
     """The page of two runs side by side."""
     chart = script_data.comparison_chart(runs, comparison)
-    payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}}
-    return fill("compare.html", payload, comparison=comparison, notes=notes, chart=chart)
+    return fill("compare.html", chart, comparison=comparison, notes=notes)
 
 
 def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str, str]]:
@@ -180,16 +170,20 @@ def _environment() -> Environment:
     )
     made.filters.update((used.__name__, used) for used in (number, percent, visible, one_line, plural, breakable))
     made.filters["svg"] = Markup
-    made.globals.update(bounded=bounded, culprit_count=culprit_count, level=_level, ranges=ranges)
+    made.globals.update(bounded=bounded, culprit_count=culprit_count, ranges=ranges)
     return made
 
 
-def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
-    """A whole page: a template that extends frame.html, what its script reads, and what it names."""
-    style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
+def fill(template: str, chart: script_data.Chart | None = None, events: dict[str, Any] | None = None, **named) -> str:
+    """A whole page: a template that extends frame.html, the curve, the events that its script reads, and what it names.
+
+    ``events``: the labels of their tokens' numbers, the events themselves, and a row for each of the list.
+    """
+    payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}} | (events or {})
+    style = asset("uPlot.min.css") + "\n" + asset("report.css")
     style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
-    parts = "".join(_asset(f"{name}.js") for name in SCRIPTS)
-    library = f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}" if payload["charts"].get("run") else ""
+    parts = "".join(asset(f"{name}.js") for name in SCRIPTS)
+    library = f"/*\n{asset('uPlot.LICENSE')}*/\n{asset('uPlot.iife.min.js')}" if chart else ""
     script = f'"use strict";\n{library}{{\n{parts}}}\n'  # the block keeps its names from the window's
     policy = (
         "default-src 'none'; "
@@ -197,14 +191,9 @@ def fill(template: str, payload: dict[str, Any], **context: Any) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     frame = {"policy": policy, "style": Markup(style), "script": Markup(script), "payload": escape_json(payload)}
-    made = _environment().get_template(template).render(**frame, **context)
+    made = _environment().get_template(template).render(**frame, chart=chart, **named)
     # A lone surrogate in a name or a path cannot be written as UTF-8.
     return made.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def _level(view: EventView, sequence: int, position: int) -> str:
-    """The letter that shades a token at first."""
-    return view.shades[0].levels[sequence][position] if view.shades else "-"
 
 
 def breakable(line: str) -> Markup:
@@ -212,7 +201,7 @@ def breakable(line: str) -> Markup:
     return escape(line).replace(".", Markup(".<wbr>"))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files("gradloc.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

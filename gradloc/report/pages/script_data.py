@@ -5,17 +5,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
 from ...record import Event
 from ...words.culprits import leader
 from ...words.numbers import bounded, number
 from ...words.story import cause_of, headline
 from ...words.text import one_line, spoken, times, visible
+from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
 from ..runs.health import RunHealth
-from ..runs.kinds import KINDS
-from ..runs.metrics import MAX, MEAN, Metrics
 from ..runs.run import RunFolder
+from ..runs.spikes import KINDS
 
 POINTS = 4000
 """Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""
@@ -28,11 +29,7 @@ SPANS = 120
 WORDS = 400
 """Characters of an event's culprits that can be searched."""
 THRESHOLD = "gradloc/threshold"
-BELOW = {
-    "reward": ("critic/score/mean", "critic/rewards/mean"),
-    "entropy": ("actor/entropy", "actor/entropy_loss"),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
-}
+BELOW = {"reward": SCORES, "entropy": ENTROPY, "KL": (*REFERENCE_KL, "actor/ppo_kl")}
 """Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
 
 Chart = dict[str, Any]
@@ -68,13 +65,12 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
 
 
 def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
-    """Of each explosion of a log: its step, norm (null: not finite), where to go, and the threshold in words."""
+    """Of each explosion of a log: its step, norm, where to go, and the threshold in words."""
     marks = []
     for explosion in diagnosis.explosions[:LINKED]:
         peak = explosion.peak
-        norm = float(f"{peak.norm:.4g}") if math.isfinite(peak.norm) else None
         limit = f"threshold {number(peak.threshold, 3)}" if peak.threshold else "no threshold yet"
-        marks.append([peak.step, norm, "what-to-do", f"{limit}, {KINDS[explosion.kind]}"])
+        marks.append([peak.step, _height(peak.norm), "what-to-do", f"{limit}, {KINDS[explosion.kind]}"])
     return marks
 
 
@@ -141,18 +137,15 @@ def _threshold(metrics: Metrics, events: list[Event]) -> Points:
 
 
 def _marks(events: list[Event]) -> list[list[Any]]:
-    """Step, norm (null: not finite), place and note of the events, the largest ones."""
-    placed = [
-        (norm if math.isfinite(norm) else math.inf, event)
-        for event in events
-        if (norm := event.trigger.grad_norm) is not None
-    ]
-    placed.sort(key=lambda entry: entry[0], reverse=True)
-    marks = []
-    for norm, event in placed[:LINKED]:
-        height = float(f"{norm:.4g}") if norm < math.inf else None
-        marks.append([event.step.global_step, height, f"event-{event.event_id}", "select to open"])
-    return marks
+    """Step, norm, place and note of the events, the largest ones."""
+    placed = [(event.trigger.grad_norm, event) for event in events if event.trigger.grad_norm is not None]
+    placed.sort(key=lambda entry: entry[0] if math.isfinite(entry[0]) else math.inf, reverse=True)
+    return [[e.step.global_step, _height(norm), f"event-{e.event_id}", "select to open"] for norm, e in placed[:LINKED]]
+
+
+def _height(norm: float) -> float | None:
+    """Rounded; null where it is not finite."""
+    return float(f"{norm:.4g}") if math.isfinite(norm) else None
 
 
 def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ...words.text import one_line, plural, span, spoken, times, visible
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
-from ..runs.trigger import Judged
+from ..runs.spikes import Judged
 from .eventview import EventView, severity
 
 HEIGHT = 12
@@ -54,11 +54,11 @@ def summary(run: RunFolder, events: list[Event]) -> None:
     if len(events) == 1:
         view = EventView(events[0], run)
         _print_event(out, view)
-        actions = view.next.lines if view.next else {}
-        steps = {_labelled(view.next.do, label): line for label, line in actions.items()}
-        steps |= view.next.meanwhile if view.next else {}
+        if do := view.next:
+            steps = {f"{do.do} ({label})" if label else do.do: line for label, line in do.lines.items()} | do.meanwhile
         steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
-        steps |= {_labelled("the event again, on one machine", label): line for label, line in view.replay.items()}
+        if view.replay:
+            steps["the event again, on one machine"] = view.replay
     elif events:
         out.print(event_table(events[-EVENTS:]))
         if len(events) > EVENTS:
@@ -75,10 +75,6 @@ def summary(run: RunFolder, events: list[Event]) -> None:
     for note in run.notes:
         out.print(visible(note), style="yellow")
     _print_next(out, steps)
-
-
-def _labelled(what: str, label: str) -> str:
-    return f"{what} ({label})" if label else what
 
 
 def _print_next(out: Console, steps: dict[str, str]) -> None:
@@ -173,11 +169,9 @@ def _head(first: Diagnosis) -> str:
     run = first.run
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
     spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    rows = plural(sum(len(part.steps) for part in run.parts), "row")
+    metrics, rows = len(run.parts[0].own_names), sum(len(part.steps) for part in run.parts)
     read = f"; {run.receipt}" if run.receipt else ""
-    return (
-        f"{one_line(run.name)} ({run.format}): {spans}, {plural(len(run.parts[0].own_names), 'metric')}, {rows}{read}"
-    )
+    return f"{one_line(run.name)} ({run.format}): {spans}, {plural(metrics, 'metric')}, {plural(rows, 'row')}{read}"
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:

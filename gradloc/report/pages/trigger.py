@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from ...words.numbers import number
 from ..figures.palette import LIGHT
 from ..figures.style import draw, dress, to_svg
-from ..runs.trigger import Judged
+from ..runs.spikes import Judged
 from .page import fill
 
 TITLE = "What the trigger would have flagged"
@@ -28,8 +28,7 @@ def svg(runs: Runs) -> str:
 def html(runs: Runs) -> str:
     """The report's page around the picture, with the flagged steps below it."""
     spikes = [(name, judged) for name, steps in runs.items() for judged in steps if judged.spike]
-    payload = {"labels": {}, "events": {}, "rows": [], "charts": {}}
-    return fill("trigger.html", payload, figure=to_svg(_figure(runs), "trigger", TITLE), spikes=spikes)
+    return fill("trigger.html", figure=to_svg(_figure(runs), "trigger", TITLE), spikes=spikes)
 
 
 def _figure(runs: Runs) -> Figure:

@@ -130,9 +130,13 @@ def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
             if analysis is not None:
                 analyses.setdefault(step, analysis)
     for file in _files(path, FOLDER, "group_rv_table_step_*.csv"):
-        step = int(file.stem.rpartition("_")[2])
-        if step in analyses:
-            analyses[step].table = _read_table(file)
+        analysis = analyses.get(int(file.stem.rpartition("_")[2]))
+        if analysis is not None:
+            analysis.table = []
+            with file.open(encoding="utf-8", newline="") as lines:
+                for row in csv.DictReader(lines):
+                    with suppress(KeyError, TypeError, ValueError):  # a line that does not parse is left out
+                        analysis.table.append((row["bucket"], float(row["reward_std"])))
     return analyses
 
 
@@ -142,30 +146,17 @@ def _files(path: Path, folder: str, pattern: str) -> list[Path]:
     return [file for place in places for file in sorted(place.glob(pattern))]
 
 
-def _read_table(file: Path) -> list[tuple[str, float]]:
-    """A ``group_rv_table`` CSV; lines that do not parse are left out."""
-    table = []
-    with file.open(encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            try:
-                table.append((row["bucket"], float(row["reward_std"])))
-            except (KeyError, TypeError, ValueError):
-                continue
-    return table
-
-
 def to_json(analysis: StepBuckets) -> dict:
     """What ``gradient_analysis_metrics_step_<N>.json`` holds."""
-    cosines = {f"{a}/{b}": value for (a, b), value in sorted(analysis.cosines.items()) if a < b}
+
+    def in_order(values: dict[str, float]) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
+
     return {
         "step": analysis.step,
-        "buckets": {bucket: _finite(dict(sorted(values.items()))) for bucket, values in analysis.values.items()},
-        "task_cosines": _finite(cosines),
+        "buckets": {bucket: in_order(values) for bucket, values in analysis.values.items()},
+        "task_cosines": in_order({f"{a}/{b}": value for (a, b), value in analysis.cosines.items() if a < b}),
     }
-
-
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def from_json(file: Path) -> StepBuckets:
@@ -198,11 +189,16 @@ def read_wandb(
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
+    if api is None:
+        try:
+            import wandb
+        except ImportError:
+            missing = "reading from W&B needs its package: pip install wandb, or name the run's folder."
+            raise ReportError(missing) from None
+        api = wandb.Api()
     try:
-        run = (api or _wandb().Api()).run(path.strip("/"))
+        run = api.run(path.strip("/"))
         rows = list(run.scan_history())
-    except ReportError:
-        raise
     except Exception as error:  # the package's own errors have no common base
         raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
     analyses: dict[int, StepBuckets] = {}
@@ -223,14 +219,6 @@ def read_wandb(
             "off, or no analysed step was logged."
         )
     return dict(sorted(analyses.items())), notes, re.sub(r"[^\w.-]+", "-", f"{run.name}_{run.id}")
-
-
-def _wandb():
-    try:
-        import wandb
-    except ImportError:
-        raise ReportError("reading from W&B needs its package: pip install wandb, or name the run's folder.") from None
-    return wandb
 
 
 def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:

@@ -8,12 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...record import Event
 from ...words.culprits import leader
 from ...words.numbers import number
 from ...words.text import one_line, plural, spoken
 from ..logs.names import is_norm
-from .metrics import MAX, MEAN, Metrics
+from ..logs.recording import MAX, MEAN, Metrics
 from .run import RunFolder
 
 _TIMED = re.compile(r"tim(?:e|ing)|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE)
@@ -24,6 +23,9 @@ _NUM_SCATTERED = 40
 """Metrics whose scatter is looked at."""
 _LEARNED, _WINDOW = 8, 50
 """Steps from which a scatter is learned, at least and at most."""
+
+Pair = tuple[int, float, float]
+"""A step, and the values of both runs there."""
 
 
 @dataclass
@@ -67,8 +69,16 @@ def _parted(first: Metrics, second: Metrics) -> str:
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     if not common or not names:
         return "The two have no step and metric in common."
-    pairs = {name: _pairs(first, second, name) for name in names}
-    differ = [(*pair, name) for name in names for pair in pairs[name] if not _is_same(*pair[1:])]
+    pairs: dict[str, list[Pair]] = {}
+    for name in names:
+        others = dict(second.logged(name))
+        pairs[name] = [(step, a, others[step]) for step, a in first.logged(name) if step in others]
+    differ = [
+        (step, a, b, name)
+        for name in names
+        for step, a, b in pairs[name]
+        if not (math.isclose(a, b, rel_tol=1e-6) or math.isnan(a) and math.isnan(b))
+    ]
     if not differ:
         return f"The two are the same in all of their {plural(len(common), 'common step')}."
     step, a, b, name = min(differ, key=lambda entry: entry[0])
@@ -86,15 +96,6 @@ def _parted(first: Metrics, second: Metrics) -> str:
     return f"The two part at step {step}: {name} is {number(a, 3)} and {number(b, 3)}, beyond how they differed before."
 
 
-Pair = tuple[int, float, float]
-"""A step, and the values of both runs there."""
-
-
-def _pairs(first: Metrics, second: Metrics, name: str) -> list[Pair]:
-    others = dict(second.logged(name))
-    return [(step, a, others[step]) for step, a in first.logged(name) if step in others]
-
-
 def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
     """Where the difference of two series leaves its scatter, for three steps in a row or at once by far.
 
@@ -108,10 +109,6 @@ def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
         if min(scale[at : at + 3]) > limit or scale[at] > (min(far, 0.95) if has_spikes else far):
             return pairs[at]
     return None
-
-
-def _is_same(a: float, b: float) -> bool:
-    return a == b or math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
 
 
 def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:
@@ -145,11 +142,9 @@ def _column(run: RunFolder) -> dict[str, str]:
 
 
 def _events_at(run: RunFolder, step: int) -> str:
-    events = [event for event in run.events if event.step.global_step == step]
-    return ", ".join(map(_norm_and_token, events)) or "–"
-
-
-def _norm_and_token(event: Event) -> str:
-    first = leader(event.culprits)
-    token = one_line(first.text, 20) if first else "no culprit"
-    return f"{number(event.trigger.grad_norm)} ({token})"
+    told = []
+    for event in (event for event in run.events if event.step.global_step == step):
+        first = leader(event.culprits)
+        token = one_line(first.text, 20) if first else "no culprit"
+        told.append(f"{number(event.trigger.grad_norm)} ({token})")
+    return ", ".join(told) or "–"

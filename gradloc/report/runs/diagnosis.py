@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
 from ...words.advice import is_trl, sampling_cut
 from ...words.hurt import Aftermath
 from ...words.numbers import number
@@ -19,18 +20,17 @@ from ...words.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
 from .health import RunHealth, ranges
-from .kinds import KINDS, Explosion, clipped_or_zero, explosions_of
-from .trigger import EARLY, Judged, judge_run, missing_norm
+from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
 """Values whose median stands for the time before an explosion."""
 AFTER = 30
 """Steps after an explosion in which its effects are looked for."""
 EFFECTS = (
-    ("reward", ("critic/score/mean", "critic/rewards/mean"), 0.7, None),
-    ("entropy", ("actor/entropy", "actor/entropy_loss"), 0.5, 2.0),
-    ("KL to the reference", ("actor/kl_loss", "actor/reward_kl_penalty"), None, 5.0),
-    ("response length", ("response_length/mean",), 0.5, 1.5),
+    ("reward", SCORES, 0.7, None),
+    ("entropy", ENTROPY, 0.5, 2.0),
+    ("KL to the reference", REFERENCE_KL, None, 5.0),
+    ("response length", (LENGTH,), 0.5, 1.5),
 )
 """What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
 _LOSS = ("loss", ("actor/loss", "train/loss", "train_loss", "loss", "actor/pg_loss"), None, None)
@@ -45,7 +45,7 @@ class Diagnosis:
     run: LoggedRun
     headline: str
     kind: str = ""
-    """Of :data:`~.kinds.KINDS`; empty where the norms are well."""
+    """Of :data:`~.spikes.KINDS`; empty where the norms are well."""
     explosions: list[Explosion] = field(default_factory=list)
     """The worst first."""
     sentences: list[str] = field(default_factory=list)
@@ -331,7 +331,7 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
     """The run's own checkpoints, by step: not empty, and not newer than the log; none where steps were counted."""
     if run.folder is None or run.is_counted:
         return
-    logs = [run.folder / Path(segment.source).name for segment in run.segments]
+    logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
     ends = [log.stat().st_mtime for log in logs if log.is_file()]
     seen = set()
     for folder in _folders(run, run.folder):
@@ -368,7 +368,7 @@ def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
 
 def _has_other_logs(run: LoggedRun, own: Path) -> bool:
     """Whether the folder holds logs besides the run's own."""
-    known = {Path(segment.source).name.partition(".")[0] for segment in run.segments}
+    known = {Path(segment.metrics.source).name.partition(".")[0] for segment in run.segments}
     others = (entry.name for entry in own.iterdir() if entry.is_file() and LOGLIKE.search(entry.name))
     return any(
         name.partition(".")[0] not in known and not (run.format == "TensorBoard" and ".tfevents." in name)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...words.text import plural
-from .metrics import Metrics
+from ..logs.recording import Metrics
 
 LOGGED = "health/state"
 CLIP = 1.0
@@ -84,10 +84,15 @@ class RunHealth:
 
     def spans(self, most: int) -> list[Stretch]:
         """The run as at most so many spans; of more, the worst step of neighbours stands for all."""
+
+        def what(part: list[Judgement]) -> tuple[str, list[str]]:
+            worst = _worst(part)
+            return worst.state, [reason.name for reason in worst.reasons]
+
         size = max(-(-len(self.verdicts) // most), 1)
         parts = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
         spans = []
-        for _, group in groupby(parts, key=lambda part: _what(_worst(part))):
+        for _, group in groupby(parts, key=what):
             alike = list(group)
             first, last, worst = alike[0][0].step, alike[-1][-1].step, _worst(alike[0])
             when = f"Step {first}" if first == last else f"Steps {first}-{last}"
@@ -98,10 +103,6 @@ class RunHealth:
 
 def _worst(verdicts: Sequence[Judgement]) -> Judgement:
     return max(verdicts, key=lambda verdict: STATES.index(verdict.state))
-
-
-def _what(verdict: Judgement) -> tuple[str, list[str]]:
-    return verdict.state, [reason.name for reason in verdict.reasons]
 
 
 def judge(

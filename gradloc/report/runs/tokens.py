@@ -12,6 +12,7 @@ script needs no arithmetic. All sequences of an event share one scale, so that t
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,22 +72,19 @@ class Shades:
         return (show(-self.scale) if self.measure.is_diverging else "0"), show(self.scale)
 
 
+_DIFFERENCES = {"ratio": ("log_prob", "old_log_prob"), "gap": ("log_prob", "rollout_log_prob")}
+"""Measures that are the first recorded list minus the second."""
+
+
 def values(sequence: Sequence, name: str) -> np.ndarray | None:
     """One measure's numbers over the tokens (T,), NaN where one is null; None when not recorded."""
-    if name == "ratio":
-        return _difference(sequence.log_prob, sequence.old_log_prob)
-    if name == "gap":
-        return _difference(sequence.log_prob, sequence.rollout_log_prob)
-    numbers = getattr(sequence, name)
-    return None if numbers is None else np.array(numbers, dtype=float)
-
-
-def _difference(ours: list | None, theirs: list | None) -> np.ndarray | None:
-    if ours is None or theirs is None:
+    lists = [getattr(sequence, recorded) for recorded in _DIFFERENCES.get(name, (name,))]
+    if any(numbers is None for numbers in lists):
         return None
-    num = min(len(ours), len(theirs))
+    num = min(map(len, lists))
+    first, *second = (np.array(numbers[:num], dtype=float) for numbers in lists)
     with np.errstate(invalid="ignore"):
-        return np.array(ours[:num], dtype=float) - np.array(theirs[:num], dtype=float)
+        return first - second[0] if second else first
 
 
 def shade(sequences: list[Sequence]) -> list[Shades]:
@@ -247,18 +245,15 @@ def _pieces(made: TokenView, windows: list[Interval]) -> Iterator[Piece]:
     at = 0
     for start, end in [*windows, (len(made), len(made))]:
         cuts = sorted({at, start, *(c for pair in made.carried for c in pair if at < c < start)})
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             is_carried = any(a <= first and last <= b for a, b in made.carried)
-            yield _fold(made, "fold" if is_carried else "absent", first, last)
+            share = _sum(made.sequence.share, first, last)
+            variance = _sum(made.sequence.share_error, first, last, power=2)
+            error = None if variance is None else variance**0.5
+            yield Piece("fold" if is_carried else "absent", first, last, share, error)
         if start < end:
             yield Piece("shown", start, end)
         at = end
-
-
-def _fold(made: TokenView, kind: str, start: int, end: int) -> Piece:
-    share = _sum(made.sequence.share, start, end)
-    variance = _sum(made.sequence.share_error, start, end, power=2)
-    return Piece(kind, start, end, share, None if variance is None else variance**0.5)
 
 
 def _sum(numbers: tuple[float | None, ...] | None, start: int, end: int, power: int = 1) -> float | None:
@@ -279,18 +274,16 @@ def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]
             columns["ratio"] = np.exp(columns["ratio"])
     parts = []
     for start, end in made.carried:
-        numbers = {n: _pack(c[start:end]) for n, c in columns.items() if c is not None}
+        numbers: dict[str, Any] = {}
+        for name, column in columns.items():
+            if column is not None:
+                packed = [_json_number(value) for value in column[start:end].tolist()]
+                numbers[name] = packed[0] if packed and (column[start:end] == column[start]).all() else packed
         levels = {s.measure.name: s.levels[index][start:end] for s in shades}
         texts = [made.text(position) for position in range(start, end)]
         ids = (made.sequence.token_ids or [])[start:end]
         parts.append({"a": start, "t": texts, "i": ids, "v": numbers, "l": levels})
     return {"n": len(made), "c": made.culprits, "parts": parts}
-
-
-def _pack(column: np.ndarray) -> Any:
-    if len(column) and (column == column[0]).all():
-        return _json_number(float(column[0]))
-    return [_json_number(value) for value in column.tolist()]
 
 
 def _json_number(value: float) -> float | str:

@@ -23,7 +23,7 @@ EIGHT_ROWS = [
 
 def prepared(batch: Any, num_tokens: int = 0) -> tuple[Any, Any, Any]:
     """The batch as the trainer sends it, its quartiles (16, T), and the sampled tokens (S, 2)."""
-    assign, sample_tokens = ours("analysis.quartiles.split").assign, ours("analysis.quartiles.split").sample_tokens
+    assign, sample_tokens = ours("analysis.quartiles").assign, ours("analysis.quartiles").sample_tokens
     batch = batch.select(deepcopy=True)
     mask = batch.batch["response_mask"].bool().numpy()
     quartiles = assign(batch.batch["old_log_probs"].numpy(), mask, "quantile")
@@ -41,7 +41,7 @@ def prepared(batch: Any, num_tokens: int = 0) -> tuple[Any, Any, Any]:
 def probe_of(trainer: Any, data: Any) -> Any:
     """A finished probe of the prepared batch."""
     return run_probe(
-        ours("analysis.quartiles.probe").QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"]
+        ours("analysis.quartile_probe").QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"]
     )
 
 
@@ -179,7 +179,7 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     weights, state = trainer.weights_hash(), len(trainer.optimizer.state)
     space, local_shard = ours("core.gradients").GradientSpace(trainer.module), ours("core.sharding").local_shard
     gradient = [torch.ones_like(local_shard(param)) for param in space.params]
-    trial_step, data = ours("analysis.quartiles.trial_step").trial_step, prepared(make_batch())[0]
+    trial_step, data = ours("analysis.quartile_probe").trial_step, prepared(make_batch())[0]
     moved = None
     try:
         with trainer.analysed(data) as (actor, _), trial_step(actor, space, gradient) as step:

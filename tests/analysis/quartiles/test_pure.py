@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from gradloc.analysis.quartiles import split as quartiles
+from gradloc.analysis import quartiles
 from gradloc.record.analysis import Agreement
 
 

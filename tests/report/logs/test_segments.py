@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradloc.report.logs.recording import Recording
+from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of, split
-from gradloc.report.runs.metrics import MEAN
 
 
 def recording(*spans, source="a.log", run=""):

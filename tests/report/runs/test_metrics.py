@@ -4,7 +4,7 @@
 import json
 import math
 
-from gradloc.report.runs.metrics import MAX, MEAN, Metrics, build
+from gradloc.report.logs.recording import MAX, MEAN, Metrics, build
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_event, make_metrics, write_run
 

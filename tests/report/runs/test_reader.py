@@ -7,8 +7,7 @@ import math
 import pytest
 
 from gradloc.report.errors import ReportError
-from gradloc.report.runs.events import read_sequences
-from gradloc.report.runs.run import read_run
+from gradloc.report.runs.run import read_run, read_sequences
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
 
 

@@ -6,43 +6,31 @@ derivative of training's loss by each log-prob and entropy. A quartile's gradien
 its tokens' log-probs times these coefficients: nothing that goes into the loss is changed, so the four parts add up to
 the whole. How far they miss it is measured (the closure).
 
+A trial update is the actor's own optimizer and clipping, then everything as it was: weights, optimizer state and the
+options of its parameter groups come back bit for bit.
+
 Shapes: R rows on this rank, T response positions, S sampled tokens.
 """
 
-from typing import TypedDict
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from ...core.gradients import Gradient
-from ...core.step import Outputs, Recorded, RngState, record
-from ...record.analysis import Update
-from ..actor import BUCKET_KEY, ActorMicroBatch
-from ..rows import RowProbe, Weights, add_up, only
-from .split import NUM_QUARTILES, UPDATES
-from .trial_step import trial_step
+from ..core.gradients import Gradient, GradientSpace
+from ..core.sharding import local_shard
+from ..core.step import Outputs, Recorded, RngState, record
+from ..record.analysis import Update
+from ..search.weights import MovedWeights
+from .actor import BUCKET_KEY, Actor, ActorMicroBatch, RowProbe, Weights, add_up, only
+from .quartiles import NUM_QUARTILES, UPDATES, QuartileNumbers
 
 QUARTILE_KEY = "gradloc_quartile"
 """int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
 SAMPLE_KEY = "gradloc_sample"
 """int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
-
-
-class QuartileNumbers(TypedDict):
-    """What a rank measured: the same on each but for ``log_probs``."""
-
-    terms: list[str]
-    whole: float  # norm of the whole batch's gradient
-    norms: list[float]  # of each quartile's part
-    dots: list[float]  # inner product of each part with the whole
-    closure: float | None  # distance from the parts' sum to the whole, relative to it; None where that is zero
-    tokens: list[dict[str, float]]  # norms of each sampled token
-    steps: dict[str, Update | None]  # None without a gradient
-    optimizer: str
-    learning_rate: float
-    log_probs: dict[str, np.ndarray | None]  # of this rank's rows, float32 (R, T): before, and after each step taken
-    forwards: int
-    backwards: int
 
 
 class QuartileProbe(RowProbe):
@@ -160,3 +148,55 @@ class QuartileProbe(RowProbe):
             if len(part.rows):
                 log_probs[part.rows] = log_prob.float().cpu()
         return log_probs.numpy()
+
+
+@contextmanager
+def trial_step(actor: Actor, space: GradientSpace, gradient: Gradient) -> Iterator[Update]:
+    """Context in which the actor's weights are those after a step with this gradient; as in verl, none is taken where
+    its norm is not finite.
+
+    Gradients and random state are the caller's to set aside.
+
+    Args:
+        actor: whose optimizer and clipping it is. Stabilizers are left out, for they would learn from the step.
+        space: the actor's parameters; ``.grad`` is scratch space and is left empty.
+        gradient: local shards in host memory; a parameter without one is not updated.
+    """
+    with MovedWeights(space, torch.float32) as weights, kept_optimizer(actor.optimizer):
+        space.put([None if grad is None else grad.clone() for grad in gradient])  # clipped in place
+        norm = float(actor.clip().detach())
+        if math.isfinite(norm):
+            actor.optimizer.step()
+        space.clear()
+        space.reshard()
+        clip_factor = min(1.0, actor.grad_clip / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        yield Update(
+            is_taken=math.isfinite(norm), grad_norm=norm, clip_factor=clip_factor, update_norm=weights.distance()
+        )
+
+
+@contextmanager
+def kept_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put an optimizer's state and options back bit for bit; what verl has offloaded is on the device meanwhile."""
+    options = [dict(group) for group in optimizer.param_groups]
+    entries = {param: dict(state) for param, state in optimizer.state.items()}
+    saved = []
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.dim() > 0 and value.device != param.device:
+                state[key] = value.to(param.device)  # the step changes this copy
+            else:
+                saved.append((value, local_shard(value).to("cpu", copy=True)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, copied in saved:
+                local_shard(value).copy_(copied)
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(entries)
