@@ -12,5 +12,5 @@ verl's own and acts at two steps only (docs/explosion.md):
 
 On verl 0.9 `experiments.verl09.explosion` stands in for `rollout` and for the reward manager.
 
-- `readings`, `summary`: what came of it, arm by arm
+- `summary`: what came of it, arm by arm
 """
