@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments import settings
+from experiments.cpu import environment
 from experiments.errors import UsageError
 from experiments.experiment import Arm, Experiment, number, reads, writes
 
@@ -36,6 +38,30 @@ DEMO = Experiment(
     verls=("0.7.0", "0.7.1"),
 )
 DEMO_VERL09 = on_verl09(DEMO)
+DEMO_TRL = Experiment(
+    "demo-trl",
+    "the demo on TRL's GRPOTrainer, in two processes",
+    imports=("torch", "trl", "datasets"),
+    is_on_cpu=True,
+    is_planted=True,
+    script="experiments.trl.demo",
+    settings=settings.TrlSettings,
+    own=environment.TRL,
+    started_by=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+)
+DEMO_LOOP = Experiment(
+    "demo-loop",
+    "the demo in a plain PyTorch loop",
+    imports=("torch",),
+    is_on_cpu=True,
+    is_planted=True,
+    material="",
+    script="experiments.loop.demo",
+    settings=settings.LoopSettings,
+    own=environment.LOOP,
+)
+TRAINERS = {"trl": DEMO_TRL, "loop": DEMO_LOOP}
+"""The demo's forms for other trainers than verl."""
 
 DEMO_LLM = DEMO.heir(
     "demo-llm",
@@ -228,9 +254,11 @@ WILD_LONG = WILD.heir(
 PRETRAIN = Experiment(
     "pretrain",
     "SmolLM2 goes on learning from plain text, one document in forty damaged: which peaks of the norm are theirs?",
+    imports=("torch", "transformers"),
+    is_on_cpu=True,
     material=DEMO_LLM.material,
     script="experiments.loop.pretrain",
-    imports=("torch", "transformers"),
+    settings=settings.PretrainSettings,
 )
 
 BUCKETS_DEMO = DEMO.heir(
@@ -336,9 +364,9 @@ KK_DEMO = DEMO.heir(
 KK_DEMO_VERL09 = on_verl09(KK_DEMO)
 
 _ALL = [entry for entry in list(globals().values()) if isinstance(entry, Experiment)]
-EXPERIMENTS = {entry.name: entry for entry in _ALL if not entry.name.endswith("-verl09")}
 ON_VERL09 = {entry.name.removesuffix("-verl09"): entry for entry in _ALL if entry.name.endswith("-verl09")}
 """By the experiment's name: its form for verl=0.9.1."""
+EXPERIMENTS = {entry.name: entry for entry in _ALL if entry not in (*ON_VERL09.values(), *TRAINERS.values())}
 
 
 def names() -> list[str]:
@@ -351,12 +379,17 @@ def forms_of(experiment: Experiment) -> list[Experiment]:
     return [experiment, *(form for name, form in ON_VERL09.items() if name == experiment.name)]
 
 
-def for_verl(experiment: Experiment, version: str | None) -> Experiment:
-    """The experiment's form for that version of verl; the experiment itself where none was asked for.
+def form_for(experiment: Experiment, version: str | None, trainer: str) -> Experiment:
+    """The experiment's form for that version of verl, or for another trainer; itself where none was asked for.
 
     Raises:
         UsageError: if it has none.
     """
+    if trainer != "verl":
+        if experiment is not DEMO or version is not None or trainer not in TRAINERS:
+            listed = f"trainer={' or '.join(TRAINERS)}"
+            raise UsageError(f"trainer={trainer} is for the demo alone, as {listed} and without verl=VERSION.")
+        return TRAINERS[trainer]
     forms = forms_of(experiment)
     for form in forms:
         if version is None or version in form.verls:

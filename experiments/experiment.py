@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.cpu.environment import DEMO, Environment
+from experiments.settings import Settings
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -54,7 +57,8 @@ class Experiment:
     is_planted: bool = False
     """Whether a run ends by comparing its event with what was planted. Not passed on to heirs."""
     material: str = "experiments.cpu.build"
-    """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder."""
+    """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder.
+    "" for none."""
     verls: tuple[str, ...] = ("0.7.0",)
     """The versions of verl that it runs on with no GPU, the usual one first. Not passed on to heirs."""
     is_installed: bool = False
@@ -72,7 +76,13 @@ class Experiment:
     overrides: tuple[str, ...] = ()
     """Hydra overrides of that config. Not passed on to heirs."""
     script: str = ""
-    """The module of a plain loop that is run, with key=value, in the place of verl's trainer; it has no config."""
+    """The module of a program of ours that trains in the place of verl's trainer: takes key=value, has no config."""
+    settings: type[Settings] = Settings
+    """What the script takes."""
+    own: Environment = DEMO
+    """Where the script runs."""
+    started_by: tuple[str, ...] = ()
+    """What stands between Python and `-m` the script."""
 
     def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
         """An experiment whose config builds on this one's, and so needs what this one needs.

@@ -54,6 +54,12 @@ class Environment:
     def python(self) -> Path:
         return self.folder / "bin" / "python"
 
+    @property
+    def packages(self) -> list[str]:
+        """Those of the lists, in whatever version."""
+        lines = [line for path in self.requirements for line in path.read_text().splitlines()]
+        return [line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")]
+
 
 def _requirements(*names: str) -> tuple[Path, ...]:
     return tuple(REPO / "requirements" / name for name in names)

@@ -89,7 +89,7 @@ def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, nam
 
 def test_what_needs_the_patch_is_refused_on_this_verl():
     with pytest.raises(UsageError, match="wild runs on verl 0.7.0, not on 0.9.1"):
-        catalog.for_verl(catalog.load("wild"), "0.9.1")
+        catalog.form_for(catalog.load("wild"), "0.9.1", "verl")
 
 
 def test_what_would_limit_the_explosion_is_off_and_its_knobs_reach_verl(composed):
