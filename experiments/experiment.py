@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from experiments.cpu.environment import DEMO, Environment
 from experiments.settings import Settings
@@ -19,18 +18,6 @@ class Variable:
     kind: str
     """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
     meaning: str
-
-
-def reads(name: str, meaning: str) -> Variable:
-    return Variable(name, "reads", meaning)
-
-
-def writes(name: str, meaning: str) -> Variable:
-    return Variable(name, "writes", meaning)
-
-
-def number(name: str, meaning: str) -> Variable:
-    return Variable(name, "number", meaning)
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Experiment:
     """One config and what is needed to run it."""
 
     name: str
-    summary: str
+    summary: str = ""
     variables: tuple[Variable, ...] = ()
     imports: tuple[str, ...] = ("torch", "ray", "hydra")
     """Packages that must be there."""
@@ -67,8 +54,8 @@ class Experiment:
     """None for an experiment that is one run."""
     seeds: tuple[int, ...] = ()
     """The values of `seed` that every arm runs with; none for the config's own."""
-    summary_module: str | None = None
-    """What is run once the arms are through: `python -m MODULE SUITE_DIR`."""
+    summary_module: str = ""
+    """What is run once the arms are through, `python -m MODULE SUITE_DIR`; "" for nothing."""
     nodes: int = 1
     """How many Ray nodes a run on the CPU gets, all on this machine; the trainer starts a single one by itself."""
     config: str = ""
@@ -84,19 +71,18 @@ class Experiment:
     started_by: tuple[str, ...] = ()
     """What stands between Python and `-m` the script."""
 
-    def heir(self, name: str, summary: str, *variables: Variable, **changes: Any) -> "Experiment":
-        """An experiment whose config builds on this one's, and so needs what this one needs.
+    def heir(self, name: str) -> "Experiment":
+        """One whose config builds on this one's, and so needs what this one needs.
 
-        Args:
-            name: the heir's.
-            summary: the heir's.
-            variables: beyond this one's, or in place of the one of the same name.
-            changes: other fields. Arms, seeds and summary module are not passed on.
+        Its arms and their summary are its own, and so is what is not passed on to heirs.
         """
-        own = {variable.name: variable for variable in (*self.variables, *variables)}
-        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": None}
-        fresh |= {"config": "", "overrides": ()}
-        return replace(self, name=name, summary=summary, variables=tuple(own.values()), **{**fresh, **changes})
+        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": ""}
+        return replace(self, name=name, config="", overrides=(), **fresh)
+
+    def on_verl09(self, name: str, without: str) -> "Experiment":
+        """Its form for verl 0.9.1, with nothing patched and without a variable."""
+        variables = tuple(variable for variable in self.variables if variable.name != without)
+        return replace(self, name=name, variables=variables, verls=("0.9.1",), is_installed=True)
 
     def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
         """The config's name, and the overrides that Hydra gets with it: its own, then the given ones."""
