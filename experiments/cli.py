@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments import catalog, launch, suite, target, verl09
 from experiments.cpu import environment, verdict
@@ -97,11 +98,11 @@ def run(args, environ, cwd: Path) -> int:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
     if experiment.script:
-        (python, variable), chosen = find_for_script(experiment, environ, args), None
+        python, variable, verl = find_for_script(experiment, environ, args)
     elif experiment.is_installed:
-        (python, chosen), variable = find_installed(experiment, environ, cwd, args.dry_run), "VERL09_PYTHON"
+        python, variable, verl = find_installed(experiment, environ, cwd, args.dry_run)
     else:
-        (python, chosen), variable = find_patched(experiment, version, environ, cwd, args.dry_run), "PYTHON"
+        python, variable, verl = find_patched(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
         runs = [(cell["overrides"], run_dir / cell["folder"]) for cell in cells]
@@ -122,7 +123,7 @@ def run(args, environ, cwd: Path) -> int:
 
         def run_one(overrides: list[str], folder: Path) -> int:
             folder.mkdir(exist_ok=True)
-            os.environ.update(child_environment(before, experiment, chosen and chosen.path, folder, material))
+            os.environ.update(child_environment(before, experiment, verl, folder, material))
             line = command(plain, experiment, overrides)
             if experiment.nodes > 1:
                 line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
@@ -147,8 +148,18 @@ def run(args, environ, cwd: Path) -> int:
     return code
 
 
-def find_for_script(experiment: Experiment, environ, args) -> tuple[str, str]:
-    """The Python to run a program of ours with, made where it is ours, and the variable that names another.
+class Found(NamedTuple):
+    """What an experiment runs with; a dry run makes none of it."""
+
+    python: str
+    variable: str
+    """Names another one."""
+    verl: Path | None = None
+    """The folder with `verl/`; None for a program of ours."""
+
+
+def find_for_script(experiment: Experiment, environ, args) -> Found:
+    """The Python to run a program of ours with, made where it is ours.
 
     Raises:
         UsageError: if the program does not take what is given.
@@ -164,13 +175,11 @@ def find_for_script(experiment: Experiment, environ, args) -> tuple[str, str]:
         python = sys.executable
     if not python:
         python = str(own.python) if args.dry_run else environment.ensure_python(environment=own)
-    return python, variable
+    return Found(python, variable)
 
 
-def find_patched(
-    experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
-) -> tuple[str, target.Target]:
-    """The Python and the patched verl to run with, made where they are ours; a dry run makes nothing."""
+def find_patched(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> Found:
+    """The Python and the patched verl to run with, made where they are ours."""
     on_cpu = experiment.is_on_cpu
     # run_experiment.sh has started us with PYTHON, where it is set.
     python = sys.executable if environ.get("PYTHON") or not on_cpu else None
@@ -185,7 +194,7 @@ def find_patched(
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
     if is_dry:
-        return python or str(environment.DEMO.python), chosen
+        return Found(python or str(environment.DEMO.python), "PYTHON", chosen.path)
     if not is_own:
         # Before anything is installed for it.
         target.check_patched(chosen)
@@ -194,22 +203,22 @@ def find_patched(
     if is_own:
         environment.ensure_patched_copy(python, verl=version)
         target.check_patched(chosen)
-    return python, chosen
+    return Found(python, "PYTHON", chosen.path)
 
 
-def find_installed(experiment: Experiment, environ, cwd: Path, is_dry: bool) -> tuple[str, target.Target]:
-    """The Python that verl 0.9 and gradloc are installed in, and that verl; a dry run makes nothing."""
-    own = environment.VLLM if "vllm" in experiment.imports else environment.VERL09
+def find_installed(experiment: Experiment, environ, cwd: Path, is_dry: bool) -> Found:
+    """The Python that verl 0.9 and gradloc are installed in, and that verl."""
+    own = experiment.own
     if not experiment.is_on_cpu:
         python = environ.get(own.variable) or sys.executable
     elif is_dry:
-        return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
+        return Found(environ.get(own.variable) or str(own.python), own.variable)
     else:
         python = environment.ensure_python(environment=own)
     chosen = target.imported(python, own.variable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
-    return python, chosen
+    return Found(python, own.variable, chosen.path)
 
 
 def draw_report(python: str, run_dir: Path) -> None:

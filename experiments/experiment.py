@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from experiments.cpu.environment import DEMO, Environment
+from experiments.cpu.environment import DEMO, VERL09, Environment
 from experiments.settings import Settings
 
 
@@ -67,7 +67,7 @@ class Experiment:
     settings: type[Settings] = Settings
     """What the script takes."""
     own: Environment = DEMO
-    """Where the script runs."""
+    """Where a script runs, or an installed verl."""
     started_by: tuple[str, ...] = ()
     """What stands between Python and `-m` the script."""
 
@@ -82,7 +82,7 @@ class Experiment:
     def on_verl09(self, name: str, without: str) -> "Experiment":
         """Its form for verl 0.9.1, with nothing patched and without a variable."""
         variables = tuple(variable for variable in self.variables if variable.name != without)
-        return replace(self, name=name, variables=variables, verls=("0.9.1",), is_installed=True)
+        return replace(self, name=name, variables=variables, verls=("0.9.1",), is_installed=True, own=VERL09)
 
     def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
         """The config's name, and the overrides that Hydra gets with it: its own, then the given ones."""
