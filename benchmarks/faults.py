@@ -297,10 +297,9 @@ def world_of(trainer: str) -> World:
 
         os.environ.update(ENVIRONMENT)
         return World(2, preloaded=PRELOADED)
-    from experiments.cpu.environment import ensure_patched_copy, patched_copy
+    from experiments.cpu.environment import ensure_patched_copy
 
-    ensure_patched_copy(sys.executable, report=lambda *_: None)
-    return World(2, path=(str(patched_copy().path),))
+    return World(2, path=(str(ensure_patched_copy(sys.executable)),))
 
 
 def cases_of(counts: list[dict[str, int]]) -> list[Fault]:

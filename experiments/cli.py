@@ -174,7 +174,7 @@ def find_for_script(experiment: Experiment, environ, args) -> Found:
     if not python and own is environment.LOOP and not lacking_in(sys.executable, variable, own.packages):
         python = sys.executable
     if not python:
-        python = str(own.python) if args.dry_run else environment.ensure_python(environment=own)
+        python = str(own.python) if args.dry_run else environment.ensure_python(own)
     return Found(python, variable)
 
 
@@ -214,7 +214,7 @@ def find_installed(experiment: Experiment, environ, cwd: Path, is_dry: bool) -> 
     elif is_dry:
         return Found(environ.get(own.variable) or str(own.python), own.variable)
     else:
-        python = environment.ensure_python(environment=own)
+        python = environment.ensure_python(own)
     chosen = target.imported(python, own.variable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
