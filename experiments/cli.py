@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import catalog, launch, suite, target, verl09
+from experiments.catalog import Experiment
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
-from experiments.experiment import Experiment
 
 EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:

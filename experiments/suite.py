@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.catalog import Arm, Experiment
 from experiments.errors import ExperimentError, UsageError
-from experiments.experiment import Arm, Experiment
 
 RECORD = "suite.json"
 

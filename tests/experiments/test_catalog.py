@@ -7,8 +7,8 @@ import re
 import pytest
 
 from experiments import catalog
+from experiments.catalog import Arm, Experiment, Variable
 from experiments.errors import UsageError
-from experiments.experiment import Arm, Experiment, Variable
 from tests.experiments.conftest import REPO
 
 # What the script sets itself.

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from experiments import catalog, cli
+from experiments.catalog import Experiment
 from experiments.cpu import environment
-from experiments.experiment import Experiment
 from experiments.launch import end_session
 from tests.experiments.conftest import REPO
 
