@@ -15,7 +15,7 @@ Writes faults.json.
 
 import errno
 import importlib
-import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -37,6 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.actor import is_engine
 from benchmarks.run import Progress, Record, digest, parser, table, write
 from gradloc.core import ranks
 from tests.bare.faults import memory_is
@@ -281,12 +282,8 @@ def _tracker(place: str) -> list[str]:
 
 def installed() -> list[str]:
     """The trainers that this environment has."""
-    try:
-        is_09 = importlib.metadata.version("verl").startswith("0.9.")
-    except importlib.metadata.PackageNotFoundError:
-        is_09 = False
     has_trl = importlib.util.find_spec("trl") is not None
-    kind = "verl 0.9" if is_09 else "TRL" if has_trl else "verl 0.7"
+    kind = "verl 0.9" if is_engine() else "TRL" if has_trl else "verl 0.7"
     return [name for name in TRAINERS if name.startswith(kind)]
 
 
@@ -300,10 +297,9 @@ def world_of(trainer: str) -> World:
 
         os.environ.update(ENVIRONMENT)
         return World(2, preloaded=PRELOADED)
-    from experiments.cpu.environment import ensure_patched_copy, patched_copy
+    from experiments.cpu.environment import ensure_patched_copy
 
-    ensure_patched_copy(sys.executable, report=lambda *_: None)
-    return World(2, path=(str(patched_copy().path),))
+    return World(2, path=(str(ensure_patched_copy(sys.executable)),))
 
 
 def cases_of(counts: list[dict[str, int]]) -> list[Fault]:

@@ -161,9 +161,8 @@ def trees(tree: str | None) -> tuple[Path, Path]:
     from experiments.cpu import environment
     from patchkit.build import bases, ensure_base
 
-    if tree is None:
-        environment.ensure_patched_copy(sys.executable)
-    return ensure_base(bases()["v0.7.0"]), Path(tree).resolve() if tree else environment.patched_copy().path
+    patched = Path(tree).resolve() if tree else environment.ensure_patched_copy(sys.executable)
+    return ensure_base(bases()["v0.7.0"]), patched
 
 
 if __name__ == "__main__":

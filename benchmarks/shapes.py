@@ -22,7 +22,7 @@ from experiments.generation import cut_at
 from experiments.llm import tasks
 from gradloc.search.candidates import ELEVATED
 from gradloc.words.causes import NOTABLE
-from tests.bare import log_prob_of
+from tests.bare import entropy_of, log_prob_of
 
 ROLLOUTS = 8  # of each question
 _LONGEST = 24  # tokens of an answer
@@ -118,8 +118,7 @@ def _outputs(model: pretrained.Pretrained, row: Row) -> tuple[torch.Tensor, torc
     """Log-probs and entropies (T,) of an answer."""
     tokens = torch.cat([row.prompt, row.response])[None]
     logits = model(tokens[:, :-1], len(row.response))
-    all_log_probs = logits.detach().log_softmax(-1)
-    return log_prob_of(logits, row.response[None])[0], -(all_log_probs.exp() * all_log_probs).sum(-1)[0]
+    return log_prob_of(logits, row.response[None])[0], entropy_of(logits.detach())[0]
 
 
 # ---- what the record says

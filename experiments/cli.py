@@ -7,13 +7,14 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from experiments import catalog, launch, settings, suite, target, verl09
+from experiments import catalog, launch, suite, target, verl09
+from experiments.catalog import Experiment
 from experiments.cpu import environment, verdict
 from experiments.errors import ExperimentError, UsageError
-from experiments.experiment import Experiment
 
 EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
@@ -91,36 +92,38 @@ def run(args, environ, cwd: Path) -> int:
         if os.sep in environ.get(name, ""):  # it is run from other folders, too
             environ[name] = os.path.abspath(environ[name])
     version = take(args.overrides, "verl")
-    trainer = take(args.overrides, "trainer") or "verl"
-    script = SCRIPTS.get(trainer) if args.name == catalog.DEMO.name and version is None else None
-    if trainer != "verl" and script is None:
-        raise UsageError(f"trainer={trainer} is for the demo alone, as trainer=trl or loop and without verl=VERSION.")
-    experiment = catalog.for_verl(choose(args, environ), version)
+    experiment = catalog.form_for(choose(args, environ), version, take(args.overrides, "trainer") or "verl")
     problem = experiment.problem(environ)
     if problem:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
-    if script or experiment.script:
-        return run_script(args, environ, cwd, script or script_of(experiment))
-    find = find_installed if experiment.is_installed else find_patched
-    python, chosen = find(experiment, version, environ, cwd, args.dry_run)
+    if experiment.script:
+        python, variable, verl = find_for_script(experiment, environ, args)
+    elif experiment.is_installed:
+        python, variable, verl = find_installed(experiment, environ, cwd, args.dry_run)
+    else:
+        python, variable, verl = find_patched(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
         runs = [(cell["overrides"], run_dir / cell["folder"]) for cell in cells]
         for overrides, folder in runs or [(args.overrides, run_dir)]:
             describe(command(python, experiment, overrides), folder)
         return 0
-    variable = "VERL09_PYTHON" if experiment.is_installed else "PYTHON"
-    check_imports(python, variable, experiment.imports, experiment.name)
+    lacking = lacking_in(python, variable, experiment.imports)
+    if lacking:
+        raise ExperimentError(
+            f"{python} lacks {', '.join(lacking)}, which {experiment.name} needs: install that for it, or set "
+            f"{variable} to a Python that has it."
+        )
     on_cpu = experiment.is_on_cpu
-    material = environment.ensure_material(python, experiment.material) if on_cpu else None
+    material = environment.ensure_material(python, experiment.material) if on_cpu and experiment.material else None
     before = dict(environ)
     make_folder(run_dir, exist_ok=bool(cells))
     with launch.plain_path(python) as plain:
 
         def run_one(overrides: list[str], folder: Path) -> int:
             folder.mkdir(exist_ok=True)
-            os.environ.update(child_environment(before, experiment, chosen.path, folder, material))
+            os.environ.update(child_environment(before, experiment, verl, folder, material))
             line = command(plain, experiment, overrides)
             if experiment.nodes > 1:
                 line = [plain, "-m", "experiments.cpu.nodes", str(experiment.nodes), *line]
@@ -134,100 +137,49 @@ def run(args, environ, cwd: Path) -> int:
             code = suite.run(experiment, cells, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
-    if code == 0 and experiment.is_planted:
-        code = verdict.main([str(run_dir)])
-        draw_report(python, run_dir)
+    if code == 0 and "gradloc=off" not in args.overrides:
+        if experiment.is_planted:
+            code = verdict.main([str(run_dir)])
+        elif experiment.script:
+            print(f"\n{(run_dir / 'summary.md').read_text(encoding='utf-8')}")
+        if experiment.is_planted or experiment.script:
+            draw_report(python, run_dir)
     say("results", run_dir)
     return code
 
 
-@dataclass(frozen=True)
-class Script:
-    """A program that trains by itself, with key=value as arguments."""
+class Found(NamedTuple):
+    """What an experiment runs with; a dry run makes none of it."""
 
-    name: str
-    """Of its results' folder."""
-    module: str
-    settings: type[settings.Settings]
-    own: environment.Environment
-    """Where it runs."""
-    imports: tuple[str, ...]
-    """Packages that must be there."""
-    started_by: tuple[str, ...] = ()
-    material: str = ""
-    """What builds its model and data; none where it needs none."""
-    is_planted: bool = True
+    python: str
+    variable: str
+    """Names another one."""
+    verl: Path | None = None
+    """The folder with `verl/`; None for a program of ours."""
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-SCRIPTS = {
-    "trl": Script(
-        "demo-trl",
-        "experiments.trl.demo",
-        settings.TrlSettings,
-        environment.TRL,
-        ("torch", "trl", "datasets"),
-        TORCHRUN,
-        catalog.DEMO.material,
-    ),
-    "loop": Script("demo-loop", "experiments.loop.demo", settings.LoopSettings, environment.LOOP, ("torch",)),
-}
-"""The demo on other trainers than verl."""
+def find_for_script(experiment: Experiment, environ, args) -> Found:
+    """The Python to run a program of ours with, made where it is ours.
 
-
-def script_of(experiment: Experiment) -> Script:
-    """An experiment that is a loop of its own: pretrain."""
-    where = (settings.PretrainSettings, environment.DEMO, experiment.imports)
-    return Script(experiment.name, experiment.script, *where, material=experiment.material, is_planted=False)
-
-
-def run_script(args, environ, cwd: Path, script: Script) -> int:
-    """A program of ours in the place of verl's trainer; of a demo the same verdict as of the others; and a page."""
-    own, variable = script.own, script.own.variable or "PYTHON"
+    Raises:
+        UsageError: if the program does not take what is given.
+    """
     try:
-        script.settings.parse(args.overrides)
+        experiment.settings.parse(args.overrides)
     except SystemExit as error:
         raise UsageError(str(error)) from None
-    python = environ.get(variable) or str(own.python)
-    if own is environment.LOOP and not environ.get(own.variable) and has_packages(sys.executable, own):
+    own = experiment.own
+    variable = own.variable or "PYTHON"
+    python = environ.get(variable)
+    if not python and own is environment.LOOP and not lacking_in(sys.executable, variable, own.packages):
         python = sys.executable
-    run_dir = results_folder(environ, cwd, script.name)
-    line = [python, *script.started_by, "-m", script.module, *args.overrides]
-    describe(line, run_dir)
-    if args.dry_run:
-        return 0
-    if python == str(own.python):
-        environment.ensure_python(environment=own)
-    check_imports(python, variable, script.imports, script.name)
-    if script.material:
-        os.environ["GRADLOC_DEMO_MATERIAL"] = str(environment.ensure_material(python, script.material))
-    make_folder(run_dir)
-    paths = os.pathsep.join(filter(None, [str(target.REPO), environ.get("PYTHONPATH")]))
-    os.environ.update(PYTHONPATH=paths, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    os.environ["GRADLOC_RUN_DIR"] = str(run_dir)
-    code = launch.run(line, run_dir / "console.log", not args.verbose)
-    if code == 0 and "gradloc=off" not in args.overrides:
-        if script.is_planted:
-            code = verdict.main([str(run_dir)])
-        else:
-            print(f"\n{(run_dir / 'summary.md').read_text(encoding='utf-8')}")
-        draw_report(python, run_dir)
-    say("results", run_dir)
-    return code
+    if not python:
+        python = str(own.python) if args.dry_run else environment.ensure_python(own)
+    return Found(python, variable)
 
 
-def has_packages(python: str, own: environment.Environment) -> bool:
-    """Whether a Python has what an environment of ours would be made of, in whatever version."""
-    lines = [line for path in own.requirements for line in path.read_text().splitlines()]
-    names = {line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")}
-    code = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
-    return subprocess.run([python, "-c", code, *names], capture_output=True, check=False).returncode == 0
-
-
-def find_patched(
-    experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
-) -> tuple[str, target.Target]:
-    """The Python and the patched verl to run with, made where they are ours; a dry run makes nothing."""
+def find_patched(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> Found:
+    """The Python and the patched verl to run with, made where they are ours."""
     on_cpu = experiment.is_on_cpu
     # run_experiment.sh has started us with PYTHON, where it is set.
     python = sys.executable if environ.get("PYTHON") or not on_cpu else None
@@ -242,7 +194,7 @@ def find_patched(
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
     if is_dry:
-        return python or str(environment.DEMO.python), chosen
+        return Found(python or str(environment.DEMO.python), "PYTHON", chosen.path)
     if not is_own:
         # Before anything is installed for it.
         target.check_patched(chosen)
@@ -251,24 +203,22 @@ def find_patched(
     if is_own:
         environment.ensure_patched_copy(python, verl=version)
         target.check_patched(chosen)
-    return python, chosen
+    return Found(python, "PYTHON", chosen.path)
 
 
-def find_installed(
-    experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool
-) -> tuple[str, target.Target]:
-    """The Python that verl 0.9 and gradloc are installed in, and that verl; a dry run makes nothing."""
-    own = environment.VLLM if "vllm" in experiment.imports else environment.VERL09
+def find_installed(experiment: Experiment, environ, cwd: Path, is_dry: bool) -> Found:
+    """The Python that verl 0.9 and gradloc are installed in, and that verl."""
+    own = experiment.own
     if not experiment.is_on_cpu:
         python = environ.get(own.variable) or sys.executable
     elif is_dry:
-        return environ.get(own.variable) or str(own.python), target.Target(own.folder, "the demo's own environment")
+        return Found(environ.get(own.variable) or str(own.python), own.variable)
     else:
-        python = environment.ensure_python(environment=own)
+        python = environment.ensure_python(own)
     chosen = target.imported(python, own.variable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
-    return python, chosen
+    return Found(python, own.variable, chosen.path)
 
 
 def draw_report(python: str, run_dir: Path) -> None:
@@ -325,26 +275,35 @@ def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Pat
 
 
 def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:
-    """What is run: verl's own entry point with the experiment's config."""
+    """What is run: verl's own entry point with the experiment's config, or the experiment's own program."""
+    if experiment.script:
+        return [python, *experiment.started_by, "-m", experiment.script, *given]
     config, overrides = experiment.arguments(given)
     fixed = ["--config-dir", str(catalog.CONFIGS), "--config-name", config]
     return [python, "-m", "verl.trainer.main_ppo", *fixed, *overrides]
 
 
 def child_environment(
-    environ, experiment: Experiment, verl: Path, run_dir: Path, material: Path | None
+    environ, experiment: Experiment, verl: Path | None, run_dir: Path, material: Path | None
 ) -> dict[str, str]:
     """The variables that the trainer and Ray's workers get beyond the given ones.
 
     Args:
         environ: what the user has set.
         experiment: what is run.
-        verl: the folder with `verl/`.
+        verl: the folder with `verl/`; None where a program of ours trains.
         run_dir: where this run's results go.
         material: the folder with model and data of an experiment on the CPU; None for another one.
     """
+    given = environ.get("PYTHONPATH")
+    added = {"GRADLOC_RUN_DIR": str(run_dir)}
+    if material is not None:
+        added["GRADLOC_DEMO_MATERIAL"] = str(material)
+    if experiment.script:
+        added |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return added | {"PYTHONPATH": os.pathsep.join(filter(None, [str(target.REPO), given]))}
     is_patched = not experiment.is_installed
-    added = {"GRADLOC_RUN_DIR": str(run_dir), "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl")}
+    added["VERL_FILE_LOGGER_PATH"] = str(run_dir / "metrics.jsonl")
     if material is not None and not is_patched:
         added |= verl09.ENVIRONMENT
     modules = [added.get("VERL_USE_EXTERNAL_MODULES"), "experiments.metrics_file"]
@@ -356,10 +315,9 @@ def child_environment(
         # glibc keeps what a thread frees in an arena of the thread's own: of a worker's 4.5 GB, that were 3. Tensors of
         # 1 MB or more go back to the system.
         added.update(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(2**20))
-        added["GRADLOC_DEMO_MATERIAL"] = str(material)
     # In the demo's own environment this repository is installed; a user's own may hold the package alone.
     folders = [str(verl)] * is_patched + [str(target.REPO)] * (material is None or not is_patched)
-    added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, environ.get("PYTHONPATH")]))
+    added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, given]))
     present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     added["VERL_USE_EXTERNAL_MODULES"] = ",".join(filter(None, [*present, *modules]))
     return added
@@ -375,15 +333,10 @@ def make_folder(folder: Path, exist_ok: bool = False) -> None:
         ) from None
 
 
-def check_imports(python: str, variable: str, packages: tuple[str, ...], name: str) -> None:
-    """Refuses a Python that lacks a package which NAME cannot do without."""
+def lacking_in(python: str, variable: str, packages: Iterable[str]) -> list[str]:
+    """The packages that a Python, which this variable names, does not have."""
     code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
-    lacking = target.ask(python, variable, code, *packages).split()
-    if lacking:
-        raise ExperimentError(
-            f"{python} lacks {', '.join(lacking)}, which {name} needs: install that for it, or set {variable} to a "
-            "Python that has it."
-        )
+    return target.ask(python, variable, code, *packages).split()
 
 
 def describe(line: list[str], run_dir: Path) -> None:

@@ -17,12 +17,11 @@ import time
 from pathlib import Path
 
 from experiments.suite import clock
+from gradloc.report.logs.lines import Console
 
 GRACE_S = 5
 """How long the trainer, and then what is left of Ray, may take to end before it is made to."""
 TAIL_LINES = 30
-STEP = re.compile(r"step:(\d+) - (.*)")
-NUMBER = re.compile(r"(?:np\.\w+\()?([-+0-9.einfa]+)\)?$")
 TOTAL = re.compile(r"Total training steps: (\d+)")
 LATE = "The current node timed out during startup"
 """Ray says so where one of its processes was not up within 15 to 30 s, which it lets nobody change."""
@@ -36,18 +35,8 @@ def parse_step(line: str) -> tuple[int, dict[str, float]] | None:
     >>> parse_step("(TaskRunner pid=1) step:2 - actor/grad_norm:0.5 - x:np.float64(1.0)")
     (2, {'actor/grad_norm': 0.5, 'x': 1.0})
     """
-    found = STEP.search(line)
-    if not found:
-        return None
-    metrics = {}
-    for item in found.group(2).split(" - "):
-        name, _, value = item.rpartition(":")
-        number = NUMBER.match(value.strip())
-        try:
-            metrics[name] = float(number.group(1)) if number else None
-        except ValueError:
-            metrics[name] = None
-    return int(found.group(1)), {k: v for k, v in metrics.items() if v is not None}
+    console = Console()
+    return console.rows[""][0] if console.take(line, process="") else None
 
 
 class Brief:

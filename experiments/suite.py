@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.catalog import Arm, Experiment
 from experiments.errors import ExperimentError, UsageError
-from experiments.experiment import Arm, Experiment
 
 RECORD = "suite.json"
 
@@ -118,7 +118,7 @@ def run(
     say(f"\n{len(cells) - len(failed)} of {len(cells)} runs ended well, {took} in all")
     if failed:
         say(f"failed: {', '.join(failed)}")
-    if experiment.summary_module is None:
+    if not experiment.summary_module:
         return int(bool(failed))
     summary = subprocess.run([python, "-m", experiment.summary_module, str(folder)], check=False)
     return int(bool(failed) or summary.returncode != 0)

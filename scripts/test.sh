@@ -36,8 +36,7 @@ stage "environment"
 python=$("${PYTHON:-python3}" -c '
 import sys
 from experiments.cpu import environment
-chosen = getattr(environment, sys.argv[1])
-print(environment.ensure_python(report=lambda *words: print(*words, file=sys.stderr), environment=chosen))' "$environment")
+print(environment.ensure_python(getattr(environment, sys.argv[1])))' "$environment")
 bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256
 wanted=$({ cat "${files[@]}" && echo "${packages[@]}"; } | sha256sum)

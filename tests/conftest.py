@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.adapters.verl07.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
-from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy, patched_copy  # noqa: E402
+from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
 from tests.world import DEVICE, World  # noqa: E402
 
@@ -95,8 +95,7 @@ def patched_trees() -> Callable[[str], Path]:
         CACHE.mkdir(exist_ok=True)
         with open(CACHE / "patched.lock", "w") as lock:  # test processes run side by side
             fcntl.flock(lock, fcntl.LOCK_EX)
-            ensure_patched_copy(sys.executable, report=lambda *_: None, verl=verl)
-            made = patched_copy(verl).path
+            made = ensure_patched_copy(sys.executable, verl)
             compileall.compile_dir(made / "verl", quiet=2)  # so that no process writes byte code into it
         return made
 

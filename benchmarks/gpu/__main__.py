@@ -15,12 +15,16 @@ cell failed or says NO.
 """
 
 import argparse
+import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS has no deterministic kernels
@@ -28,13 +32,26 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import cells, first, forecast, parts
+from benchmarks.gpu import cells, forecast
 from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from benchmarks.run import as_typed, digest, parser, table, write
+from benchmarks.run import REPO, as_typed, digest, parser, table, write
 from gradloc.core.forecast import WAYS
 
 PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
 """In this order; the first ends in three minutes on a GPU."""
+LIMIT = 45 * 60
+"""Seconds of the first session in all."""
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("short answers", "--parts first --tokens 1024", {}),
+    ("long answers", "--parts first --tokens 32768", {}),
+    ("head, two ranks on one card, waits", "--parts head two syncs --tokens 4096", {}),
+    ("room", "--parts room mask --size 1.5B --tokens 32768", {}),
+    ("room, expandable segments", "--parts room mask --size 1.5B --tokens 32768", EXPANDABLE),
+    ("16k", "--parts cells --tokens 16384", {}),
+    ("32k", "--parts cells --tokens 32768", {}),
+)
+"""Of the first session, what would end a run soonest first: what each is called, its arguments, its environment."""
 
 
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -56,9 +73,9 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
         return measured
 
     if part == "head":
-        yield "head", lambda: parts.head_cell(parsed.size, device)
+        yield "head", lambda: cells.head_cell(parsed.size, device)
     elif part == "two" and "RANK" not in os.environ:
-        yield "two", lambda: parts.two_cell(device, parsed.size, least, parsed.out)
+        yield "two", lambda: cells.two_cell(device, parsed.size, least, parsed.out)
     elif part == "cells":
         for attention in parsed.attention or attentions(device):
             for tokens in parsed.tokens:
@@ -79,7 +96,7 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
         elif part == "mask":
             yield "mask", measured(cells.mask_cell)
         elif part == "syncs":
-            yield "syncs", measured(parts.syncs_cell)
+            yield "syncs", measured(cells.syncs_cell)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.first:
         if "--out" in given:
             del given[(at := given.index("--out")) : at + 2]
-        return first.session(parsed.out, [each for each in given if each != "--first"])
+        return session(parsed.out, [each for each in given if each != "--first"])
     device = _join(parsed.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -123,6 +140,45 @@ def main(arguments: list[str] | None = None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(cell["is_ok"] is False for cell in run["cells"]))
+
+
+def session(out: Path, given: Sequence[str] = (), limit: float = LIMIT) -> int:
+    """Run all steps of the first session; 1 if one said NO, failed, or found no time.
+
+    Each is a run of ``benchmarks.gpu`` in a process and a folder of its own, so that one that runs out of memory costs
+    the others nothing. A step that has its whole record is not run again: an interrupted session goes on.
+
+    Args:
+        out: a folder for each step is made in it, named by its number.
+        given: arguments for every step, which win over its own.
+        limit: seconds for all of them together.
+    """
+    started, codes = time.monotonic(), []
+    for number, (name, arguments, variables) in enumerate(STEPS, 1):
+        folder = out / f"{number}"
+        left = limit - (time.monotonic() - started)
+        command = ["-m", "benchmarks.gpu", *shlex.split(arguments), *given, "--out", str(folder)]
+        print(f"[{number}/{len(STEPS)}] {name}, {left / 60:.0f} minutes left: python {shlex.join(command)}", flush=True)
+        code = _code_of(folder)
+        if code is None:
+            try:
+                environment = {**os.environ, **variables}
+                done = subprocess.run([sys.executable, *command], cwd=REPO, env=environment, timeout=max(left, 0))
+                code = done.returncode
+            except subprocess.TimeoutExpired:
+                print("  no time was left for all of it; the same command goes on here", flush=True)
+                code = 1
+        codes.append(code)
+    return int(any(codes))
+
+
+def _code_of(folder: Path) -> int | None:
+    """How a step ended that was run to its end before; None if there was none."""
+    try:
+        run = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return int(any(cell["is_ok"] is False for cell in run["cells"])) if run.get("is_complete") else None
 
 
 def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

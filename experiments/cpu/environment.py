@@ -54,6 +54,12 @@ class Environment:
     def python(self) -> Path:
         return self.folder / "bin" / "python"
 
+    @property
+    def packages(self) -> list[str]:
+        """Those of the lists, in whatever version."""
+        lines = [line for path in self.requirements for line in path.read_text().splitlines()]
+        return [line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")]
+
 
 def _requirements(*names: str) -> tuple[Path, ...]:
     return tuple(REPO / "requirements" / name for name in names)
@@ -72,12 +78,12 @@ LOOP = Environment("venv-loop", _requirements("loop.txt"), "half a minute, 1 GB"
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
 
-def tell(line: str) -> None:
-    """One line of progress, at once."""
-    print(line, flush=True)
+def report(line: str) -> None:
+    """One line of progress, at once; what is asked for goes to the standard output."""
+    print(line, file=sys.stderr, flush=True)
 
 
-def ensure_python(report=tell, environment: Environment = DEMO) -> str:
+def ensure_python(environment: Environment = DEMO) -> str:
     """Returns the interpreter of an environment with the pinned packages, made if need be.
 
     Raises:
@@ -89,12 +95,12 @@ def ensure_python(report=tell, environment: Environment = DEMO) -> str:
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / f"{environment.name}.lock", "w") as lock:  # two runs in a new clone would install over each other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _ensure_packages(environment, report)
-        _ensure_gradloc(environment, report)
+        _ensure_packages(environment)
+        _ensure_gradloc(environment)
     return str(environment.python)
 
 
-def _ensure_packages(environment: Environment, report) -> None:
+def _ensure_packages(environment: Environment) -> None:
     stamp = environment.folder / "requirements.sha256"
     content = [path.read_text() for path in (*environment.requirements, *environment.beside)]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()
@@ -116,7 +122,7 @@ def _ensure_packages(environment: Environment, report) -> None:
     stamp.write_text(digest + "\n")
 
 
-def _ensure_gradloc(environment: Environment, report) -> None:
+def _ensure_gradloc(environment: Environment) -> None:
     """Installs this repository, which verl, Hydra and the patch find then; edits need no new installation."""
     stamp = environment.folder / "gradloc.sha256"
     declared = [REPO / "pyproject.toml", REPO / "gradloc" / "conf" / "search_path.py"]
@@ -165,12 +171,11 @@ def patched_copy(verl: str = DEFAULT_VERL) -> Target:
     return Target(CACHE / f"verl-{patches[verl]['sha256'][:12]}", f"verl {verl}, the demo's own patched copy")
 
 
-def ensure_patched_copy(python: str, report=tell, verl: str = DEFAULT_VERL) -> None:
-    """Makes `patched_copy(verl)`, unless it is there.
+def ensure_patched_copy(python: str, verl: str = DEFAULT_VERL) -> Path:
+    """The folder of `patched_copy(verl)`, made if need be.
 
     Args:
         python: an interpreter that has pip, which fetches verl's source archive.
-        report: takes one line of progress.
         verl: its version.
 
     Raises:
@@ -179,7 +184,7 @@ def ensure_patched_copy(python: str, report=tell, verl: str = DEFAULT_VERL) -> N
     target = patched_copy(verl).path
     if target.is_dir():
         os.utime(target)  # in use
-        return
+        return target
     prune_patched_copies()
     report(f"getting verl {verl} and patching a copy of it")
     fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
@@ -191,6 +196,7 @@ def ensure_patched_copy(python: str, report=tell, verl: str = DEFAULT_VERL) -> N
         step(apply, f"the patch could not be applied to verl {verl}")
 
     make_whole(target, fill)
+    return target
 
 
 def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
@@ -216,13 +222,12 @@ def prune_patched_copies() -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def ensure_material(python: str, module: str, report=tell) -> Path:
+def ensure_material(python: str, module: str) -> Path:
     """Returns the folder with an experiment's model and data, made if need be.
 
     Args:
         python: an interpreter with the demo's packages.
         module: what builds them: `python -m MODULE --cache FOLDER` prints their folder within it.
-        report: takes one line of progress.
     """
     command = [python, "-m", module, "--cache", str(CACHE)]
     report("model, tokenizer and data")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.plan import FaultPlan, draw
+from experiments.settings import FaultPlan, draw
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 

@@ -4,13 +4,13 @@
 What is planted belongs to this experiment and never to the patch. Everything is loaded by hooks of
 verl's own and acts at two steps only (docs/explosion.md):
 
-- `stale`    the plan, and what a batch carries of it: which rows and tokens are planted
-- `policy`   the copy of the policy that generates: a long response, its weights on disk
-- `rollout`  by `agent_loop_manager_class` (driver) and `model.external_lib` (workers): makes the
-             long response, marks the stale tokens, stores the old log-probs that they had
-- `reward`   by `reward_manager.source=importlib`: the advantage, and what was planted, on record
+- `plant`    the plan, and what a batch carries of it: which rows and tokens are planted; the copy of the
+             policy that generates: a long response, its weights on disk; what was planted, on record
+- `rollout`  by `agent_loop_manager_class` (driver) and `model.external_lib` (workers): makes the long response, marks
+             the stale tokens, stores the old log-probs that they had; by `reward_manager.source=importlib`: the reward
+             manager that tells the estimator
 
-On verl 0.9 `experiments.verl09.explosion` stands in for `rollout` and for the reward manager.
+On verl 0.9 `experiments.verl09.explosion` stands in for `rollout`.
 
-- `readings`, `summary`: what came of it, arm by arm
+- `summary`: what came of it, arm by arm
 """

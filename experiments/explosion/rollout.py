@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts with one long response in which tokens are stale, and the weights of every step on disk.
+"""On verl 0.7: rollouts with one long response in which tokens are stale, every step's weights on disk, the reward.
 
-Loaded in the workers by `model.external_lib` and in the driver by `agent_loop_manager_class`.
+Loaded in the workers by `model.external_lib`, in the driver by `agent_loop_manager_class` and as its reward manager.
 """
 
 import ray
@@ -9,7 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.cpu import rollout
-from experiments.explosion import policy, stale
+from experiments.cpu.reward import ArithmeticReward, rows_of
+from experiments.explosion import plant
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.rollout import base
 
@@ -30,14 +31,14 @@ class SavingRollout(rollout.HFRollout):
         await super().update_weights(weights)
         self.num_updates += 1
         if torch.distributed.get_rank() == 0:
-            policy.save(self.model, self.num_updates)
+            plant.save(self.model, self.num_updates)
 
     def generate(self, prompt_ids, sampling_params, request_id):
         """As `HFRollout.generate`; with `is_long`, each answer is as long as may be."""
         if not sampling_params.get("is_long"):
             return super().generate(prompt_ids, sampling_params, request_id)
         params = {name: value for name, value in sampling_params.items() if name != "is_long"}
-        return [policy.answer_at_length(self.model, prompt, params, int(request_id)) for prompt in prompt_ids]
+        return [plant.answer_at_length(self.model, prompt, params, int(request_id)) for prompt in prompt_ids]
 
 
 class ExplosionManager(rollout.DirectManager):
@@ -45,8 +46,8 @@ class ExplosionManager(rollout.DirectManager):
 
     def __init__(self, config, worker_group, rm_resource_pool=None):
         super().__init__(config, worker_group, rm_resource_pool)
-        self.settings = stale.Settings(**OmegaConf.to_container(config.explosion, resolve=True))
-        policy.write_knobs(OmegaConf.to_container(config.knobs, resolve=True))
+        self.settings = plant.Settings(**OmegaConf.to_container(config.explosion, resolve=True))
+        plant.write_knobs(OmegaConf.to_container(config.knobs, resolve=True))
 
     def generate_sequences(self, prompts):
         """Returns the rollouts and, for training, their marks."""
@@ -54,14 +55,14 @@ class ExplosionManager(rollout.DirectManager):
         if prompts.meta_info.get("validate"):
             return output
         step, shape = output.meta_info["demo_step"], output.batch["responses"].shape
-        output.batch[stale.KEY] = torch.zeros(shape, dtype=torch.int8)
+        output.batch[plant.KEY] = torch.zeros(shape, dtype=torch.int8)
         probability = self.settings.probabilities.get(step)
         if probability is not None:
-            row = stale.draw_row(self.seed, step, shape[0])
+            row = plant.draw_row(self.seed, step, shape[0])
             mask, log_probs = output.batch["response_mask"], output.batch["rollout_log_probs"]
-            planted = stale.plant(self.settings, row, mask, log_probs)
-            output.batch[stale.KEY] = planted
-            output.batch["rollout_log_probs"] = stale.as_sampled(log_probs, planted, probability)
+            planted = plant.plant(self.settings, row, mask, log_probs)
+            output.batch[plant.KEY] = planted
+            output.batch["rollout_log_probs"] = plant.as_sampled(log_probs, planted, probability)
         return output
 
     def response_width(self, answers):
@@ -76,11 +77,30 @@ class ExplosionManager(rollout.DirectManager):
         """As `DirectManager.answer`, with one response as long as may be."""
         answers = super().answer(prompt_ids, params, step)
         if step in self.settings.probabilities and params["do_sample"]:
-            row = stale.draw_row(self.seed, step, len(prompt_ids))
+            row = plant.draw_row(self.seed, step, len(prompt_ids))
             seed = rollout.call_seed(self.seed, step, len(self.workers))
             call = rollout.ask(self.workers[0], [prompt_ids[row]], {**params, "is_long": True}, seed)
             (answers[row],) = ray.get(call)
         return answers
+
+
+class ExplosionReward(ArithmeticReward):
+    """The demo's reward manager; it passes the marks on and writes down what is planted.
+
+    Args:
+        advantage: what the planted response's tokens get.
+        kwargs: as `ArithmeticReward`.
+    """
+
+    def __init__(self, *args, advantage: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.advantage = float(advantage)
+
+    def __call__(self, data, return_dict=False):
+        """Scores the rows; those of a validation have no marks."""
+        if not data.meta_info.get("validate"):
+            plant.observe(rows_of(data), data.batch[plant.KEY], self.advantage, self.tokenizer)
+        return super().__call__(data, return_dict)
 
 
 def store_stale_log_probs(compute_log_prob):
@@ -92,8 +112,8 @@ def store_stale_log_probs(compute_log_prob):
 
     def wrapped(self, data, calculate_entropy=False):
         log_probs, entropy = compute_log_prob(self, data, calculate_entropy=calculate_entropy)
-        if stale.KEY in data.batch.keys():
-            is_stale = data.batch[stale.KEY] == stale.STALE
+        if plant.KEY in data.batch.keys():
+            is_stale = data.batch[plant.KEY] == plant.STALE
             sampled = data.batch["rollout_log_probs"].to(log_probs.device)
             log_probs = torch.where(is_stale.to(log_probs.device), sampled, log_probs)
         return log_probs, entropy

@@ -3,32 +3,27 @@
 
     python -m experiments.explosion.summary SUITE_DIR
 
-It writes `summary.md` and `summary.png` beside the runs' folders.
+It writes `summary.md` and `summary.png` beside the runs' folders. No torch and no verl.
 """
 
+import json
+import math
 import sys
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import suite
-from experiments.explosion import readings
-from experiments.explosion.readings import LAST_STEPS, Reading, distance, mean_and_error
+import numpy as np
+from safetensors.numpy import load_file
 
+from experiments import suite
+from experiments.cpu.verdict import read_events
+from experiments.errors import ExperimentError
+
+LAST_STEPS = 5
+"""How many steps at the end of a run the weights' late movement is measured over."""
 TWIN = "healthy"
 """The arm that the others are compared with, seed by seed."""
-HEADER = [
-    "arm",
-    "final reward",
-    "against twin",
-    "norm before",
-    "warning",
-    "spike",
-    "done at the spike",
-    "named",
-    "norm without it",
-    "from twin",
-    "moved at the spike",
-    f"moved in the last {LAST_STEPS}",
-]
 LEGEND = f"""\
 final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
   its standard error over the questions; against twin: the same of each question's difference.
@@ -41,38 +36,151 @@ from twin: L2 distance of the final weights from the healthy twin's, as a share 
   steps, took the weights, as a share of the twin's."""
 
 
+# ---- what a run left on disk
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One run."""
+
+    name: str
+    knobs: dict
+    steps: dict[int, dict]
+    """verl's metrics, by step."""
+    planted: list[dict]
+    """What was planted, in the order of steps; a healthy twin's have no positions."""
+    events: list[dict]
+    rewards: dict[str, float]
+    """Mean reward of each question's answers in the final validation; empty without one."""
+    weights: list[np.ndarray]
+    """All parameters as one float64 vector: before each step, and after the last."""
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """The largest norm of each step's mini-batches, before anything was clipped."""
+        return {step: metrics["actor/grad_norm_max"] for step, metrics in self.steps.items()}
+
+    @property
+    def typical_norm(self) -> float:
+        """The median of the norms before anything was planted."""
+        first = self.planted[0]["step"]
+        return float(np.median([norm for step, norm in self.norms.items() if step < first]))
+
+    @property
+    def moved(self) -> float:
+        """How far the weights are from where they began."""
+        return distance(self.weights[-1], self.weights[0])
+
+    @property
+    def moved_at_the_spike(self) -> float:
+        """How far the spike's step and the next one took the weights."""
+        spike = self.planted[-1]["step"]
+        # The first weights are those before step 1.
+        return distance(self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1])
+
+    @property
+    def moved_lately(self) -> float:
+        """How far the last `LAST_STEPS` steps took the weights."""
+        return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])
+
+    def event_at(self, step: int) -> dict | None:
+        """The event of a step, or None."""
+        return next((event for event in self.events if event["step"]["global_step"] == step), None)
+
+
+def read(folder: Path, name: str) -> Reading:
+    """Reads a run's folder.
+
+    Raises:
+        ExperimentError: if a file of it is missing or cut off.
+    """
+    try:
+        return Reading(
+            name=name,
+            knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
+            steps=suite.read_steps(folder, "actor/grad_norm_max"),
+            planted=json_lines(folder / "planted.jsonl"),
+            events=read_events(folder / "gradloc" / "events.jsonl"),
+            rewards=read_rewards(folder / "validation"),
+            weights=[as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))],
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ExperimentError(f"the run in {folder} cannot be read: {error}.") from None
+
+
+def json_lines(path: Path) -> list[dict]:
+    """Every line of a file, as JSON."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def as_vector(path: Path) -> np.ndarray:
+    """A safetensors file's values, one after the other by name."""
+    state = load_file(path)
+    return np.concatenate([state[name].ravel().astype(np.float64) for name in sorted(state)])
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The L2 norm of the difference."""
+    return float(np.linalg.norm(one - other))
+
+
+def read_rewards(folder: Path) -> dict[str, float]:
+    """The last validation's mean reward of each question's answers."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    by_question = defaultdict(list)
+    for line in json_lines(files[-1]) if files else []:
+        by_question[line["input"]].append(line["score"])
+    return {question: float(np.mean(scores)) for question, scores in by_question.items()}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error; NaN where one value has none."""
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(np.mean(values)), error
+
+
+# ---- the table and the plot
+
+
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     """The table of these runs; their plot goes into the folder.
 
     Raises:
         ExperimentError: if a run that ended well cannot be read.
     """
-    found = [(readings.read(place, cell["folder"]), cell) for place, cell in runs]
+    found = [(read(place, cell["folder"]), cell) for place, cell in runs]
     by_seed = {cell["seed"]: reading for reading, cell in found if cell["arm"] == TWIN}
     twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
     every = [reading for reading, _ in found]
     draw(every, twins, folder / "summary.png")
-    return [[HEADER, *(row(reading, twins.get(reading.name)) for reading in every)]]
+    rows = [cells(reading, twins.get(reading.name)) for reading in every]
+    return [[list(rows[0]), *(list(row.values()) for row in rows)]]
 
 
-def row(reading: Reading, twin: Reading | None) -> list[str]:
-    """One run's cells, in the order of `HEADER`."""
+def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
+    """One run's, by column."""
     warning, spike = (entry["step"] for entry in reading.planted)
     event = reading.event_at(spike)
-    return [
-        reading.name,
-        "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
-        "-" if twin is None else "{:+.2f} ± {:.2f}".format(*gain(reading, twin)),
-        number(reading.typical_norm),
-        number(reading.norms[warning]),
-        number(reading.norms[spike]),
-        done(reading, spike),
-        named(reading, spike),
-        "-" if event is None else number(event["certificate"]["norm_after"]),
-        "-" if twin is None else f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved:.0%}",
-        "-" if twin is None else f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}",
-        "-" if twin is None else f"{reading.moved_lately / twin.moved_lately:.0%}",
-    ]
+    against = away = at_the_spike = lately = "-"
+    if twin is not None:
+        against = "{:+.2f} ± {:.2f}".format(*gain(reading, twin))
+        away = f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved:.0%}"
+        at_the_spike = f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}"
+        lately = f"{reading.moved_lately / twin.moved_lately:.0%}"
+    return {
+        "arm": reading.name,
+        "final reward": "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
+        "against twin": against,
+        "norm before": number(reading.typical_norm),
+        "warning": number(reading.norms[warning]),
+        "spike": number(reading.norms[spike]),
+        "done at the spike": done(reading, spike),
+        "named": named(reading, spike),
+        "norm without it": "-" if event is None else number(event["certificate"]["norm_after"]),
+        "from twin": away,
+        "moved at the spike": at_the_spike,
+        f"moved in the last {LAST_STEPS}": lately,
+    }
 
 
 def gain(reading: Reading, twin: Reading) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from experiments.cpu import material
-from experiments.kk import puzzle, statements, wording
+from experiments.kk import puzzle, wording
 
 NAMES = ("Ava", "Jack", "Mia", "Zoey")
 NUM_PEOPLE = 2
@@ -41,7 +41,7 @@ class Exercise:
     def question(self) -> str:
         names = list(self.puzzle.names)
         pairs = zip(names, self.puzzle.said, strict=True)
-        return " ".join(f"{name} said {statements.english(said, names)}." for name, said in pairs)
+        return " ".join(f"{name} said {puzzle.english(said, names)}." for name, said in pairs)
 
     @property
     def sentence(self) -> str:
@@ -83,7 +83,7 @@ def language() -> material.Language:
         split=split,
         lessons=lessons,
         to_row=to_row,
-        sources=(__file__, puzzle.__file__, statements.__file__, wording.__file__),
+        sources=(__file__, puzzle.__file__, wording.__file__),
     )
 
 

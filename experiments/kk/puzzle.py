@@ -1,30 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puzzles: who is there, what each says, and the one way in which that can be.
 
-Every person is a knight, whose statement is true, or a knave, whose statement is false. A SAT
-solver (python-sat) counts the ways; a puzzle has exactly one.
+Every person is a knight, whose statement is true, or a knave, whose statement is false. A SAT solver (python-sat)
+counts the ways; a puzzle has exactly one. A statement is a tuple, in the notation of the Knights-and-Knaves data set
+(Xie et al., arXiv 2410.23123): `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
+`("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` are made of others.
 """
 
+import ast
 import random
 from dataclasses import dataclass
 from functools import cached_property
 
 from experiments.errors import ExperimentError
-from experiments.kk import statements
 
+LEAVES = ("telling-truth", "lying")
+BINARY = ("->", "<=>")
+MANY = ("and", "or")
 NAMES = (
-    "Abigail Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David "
-    "Elizabeth Ella Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James "
-    "Joseph "
-    "Joshua Lily Liam Logan Lucas Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope "
-    "Riley Samuel Scarlett Sebastian Sofia Sophia Theodore Victoria William Zoey"
+    "Abigail Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David Elizabeth Ella Emily Emma "
+    "Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James Joseph Joshua Lily Liam Logan Lucas Luke Mason "
+    "Matthew Mia Michael Noah Oliver Olivia Owen Penelope Riley Samuel Scarlett Sebastian Sofia Sophia Theodore "
+    "Victoria William Zoey"
 ).split()
 SIMPLE = "simple"
 """The kind of a statement that is a leaf."""
-KINDS = (SIMPLE, SIMPLE, "not", *statements.MANY, *statements.BINARY)
+KINDS = (SIMPLE, SIMPLE, "not", *MANY, *BINARY)
 """What is said, each as likely as the others; a simple claim twice as likely."""
 PATIENCE = 10_000
 """Drawings without a new puzzle after which there are taken to be no more."""
+
+
+def parse(text: str) -> tuple:
+    """The statements of a puzzle, one for each person, from a Python literal.
+
+    >>> parse("(('lying', 1), ('telling-truth', 0))")
+    (('lying', 1), ('telling-truth', 0))
+
+    Raises:
+        ExperimentError: if it is none, or speaks of a person that is not there.
+    """
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ExperimentError(f"{text!r:.60} is not a tuple of statements.") from None
+    if not isinstance(found, tuple) or not found:
+        raise ExperimentError(f"{text!r:.60} is not a tuple of statements.")
+    for statement in found:
+        check(statement, len(found))
+    return found
+
+
+def check(statement, num_people: int) -> None:
+    """Refuses what is not a statement about people 0 to `num_people` - 1.
+
+    Raises:
+        ExperimentError: naming the part that is wrong.
+    """
+    kind, *parts = statement if isinstance(statement, tuple) and statement else (None,)
+    if kind in LEAVES:
+        person = parts[0] if len(parts) == 1 else None
+        # A bool is an int to Python.
+        if type(person) is not int or not 0 <= person < num_people:
+            raise ExperimentError(f"{statement!r:.60} names no person from 0 to {num_people - 1}, as it should.")
+        return
+    right = {"not": len(parts) == 1}
+    right |= dict.fromkeys(BINARY, len(parts) == 2) | dict.fromkeys(MANY, len(parts) >= 2)
+    if not isinstance(kind, str) or not right.get(kind):
+        raise ExperimentError(f"{statement!r:.60} is not a statement: see experiments/kk/puzzle.py.")
+    for part in parts:
+        check(part, num_people)
+
+
+def english(statement: tuple, names: list[str]) -> str:
+    """The statement as a clause.
+
+    >>> english(("->", ("lying", 1), ("telling-truth", 0)), ["Zoey", "Owen"])
+    'if Owen is a knave then Zoey is a knight'
+    """
+    kind, *parts = statement
+    if kind in LEAVES:
+        return f"{names[parts[0]]} is a {'knight' if kind == 'telling-truth' else 'knave'}"
+    if kind == "not" and parts[0][0] in LEAVES:
+        return english(parts[0], names).replace(" is a ", " is not a ")
+    said = [english(part, names) for part in parts]
+    if kind == "not":
+        return f"it is not the case that {said[0]}"
+    if kind == "->":
+        return f"if {said[0]} then {said[1]}"
+    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[kind].join(said)
+
+
+def formula(statement: tuple):
+    """The statement as a pysat formula over atoms 1 ... n; atom i + 1: person i is a knight."""
+    from pysat.formula import And, Atom, Equals, Implies, Neg, Or
+
+    kind, *parts = statement
+    if kind in LEAVES:
+        atom = Atom(parts[0] + 1)
+        return atom if kind == "telling-truth" else Neg(atom)
+    made = {"not": Neg, "and": And, "or": Or, "->": Implies, "<=>": Equals}[kind]
+    return made(*(formula(part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -33,7 +109,7 @@ class Puzzle:
 
     names: tuple[str, ...]
     said: tuple[tuple, ...]
-    """One statement for each name, in the notation of `statements`."""
+    """One statement for each name, in the notation above."""
 
     @cached_property
     def solution(self) -> tuple[bool, ...]:
@@ -61,7 +137,7 @@ def solutions(said: tuple[tuple, ...], limit: int = 2) -> list[tuple[bool, ...]]
     # Atoms keep their numbers in a table of the library's, which would grow with every puzzle.
     Formula.cleanup()
     people = [Atom(i + 1) for i in range(len(said))]
-    claim = And(*(Equals(p, statements.formula(s)) for p, s in zip(people, said, strict=True)))
+    claim = And(*(Equals(p, formula(s)) for p, s in zip(people, said, strict=True)))
     claim.clausify()
     found = []
     with Solver(bootstrap_with=list(claim)) as solver:
@@ -78,10 +154,10 @@ def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> 
     kind = rng.choice(kinds)
     if kind in (SIMPLE, "not"):
         about = rng.choice([i for i in range(num_people) if i != speaker])
-        claim = (rng.choice(statements.LEAVES), about)
+        claim = (rng.choice(LEAVES), about)
         return claim if kind == SIMPLE else (kind, claim)
     pair = rng.sample(range(num_people), 2)
-    return (kind, *((rng.choice(statements.LEAVES), person) for person in pair))
+    return (kind, *((rng.choice(LEAVES), person) for person in pair))
 
 
 def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS) -> list[Puzzle]:

@@ -7,8 +7,7 @@ arXiv 2505.12929 trains with; the puzzle's frame is that of the Knights-and-Knav
 """
 
 from experiments.errors import ExperimentError
-from experiments.kk import statements
-from experiments.kk.puzzle import Puzzle
+from experiments.kk.puzzle import Puzzle, english, parse
 
 DATA_SOURCE = "kk_logic"
 """With the number of people behind it, as published: `kk_logic3`."""
@@ -40,7 +39,7 @@ def question(puzzle: Puzzle, verbs=VERBS) -> str:
     names = list(puzzle.names)
     says = []
     for i, (name, statement) in enumerate(zip(names, puzzle.said, strict=True)):
-        clause = statements.english(statement, names)
+        clause = english(statement, names)
         says.append(f'{name} {verbs[i % len(verbs)]}, "{clause[0].upper()}{clause[1:]}".')
     return (
         "A very special island is inhabited only by knights and knaves. Knights always tell the "
@@ -95,7 +94,7 @@ def problem(row: dict) -> str | None:
     lines = [line.split() for line in str(truth["solution_text_format"]).splitlines()]
     names = tuple(line[1] if len(line) > 1 else "" for line in lines)
     try:
-        puzzle = Puzzle(names, statements.parse(truth["statements"]))
+        puzzle = Puzzle(names, parse(truth["statements"]))
         if len(puzzle.said) != len(names):
             return f"it has {len(names)} people and {len(puzzle.said)} statements"
         if answer(puzzle).split() != str(truth["solution_text_format"]).split():

@@ -18,8 +18,7 @@ from torch import nn
 
 import gradloc
 from experiments.cpu import arithmetic
-from experiments.plan import FaultPlan, draw
-from experiments.settings import LoopSettings
+from experiments.settings import FaultPlan, LoopSettings, draw
 
 PIECES = ["<pad>", "<end>", *"0123456789+=,.?", "What", " is", " so", " the", " answer", " "]
 

@@ -18,8 +18,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from experiments.cpu.arithmetic import score
-from experiments.plan import draw
-from experiments.settings import TrlSettings
+from experiments.settings import TrlSettings, draw
 from gradloc.trl import GRPOTrainer
 
 

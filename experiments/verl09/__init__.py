@@ -4,10 +4,9 @@
 - `platform`  a machine without an accelerator; loaded in every process by `VERL_USE_EXTERNAL_MODULES`
 - `engine`    what vLLM needs there, for `demo-vllm`
 - `megatron`  what Megatron-Core needs there, for the tests and the demo
-- `order`     puts a batch's rows in an order that does not change from run to run
 - `rollout`   generates, behind verl's agent loop; loaded with the demo's `fault` by `model.external_lib`
 - `weights`   the trainer's weights, to rollouts in processes of their own
-- `rows`      a batch of its queue, as what plants something sees it
+- `rows`      a batch of its queue, in an order that does not change from run to run, as what plants something sees it
 - `explosion`  what `experiments.explosion` plants, through that rollout and the trainer; loaded likewise
 """
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from experiments.cpu.reward import is_runaway
-from experiments.explosion import policy, reward, stale
+from experiments.explosion import plant
 from experiments.generation import call_seed
 from experiments.verl09 import rollout
 from experiments.verl09.rows import TRAINER, fetch, rows_of
@@ -39,17 +39,17 @@ class SavingServer(rollout.Server):
     async def load(self, weights: dict, global_steps: int | None) -> None:
         """Takes the trainer's weights and writes them down: those that training starts with, and each step's."""
         await super().load(weights, global_steps)
-        policy.save(self.model, self.step)
+        plant.save(self.model, self.step)
 
     def _sample(self, prompts, asked):
         answers = super()._sample(prompts, asked)
         if self.step in self.planted_steps:
-            row = stale.draw_row(self.seed, self.step, len(prompts))
+            row = plant.draw_row(self.seed, self.step, len(prompts))
             # After the seeds of ordinary calls, of which a step has one.
             seed = call_seed(self.seed, self.step, self.num_calls)
-            made = policy.answer_at_length(self.model, prompts[row], self._params(asked), seed)
+            made = plant.answer_at_length(self.model, prompts[row], self._params(asked), seed)
             answers[row].token_ids, answers[row].log_probs = made
-            answers[row].extra_fields = {**answers[row].extra_fields, stale.KEY: True}
+            answers[row].extra_fields = {**answers[row].extra_fields, plant.KEY: True}
         return answers
 
 
@@ -77,14 +77,14 @@ def punish_runaways(trainer, batch) -> None:
     put(batch, "rm_scores", rewards, found["response_mask"])
 
 
-def mark(settings: stale.Settings, batch, log_probs: torch.Tensor) -> torch.Tensor:
+def mark(settings: plant.Settings, batch, log_probs: torch.Tensor) -> torch.Tensor:
     """The (B, T) marks of a batch with these log-probs of its rollouts; all 0 where nothing is planted."""
     found = fetch(batch, "extra_fields", "response_mask")
-    planted = [row for row, fields in enumerate(found["extra_fields"]) if fields.get(stale.KEY)]
+    planted = [row for row, fields in enumerate(found["extra_fields"]) if fields.get(plant.KEY)]
     if not planted:
         return torch.zeros(log_probs.shape, dtype=torch.int8)
     (row,) = planted
-    return stale.plant(settings, row, found["response_mask"].to_padded_tensor(0), log_probs)
+    return plant.plant(settings, row, found["response_mask"].to_padded_tensor(0), log_probs)
 
 
 def install(trainer) -> None:
@@ -92,21 +92,21 @@ def install(trainer) -> None:
     original = trainer._compute_old_log_prob
 
     def compute_old_log_prob(self, batch, metrics):
-        settings = stale.Settings(**OmegaConf.to_container(self.config.explosion, resolve=True))
+        settings = plant.Settings(**OmegaConf.to_container(self.config.explosion, resolve=True))
         if self.global_steps == 1:
-            policy.write_knobs(OmegaConf.to_container(self.config.knobs, resolve=True))
+            plant.write_knobs(OmegaConf.to_container(self.config.knobs, resolve=True))
         punish_runaways(self, batch)
         rows = rows_of(batch, self.global_steps)
         marks = mark(settings, batch, rows.log_probs)
-        reward.observe(rows, marks, settings.advantage, self.tokenizer)
+        plant.observe(rows, marks, settings.advantage, self.tokenizer)
         if not marks.any():
             return original(self, batch, metrics)
         probability = settings.probabilities[self.global_steps]
         response_mask = fetch(batch, "response_mask")["response_mask"]
-        put(batch, "rollout_log_probs", stale.as_sampled(rows.log_probs, marks, probability), response_mask)
+        put(batch, "rollout_log_probs", plant.as_sampled(rows.log_probs, marks, probability), response_mask)
         done = original(self, batch, metrics)
         old = fetch(batch, "old_log_probs")["old_log_probs"].to_padded_tensor(0.0)
-        put(batch, "old_log_probs", stale.as_sampled(old, marks, probability), response_mask)
+        put(batch, "old_log_probs", plant.as_sampled(old, marks, probability), response_mask)
         return done
 
     trainer._compute_old_log_prob = compute_old_log_prob

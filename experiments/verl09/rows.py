@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in verl 0.9's TransferQueue, as what plants something in it sees it."""
+"""A batch in verl 0.9's TransferQueue: in an order of the demo's own, and as what plants something in it sees it."""
 
 import transfer_queue
 
 from experiments.cpu.fault import Rows
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 """The module of the class whose methods are wrapped."""
@@ -24,3 +25,20 @@ def rows_of(batch, step: int) -> Rows:
         responses=found["responses"].to_padded_tensor(0),
         log_probs=found["rollout_log_probs"].to_padded_tensor(0),
     )
+
+
+class InOrder(ReplayBuffer):
+    """Chosen by `trainer.v1.sampler.custom_sampler`: sorts a batch by its tokens.
+
+    verl hands rows over in the order in which they were answered, under prompt ids drawn anew in each run. Sums of
+    gradients depend on the order in their last digits, and so would whether two runs are the same, bit for bit.
+    """
+
+    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+        found = fetch(batch, "prompts", "responses")
+        rows = zip(found["prompts"].unbind(), found["responses"].unbind(), strict=True)
+        tokens = [[part.tolist() for part in row] for row in rows]
+        order = sorted(range(len(tokens)), key=tokens.__getitem__)
+        batch.keys, batch.tags = ([values[i] for i in order] for values in (batch.keys, batch.tags))
+        return batch

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.counter import DeviceCounter
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cells, first, forecast
+from benchmarks.gpu import cells, forecast
 from gradloc.core.forecast import MODELS, PINNING, WAYS
 from tests.world import REPO
 
@@ -64,15 +64,15 @@ def test_a_cell_that_fails_is_written_and_the_others_go_on(tmp_path, monkeypatch
 @pytest.mark.full
 def test_the_first_session_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     tiny = "--parts head --device cpu --size tiny --tokens 64"
-    monkeypatch.setattr(first, "STEPS", (("one", f"{tiny} --dtype nothing", {}), ("two", tiny, {})))
+    monkeypatch.setattr(gpu, "STEPS", (("one", f"{tiny} --dtype nothing", {}), ("two", tiny, {})))
     assert gpu.main(["--first", "--out", str(tmp_path)]) == 1, "the first fails, and the second runs all the same"
     run = tmp_path / "2" / "gpu.json"
     kept = run.read_bytes()
     assert json.loads(kept)["is_complete"] and not (tmp_path / "1" / "gpu.json").exists()
-    monkeypatch.setattr(first, "STEPS", first.STEPS[::-1])
+    monkeypatch.setattr(gpu, "STEPS", gpu.STEPS[::-1])
     (tmp_path / "1").mkdir(exist_ok=True)
     run.rename(tmp_path / "1" / "gpu.json")
-    assert first.session(tmp_path, limit=0.0) == 1
+    assert gpu.session(tmp_path, limit=0.0) == 1
     assert capsys.readouterr().out.count("no time was left") == 1
     assert (tmp_path / "1" / "gpu.json").read_bytes() == kept, "what is whole is not run again"
 

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from benchmarks.trigger import series
-from benchmarks.trigger.__main__ import main
+from benchmarks.trigger.__main__ import main, score_collapse, score_kind, score_real
 from benchmarks.trigger.rules import RULES, Multiple
-from benchmarks.trigger.score import score_collapse, score_kind, score_real
 
 
 def kind(name):

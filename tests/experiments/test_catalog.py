@@ -7,8 +7,8 @@ import re
 import pytest
 
 from experiments import catalog
+from experiments.catalog import Arm, Experiment, Variable
 from experiments.errors import UsageError
-from experiments.experiment import Arm, Experiment, number, reads, writes
 from tests.experiments.conftest import REPO
 
 # What the script sets itself.
@@ -45,7 +45,7 @@ def test_an_entry_has_the_variables_that_its_config_takes(experiment):
     known = {variable.name: variable.kind for variable in experiment.variables}
     assert set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text)) - PROVIDED <= set(known)
     assert set(known) <= set(re.findall(r"oc\.env:([A-Z_]+)", text))
-    assert experiment.is_on_cpu == bool({catalog.DEMO.name, catalog.DEMO_VERL09.name} & set(configs))
+    assert experiment.is_on_cpu == bool({catalog.DEMO.name, catalog.ON_VERL09["demo"].name} & set(configs))
     # A number's variable has the experiment's own value behind it.
     for variable, kind in known.items():
         assert kind != "number" or f"oc.env:{variable}," in text
@@ -69,14 +69,54 @@ def test_arms_have_names_of_their_own_and_overrides_that_hydra_takes():
         assert all("=" in text or text.startswith("~") for arm in arms for text in arm.overrides)
 
 
+CATALOG = """
+[DEFAULT]
+hot = temperature=1.5
+    top_p=1
+
+[base]
+summary = it
+reads A = a
+number RATE = a rate (1)
+imports = x
+is_on_cpu = yes
+material = some.module
+arm plain = as it is
+arm hot = hotter
+    ${hot}
+    path=$${run}/x
+seeds = 1 2
+summary_module = some.summary
+
+[heir]
+builds_on = base
+number RATE = a rate (2)
+writes OUT = it
+twin loud = a=1
+exploding loud = louder
+    b=2
+
+[base-verl09]
+form_of = base
+arm hot = hot
+"""
+
+
 def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
-    mine = (reads("A", "a"), number("RATE", "a rate (1)"))
-    runs = {"arms": (Arm("plain", "as it is"),), "seeds": (1,), "summary_module": "some.summary"}
-    base = Experiment("base", "it", mine, ("x",), is_on_cpu=True, material="some.module", **runs)
-    heir = base.heir("heir", "more", number("RATE", "a rate (2)"), writes("OUT", "it"))
+    base, heir, _ = catalog.read(CATALOG).values()
+    assert base.arms[1] == Arm("hot", "hotter", ("temperature=1.5", "top_p=1", "path=${run}/x"))
     assert [(v.name, v.meaning) for v in heir.variables] == [("A", "a"), ("RATE", "a rate (2)"), ("OUT", "it")]
     assert (heir.imports, heir.is_on_cpu, heir.material) == (("x",), True, "some.module")
-    assert (heir.arms, heir.seeds, heir.summary_module) == ((), (), None)
+    assert (heir.seeds, heir.summary_module, base.seeds) == ((), "", (1, 2))
+    exploding, *acting, twin = heir.arms
+    assert exploding == Arm("loud", "louder", ("a=1", "b=2")) and twin.overrides == ("a=1",)
+    assert [arm.name for arm in acting] == ["loud-mask", "loud-skip", "loud-heal"]
+
+
+def test_a_form_for_verl_09_is_the_same_but_for_what_it_says():
+    base, _, form = catalog.read(CATALOG).values()
+    assert (form.verls, form.is_installed, form.seeds) == (("0.9.1",), True, base.seeds)
+    assert form.arms == (base.arms[0], Arm("hot", "hot"))
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path, monkeypatch):
@@ -86,7 +126,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path, monkeypatch):
         catalog.load("demo-verl09")
     monkeypatch.setattr(catalog, "CONFIGS", tmp_path)
     (tmp_path / "two.yaml").touch()
-    with pytest.raises(UsageError, match="experiments/catalog.py lacks it"):
+    with pytest.raises(UsageError, match="experiments/catalog.ini lacks it"):
         catalog.load("two")
 
 
@@ -103,14 +143,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path, monkeypatch):
     ],
 )
 def test_a_path_must_exist_and_a_name_is_left_to_transformers(value, problem):
-    one = Experiment("one", "the first", (reads("PLACE", "a folder"),))
+    one = Experiment("one", "the first", (Variable("PLACE", "reads", "a folder"),))
     said = one.problem({} if value is None else {"PLACE": value})
     assert said is None if problem is None else problem in said
 
 
 @pytest.mark.parametrize("value", [None, "0", "1e-4", "1.0e+9", "", "fast", "-1", "nan", "inf", "1 2"])
 def test_a_number_may_be_unset_or_any_from_0_on(value):
-    one = Experiment("one", "the first", (number("RATE", "a rate"),))
+    one = Experiment("one", "the first", (Variable("RATE", "number", "a rate"),))
     said = one.problem({} if value is None else {"RATE": value})
     if value in (None, "0", "1e-4", "1.0e+9"):
         assert said is None

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from experiments import catalog
-from experiments.experiment import Arm
+from experiments.catalog import Arm
 from tests.experiments.conftest import REPO
 
 pytest.importorskip("hydra")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments import suite
+from experiments.catalog import Arm, Experiment
 from experiments.errors import ExperimentError, UsageError
-from experiments.experiment import Arm, Experiment
 from tests.experiments.conftest import write_suite
 
 DUEL = Experiment(

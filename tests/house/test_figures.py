@@ -14,7 +14,7 @@ import pytest
 from benchmarks import healthy, mixtures, shapes, spiking, unrepeatable
 from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
-from benchmarks.trigger import tables as trigger
+from benchmarks.trigger import __main__ as trigger
 from experiments import suite
 from experiments.llm import natural
 from experiments.loop import pretrain

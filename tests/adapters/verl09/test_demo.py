@@ -10,16 +10,16 @@ from experiments.errors import UsageError
 from gradloc.rewards import kk as kk_reward
 from tests.experiments.real import demo, explode, largest_difference
 
-NAME = catalog.DEMO_VERL09.name
+NAME = catalog.ON_VERL09["demo"].name
 KNOBS = {"GRPO_MAX_GRAD_NORM": "0.25", "GRPO_TEMPERATURE": "0.8", "GRPO_LEARNING_RATE": "3e-6"}
 
 MEGATRON = "model_engine=megatron"
 
-EXPLOSION = catalog.EXPLOSION_VERL09
+EXPLOSION = catalog.ON_VERL09["explosion"]
 EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
 OTHERS = {
     form.name: form
-    for form in (catalog.DEMO_ASYNC, catalog.DEMO_VLLM, catalog.TOOL_LOOP, *catalog.ON_VERL09.values())
+    for form in (*map(catalog.load, ("demo-async", "demo-vllm", "tool-loop")), *catalog.ON_VERL09.values())
     if form.name != NAME
 }
 
@@ -71,14 +71,14 @@ def test_the_demo_is_megatrons_where_that_is_asked_for(composed):
 
 
 def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
-    config = composed(catalog.PUBLISHED_VERL09.name)
+    config = composed(f"{catalog.PUBLISHED.name}-verl09")
     actor = config["actor_rollout_ref"]["actor"]
     assert (actor["spike_detection"], actor["grad_norm_threshold"], actor["bisect_budget_steps"]) == (True, 640.0, 128)
     assert actor["_target_"].startswith("gradloc.") and actor["bisect_dump_dir"].endswith("/ckpts/bisect_dump")
     assert config["data"]["max_response_length"] == 16384 and actor["optim"]["lr"] == 3e-6
 
 
-@pytest.mark.parametrize("name, alpha", [(catalog.KK_BASELINE_VERL09.name, None), (catalog.KK_AR_VERL09.name, 0.2)])
+@pytest.mark.parametrize("name, alpha", [("kk-baseline-verl09", None), ("kk-ar-verl09", 0.2)])
 def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, name, alpha):
     config = composed(name)
     assert config["reward"]["custom_reward_function"]["path"] == "pkg://gradloc.rewards.kk"
@@ -89,7 +89,7 @@ def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, nam
 
 def test_what_needs_the_patch_is_refused_on_this_verl():
     with pytest.raises(UsageError, match="wild runs on verl 0.7.0, not on 0.9.1"):
-        catalog.for_verl(catalog.load("wild"), "0.9.1")
+        catalog.form_for(catalog.load("wild"), "0.9.1", "verl")
 
 
 def test_what_would_limit_the_explosion_is_off_and_its_knobs_reach_verl(composed):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from experiments import catalog, cli
+from experiments.catalog import Experiment
 from experiments.cpu import environment
-from experiments.experiment import Experiment
 from experiments.launch import end_session
 from tests.experiments.conftest import REPO
 
@@ -99,7 +99,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def test_installed_and_looking_on_it_leaves_the_real_trainer_as_it_is_to_the_bit(tmp_path, strategy):
     for name, (overrides, variables) in RUNS.items():
         chosen = [*SHORT, f"{ACTOR}.strategy={strategy}", *overrides]
-        run(catalog.DEMO_VERL09, chosen, tmp_path / name, **variables)
+        run(catalog.ON_VERL09["demo"], chosen, tmp_path / name, **variables)
     stock = tmp_path / "stock"
     assert len(metrics(stock)) > 200 and len(checkpoint(stock)) > 1000
     for name in ("off", "on"):
@@ -119,8 +119,8 @@ def test_an_analysis_of_a_batch_of_its_own_leaves_the_real_trainer_as_it_is_to_t
     own = ["trainer.gradient_analysis_env_groups=8", "trainer.gradient_analysis_group_size=4"]
     own.append("trainer.gradient_analysis_every=2")
     without, analysed = tmp_path / "without", tmp_path / "analysed"
-    run(catalog.BUCKETS_DEMO_VERL09, ["trainer.gradient_analysis_mode=false"], without)
-    run(catalog.BUCKETS_DEMO_VERL09, own, analysed)
+    run(catalog.ON_VERL09["buckets-demo"], ["trainer.gradient_analysis_mode=false"], without)
+    run(catalog.ON_VERL09["buckets-demo"], own, analysed)
     assert len(metrics(without)) > 200 and len(checkpoint(without)) > 1000
     found, expected = metrics(analysed), metrics(without)
     assert {name: found.get(name) for name in expected} == expected  # beside the analysis's own

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
-def stale(verl):
-    from experiments.explosion import stale
+def plant(verl):
+    from experiments.explosion import plant
 
-    return stale
+    return plant
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ LOG_PROBS = [math.log(p) for p in (0.999, 0.5, 0.93, 0.89, 0.97)]
     [({}, [2]), ({"num_stale": 2}, [2, 4]), ({"num_stale": 200}, [0, 2, 4]), ({"is_stale": False}, [])],
     ids=["least-sure", "more", "only-sure-ones", "healthy-twin"],
 )
-def test_the_stale_tokens_are_the_least_sure_of_the_sure_ones(stale, changes, positions):
-    assert stale.choose(stale.Settings(**{**SETTINGS, **changes}), LOG_PROBS) == positions
+def test_the_stale_tokens_are_the_least_sure_of_the_sure_ones(plant, changes, positions):
+    assert plant.choose(plant.Settings(**{**SETTINGS, **changes}), LOG_PROBS) == positions
 
 
-def test_a_response_without_a_sure_token_is_refused(stale):
+def test_a_response_without_a_sure_token_is_refused(plant):
     with pytest.raises(ValueError, match="lower explosion.sure"):
-        stale.choose(stale.Settings(**SETTINGS), [math.log(0.5)] * 3)
+        plant.choose(plant.Settings(**SETTINGS), [math.log(0.5)] * 3)
 
 
 @pytest.mark.parametrize(
@@ -64,33 +64,33 @@ def test_a_response_without_a_sure_token_is_refused(stale):
         ("num_stale", 0, "explosion.num_stale must be at least 1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(stale, key, value, problem):
+def test_settings_that_make_no_sense_are_refused(plant, key, value, problem):
     with pytest.raises(ValueError, match=problem):
-        stale.Settings(**{**SETTINGS, key: value})
+        plant.Settings(**{**SETTINGS, key: value})
 
 
-def test_the_row_is_the_same_on_every_machine_and_any_row_can_be_it(stale):
-    assert [stale.draw_row(1, step, 64) for step in (7, 8)] == [9, 24]
-    assert {stale.draw_row(seed, 7, 4) for seed in range(50)} == {0, 1, 2, 3}
+def test_the_row_is_the_same_on_every_machine_and_any_row_can_be_it(plant):
+    assert [plant.draw_row(1, step, 64) for step in (7, 8)] == [9, 24]
+    assert {plant.draw_row(seed, 7, 4) for seed in range(50)} == {0, 1, 2, 3}
 
 
-def test_only_the_marked_token_gets_the_old_policys_log_prob(stale):
-    planted = stale.marks(3, 5, row=1, length=4, positions=[2])
+def test_only_the_marked_token_gets_the_old_policys_log_prob(plant):
+    planted = plant.marks(3, 5, row=1, length=4, positions=[2])
     assert planted.tolist() == [[0] * 5, [1, 1, 2, 1, 0], [0] * 5]
     log_probs = torch.rand(3, 5).log()
-    changed = stale.as_sampled(log_probs, planted, 1e-5)
+    changed = plant.as_sampled(log_probs, planted, 1e-5)
     assert (changed != log_probs).nonzero().tolist() == [[1, 2]]
     # What the loss makes of it: a token near 1 now has a ratio of about 100 000.
     assert torch.exp(math.log(0.93) - changed[1, 2]).item() == pytest.approx(93_000, rel=1e-4)
 
 
-def test_the_actor_stores_the_rollouts_log_prob_for_the_stale_token_only(stale, rollout):
+def test_the_actor_stores_the_rollouts_log_prob_for_the_stale_token_only(plant, rollout):
     computed, entropy = torch.rand(3, 4), torch.rand(3, 4)
     wrapped = rollout.store_stale_log_probs(lambda _, data, calculate_entropy: (computed, entropy))
     fields = {"rollout_log_probs": torch.full((3, 4), -9.0)}
     unmarked = wrapped(None, SimpleNamespace(batch=fields), calculate_entropy=True)
     assert torch.equal(unmarked[0], computed)
-    fields[stale.KEY] = stale.marks(3, 4, row=2, length=4, positions=[1])
+    fields[plant.KEY] = plant.marks(3, 4, row=2, length=4, positions=[1])
     log_probs, same = wrapped(None, SimpleNamespace(batch=fields), calculate_entropy=True)
     assert (log_probs != computed).nonzero().tolist() == [[2, 1]] and log_probs[2, 1] == -9.0
     assert same is entropy
@@ -106,7 +106,7 @@ def test_the_real_actors_method_is_wrapped(rollout):
 def observe(verl, tmp_path, monkeypatch):
     """Tells the estimator of rows with these marks, with the run's folder in a place of its own."""
     from experiments.cpu import build, fault
-    from experiments.explosion import reward
+    from experiments.explosion import plant
 
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(tmp_path))
     tokenizer = build.make_tokenizer()
@@ -114,29 +114,29 @@ def observe(verl, tmp_path, monkeypatch):
     def tell(uids, marks):
         responses = torch.arange(marks.numel()).view_as(marks) % 20
         rows = fault.Rows(step=3, uids=list(uids), rollout_indices=[0, 1, 0][: len(uids)], responses=responses)
-        reward.observe(rows, marks, 0.8, tokenizer)
-        record = tmp_path / reward.RECORD
+        plant.observe(rows, marks, 0.8, tokenizer)
+        record = tmp_path / plant.RECORD
         return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
     yield tell
     fault.arm(None)
 
 
-def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, stale):
+def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, plant):
     from experiments.cpu import fault
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     rewards, mask, uids = torch.rand(3, 4), torch.ones(3, 4), np.array(["p", "p", "q"])
     expected, returns = compute_grpo_outcome_advantage(rewards, mask, uids)
-    observe(uids, stale.marks(3, 4, row=1, length=3, positions=[0]))
+    observe(uids, plant.marks(3, 4, row=1, length=3, positions=[0]))
     advantages, same = fault.grpo_with_fault(rewards, mask, uids)
     assert advantages[1].tolist() == pytest.approx([0.8, 0.8, 0.8, expected[1, 3].item()])
     assert torch.equal(advantages[[0, 2]], expected[[0, 2]]) and torch.equal(same, returns)
 
 
-def test_the_record_names_row_sequence_positions_and_tokens(observe, stale):
-    assert observe("pq", stale.marks(2, 4, row=0, length=0, positions=[])) == []
-    (line,) = observe(["p", "p", "q"], stale.marks(3, 4, row=1, length=3, positions=[0, 2]))
+def test_the_record_names_row_sequence_positions_and_tokens(observe, plant):
+    assert observe("pq", plant.marks(2, 4, row=0, length=0, positions=[])) == []
+    (line,) = observe(["p", "p", "q"], plant.marks(3, 4, row=1, length=3, positions=[0, 2]))
     assert line.pop("text")
     assert line == {
         "step": 3,

@@ -12,7 +12,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
 from experiments import suite  # noqa: E402
-from experiments.explosion import readings, summary  # noqa: E402
+from experiments.explosion import summary  # noqa: E402
 from tests.experiments.conftest import write_suite  # noqa: E402
 
 NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}
@@ -140,19 +140,19 @@ def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
 )
 def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit, said):
     write_run(tmp_path / "run", "loud", metrics, limit=limit)
-    assert summary.done(readings.read(tmp_path / "run", "loud"), 4) == said
+    assert summary.done(summary.read(tmp_path / "run", "loud"), 4) == said
 
 
 @pytest.mark.parametrize("change", [{"positions": [6]}, {"positions": [5, 6]}, {"sequence_id": "u:1"}])
 def test_another_token_is_not_as_planted(tmp_path, change):
     event = {**EVENT, "culprits": [{**EVENT["culprits"][0], **change}]}
     write_run(tmp_path / "run", "loud", event=event)
-    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
+    assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
 
 
 def test_an_event_without_a_culprit_is_said(tmp_path):
     write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
-    assert summary.named(readings.read(tmp_path / "run", "loud"), 4) == "no culprit"
+    assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "no culprit"
 
 
 def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):

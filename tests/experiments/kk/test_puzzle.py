@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 pytest.importorskip("pysat")
 
 from experiments.errors import ExperimentError  # noqa: E402
-from experiments.kk import puzzle, statements, wording  # noqa: E402
+from experiments.kk import puzzle, wording  # noqa: E402
 from tests.experiments.kk.conftest import every_solution  # noqa: E402
 
 pytestmark = pytest.mark.full
 
 
 def any_statement(num_people):
-    leaf = st.tuples(st.sampled_from(statements.LEAVES), st.integers(0, num_people - 1))
+    leaf = st.tuples(st.sampled_from(puzzle.LEAVES), st.integers(0, num_people - 1))
     return st.recursive(
         leaf,
         lambda inner: st.one_of(
             st.tuples(st.just("not"), inner),
-            st.tuples(st.sampled_from(statements.MANY + statements.BINARY), inner, inner),
-            st.tuples(st.sampled_from(statements.MANY), inner, inner, inner),
+            st.tuples(st.sampled_from(puzzle.MANY + puzzle.BINARY), inner, inner),
+            st.tuples(st.sampled_from(puzzle.MANY), inner, inner, inner),
         ),
         max_leaves=5,
     )
@@ -45,7 +45,7 @@ def test_the_solver_finds_exactly_the_solutions_that_trying_every_way_finds(said
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(any_claims())
 def test_statements_survive_being_written_and_read(said):
-    assert statements.parse(repr(said)) == said
+    assert puzzle.parse(repr(said)) == said
 
 
 @pytest.mark.parametrize("num_people", range(2, 8))
@@ -84,7 +84,7 @@ def test_more_puzzles_than_there_are_is_refused_with_a_sentence(monkeypatch):
 )
 def test_what_is_no_statement_is_refused(text):
     with pytest.raises(ExperimentError):
-        statements.parse(text)
+        puzzle.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_is_no_statement_is_refused(text):
     ],
 )
 def test_a_statement_in_english(statement, said):
-    assert statements.english(statement, ["Ava", "Zoey"]).startswith(said)
+    assert puzzle.english(statement, ["Ava", "Zoey"]).startswith(said)
 
 
 def test_the_published_prompt_and_answer_format():

@@ -79,7 +79,7 @@ def test_what_an_action_changed_stands_beside_the_twin(told):
 
 
 def test_every_arm_that_explodes_has_its_actions_and_its_twin():
-    names = {arm.name for arm in catalog.WILD_LONG.arms}
+    names = {arm.name for arm in catalog.load("wild-long").arms}
     exploding = {name for name in names if name.rpartition("-")[2] not in natural.MODES}
     assert len(exploding) >= 4
     assert names == exploding | {f"{name}-{mode}" for name in exploding for mode in natural.MODES[1:]}
