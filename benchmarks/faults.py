@@ -296,10 +296,10 @@ def world_of(trainer: str) -> World:
         return World(2, preloaded=("trl", "gradloc.trl"))
     if trainer.startswith("verl 0.9"):
         from experiments.verl09 import ENVIRONMENT
-        from tests.adapters.verl09.conftest import PRELOADED
+        from tests.trainers import PRELOADED
 
         os.environ.update(ENVIRONMENT)
-        return World(2, preloaded=PRELOADED)
+        return World(2, preloaded=PRELOADED["verl 0.9"])
     from experiments.cpu.environment import ensure_patched_copy, patched_copy
 
     ensure_patched_copy(sys.executable, report=lambda *_: None)

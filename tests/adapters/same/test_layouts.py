@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, check_planted
+from tests.adapters.same.layouts.checks import ACTOR, check_planted
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
