@@ -101,7 +101,6 @@ BY_DEFAULT: dict[str, dict[str, tuple[str, ...]]] = {
         "run_with_it[": ("[pushed down]", "[reference, kl]"),
         "setting_takes_bit_for_bit": ("[float32-pushed down]",),
         "found_and_nothing_else[": ("weights kept after forward by auto]", "FSDP1, original parameters by auto]"),
-        "heard_by_all_and_recovered[bisect]": (),
         "never_reaches_training": ("[file in the way",),  # trouble with telling is not the engine's
         "under_every_loss": ("[cispo]",),
         "add_up_however_they_are_grouped": ("[FSDP1]", "[FSDP2, entropy and KL]"),
@@ -135,9 +134,14 @@ BY_DEFAULT: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "through_the_clips": ("[FSDP1]", "[FSDP2, bisect]"),
     },
-    "TRL": {"recovered[bisect]": ()},
 }
 """Part of a test's name, and those of its cases that the default tests have on this trainer; verl 0.7 has them all."""
+ON_0_7_1 = {
+    "test_switched_off_it_is_unpatched_verl_bit_for_bit": ("one mini-batch]", "FSDP1, two mini-batches, two epochs]"),
+    "test_observing_a_spike_leaves_the_run_as_it_would_have_been": ("-FSDP1, two mini-batches, two epochs-auto]",),
+    "test_planted_culprits_and_nothing_else_are_named": ("-two culprits on two ranks, two micro-batches]",),
+}
+"""Tests that by default run on a verl beyond the first, too: that it trains as unpatched, and that two are named."""
 
 
 def repeat_for_each_verl(metafunc: pytest.Metafunc) -> None:
@@ -155,14 +159,13 @@ def mark(item: pytest.Item) -> None:
         for name, reason in NOT_HERE[TRAINER].items():
             if name in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        for name, cases in BY_DEFAULT[TRAINER].items():
+        for name, cases in BY_DEFAULT.get(TRAINER, {}).items():
             if name in item.name and not any(case in item.name for case in cases):
                 item.add_marker(pytest.mark.slow)
 
 
 def _mark_on_07(item: pytest.Item) -> None:
-    """On a verl beyond the first, the default tests see that it trains as unpatched and that two culprits are named; on
-    the first, of what verl 0.9 runs as well, some."""
+    """Of what verl 0.9 runs as well, the default tests have some here; and of a verl beyond the first ON_0_7_1."""
     module = item.module.__name__
     given = getattr(item, "callspec", None) and item.callspec.params or {}
     is_chosen = "GRADLOC_TEST_VERL" in os.environ
@@ -171,8 +174,6 @@ def _mark_on_07(item: pytest.Item) -> None:
         values = {value for value in given.values() if isinstance(value, str)}
         if not values & ON_07:
             item.add_marker(pytest.mark.slow)
-    is_default = module.endswith("test_harmless") and given.get("strategy", "auto") == "auto"
-    is_default = is_default or len(given.get("plants", ())) > 1
-    is_default = is_default and not {"four_ranks", "single"} & set(item.fixturenames)
+    is_default = item.name.endswith(ON_0_7_1.get(item.originalname, ()))
     if given.get("verl_version", VERSION) != VERSION and not is_default:
         item.add_marker(pytest.mark.slow)
