@@ -293,10 +293,10 @@ def world_of(trainer: str) -> World:
         return World(2, preloaded=("trl", "gradloc.trl"))
     if trainer.startswith("verl 0.9"):
         from experiments.verl09 import ENVIRONMENT
-        from tests.adapters.verl09.conftest import PRELOADED
+        from tests.trainers import PRELOADED
 
         os.environ.update(ENVIRONMENT)
-        return World(2, preloaded=PRELOADED)
+        return World(2, preloaded=PRELOADED["verl 0.9"])
     from experiments.cpu.environment import ensure_patched_copy
 
     return World(2, path=(str(ensure_patched_copy(sys.executable)),))

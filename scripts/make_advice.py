@@ -34,7 +34,7 @@ after it are not yet an answer.
 ## Config lines
 
 Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on
-0.7, `tests/adapters/verl09/same/test_advice.py` on 0.9. A dash: that verl has none.
+0.7, `tests/adapters/verl09/test_advice.py` on 0.9. A dash: that verl has none.
 
 | do | verl 0.7 | verl 0.9 |
 | --- | --- | --- |

@@ -66,12 +66,17 @@ case $tier in
     slow)
         stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@"
         stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
-            -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/stabilize tests/analysis tests/replay "$@"
+            -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/adapters/same tests/stabilize tests/analysis tests/replay "$@"
         ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
-        stage "tests on $tier" && LONGEST=2400 WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "$@"
+        shared=(tests/adapters/same)
+        if [[ $tier == verl09 ]]; then # features that work there, too
+            shared+=(tests/analysis/{test_split,quartiles/test_actor}.py tests/reweighting/test_stages.py)
+            shared+=(tests/stabilize/{test_actor,test_ratios}.py)
+        fi
+        stage "tests on $tier" && LONGEST=2400 WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"
         ;;
 esac
 stage "done"

@@ -2,7 +2,7 @@
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
 A world is started once for the whole run, whichever folders use it: fifteen processes in all. GRADLOC_TEST_VERL names
-the verl to test on (0.7.1); tests/adapters/verl07/conftest.py has some tests run on both.
+the verl to test on (0.7.1); tests/trainers.py says what runs on both, and on other trainers.
 """
 
 import compileall
@@ -19,11 +19,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-pytest.register_assert_rewrite("tests.adapters.verl07.layouts.checks")
+pytest.register_assert_rewrite("tests.adapters.same.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
-from experiments.cpu.environment import CACHE, DEFAULT_VERL, ensure_patched_copy  # noqa: E402
+from experiments.cpu.environment import CACHE, ensure_patched_copy  # noqa: E402
+from experiments.verl09 import ENVIRONMENT  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
+from tests import trainers  # noqa: E402
+from tests.trainers import OF_VERL07, TRAINER  # noqa: E402
+from tests.trainers import VERSION as VERL  # noqa: E402
 from tests.world import DEVICE, World  # noqa: E402
 
 if DEVICE != "cpu":  # what is held bit for bit needs kernels that repeat
@@ -31,8 +35,10 @@ if DEVICE != "cpu":  # what is held bit for bit needs kernels that repeat
 
     torch.use_deterministic_algorithms(True, warn_only=True)
 
+if TRAINER == "verl 0.9" and DEVICE == "cpu":  # what its workers need on a machine without an accelerator
+    os.environ.update(ENVIRONMENT)
+
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
-VERL = os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
 WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl"}
 FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
@@ -40,11 +46,16 @@ FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
 ACTOR = ("adapters", "replay")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    trainers.repeat_for_each_verl(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
     groups = {}
     for item in items:
+        trainers.mark(item)
         fixtures = set(getattr(item, "fixturenames", ()))
         room = item.path.relative_to(ROOT / "tests").parts
         is_09 = room[:2] == ("adapters", "verl09")
@@ -52,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.verl09)
         if item.get_closest_marker("e2e"):
             group = FIRST[0]
-        elif is_09 or room[:2] == ("adapters", "trl") and fixtures & WORLDS:
+        elif is_09 or TRAINER != OF_VERL07 and fixtures & WORLDS:
             group = "/".join(room[:-1])  # an environment of its own: each folder in one process
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
@@ -110,7 +121,9 @@ def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def world_settings(patched_trees: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
-    """``world_settings(verl, is_patched)``: how a `World` is made. Where verl or TRL is installed, it has another."""
+    """``world_settings(verl, is_patched)``: how a `World` is made, of a patched verl 0.7 or the installed trainer."""
+    if TRAINER != OF_VERL07:
+        return lambda *_, **__: trainers.SETTINGS
 
     def settings(verl: str = VERL, is_patched: bool = True) -> dict[str, Any]:
         return {"path": (str(patched_trees(verl) if is_patched else ensure_base(bases()[f"v{verl}"])),)}

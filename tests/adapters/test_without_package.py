@@ -12,11 +12,6 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.full
 
-IMPORT = """
-import sys
-import verl.workers.actor.dp_actor, verl.trainer.main_ppo, verl.workers.fsdp_workers
-assert [name for name in sys.modules if "gradloc" in name] in ([], ["verl.utils.gradloc_seam"])
-"""
 DISTRIBUTED = """
 import os, sys
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
@@ -26,12 +21,15 @@ torch.set_num_threads(1)
 """
 TRAIN = f"""
 {DISTRIBUTED}
-from tests.world.harness import make_batch, make_trainer
-trainer = make_trainer(["actor_rollout_ref.actor.use_kl_loss=true"], "x")
-for seed in range(3):
-    metrics = trainer.update(make_batch(seed=seed))["metrics"]
-assert not [name for name in sys.modules if name.partition(".")[0] == "gradloc"]
-print(trainer.weights_hash(), sorted(metrics))
+import verl.trainer.main_ppo
+from tests.world.spikes import train
+found = train(["actor_rollout_ref.actor.use_kl_loss=true"], "x", num_steps=3)
+ours = [name for name in sys.modules if "gradloc" in name]
+print(found["weights"], sorted(found["metrics"]), ours)
+with open("gradloc.py", "w") as file:
+    file.write("__version__ = '0.3.0'")
+sys.argv[1:] = ["actor_rollout_ref.actor.spike_detection=True"]
+verl.trainer.main_ppo.main()
 """
 
 
@@ -61,12 +59,15 @@ def run(packages, tmp_path):
     return run
 
 
-def test_it_imports_and_trains_bit_for_bit_as_unpatched_verl(run, base_tree, patched_tree):
-    assert run(patched_tree, "-c", IMPORT).returncode == 0
-    answers = [run(tree, "-c", TRAIN) for tree in (base_tree, patched_tree)]
-    assert all(answer.returncode == 0 for answer in answers), answers[1].stderr[-3000:]
-    before, after = (answer.stdout.strip().splitlines()[-1] for answer in answers)
-    assert before == after and len(before.split()[0]) == 64
+def test_it_trains_bit_for_bit_as_unpatched_verl_and_another_version_of_the_package_ends_in_one_sentence(
+    run, worlds, patched_tree, dump_dir
+):
+    overrides = ["actor_rollout_ref.actor.use_kl_loss=true"]
+    (base,) = worlds(1, is_patched=False).run("spikes.train", overrides=overrides, dump_dir=dump_dir, num_steps=3)
+    done = run(patched_tree, "-W", "ignore", "-c", TRAIN)
+    assert "has 0.3.0" in sentence_of(done)
+    trained = f"{base['weights']} {sorted(base['metrics'])} ['verl.utils.gradloc_seam']"
+    assert done.stdout.strip().splitlines()[-1] == trained and len(base["weights"]) == 64
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -82,12 +83,6 @@ def test_what_is_switched_on_ends_in_one_sentence_that_says_what_to_install(run,
     done = run(patched_tree, "-m", "verl.trainer.main_ppo", *arguments.split())
     assert sentence_of(done).startswith(f"{ON[arguments]} needs the package gradloc")
     assert "has none" in done.stderr
-
-
-def test_another_version_of_the_package_ends_in_the_same_sentence(run, patched_tree, tmp_path):
-    (tmp_path / "gradloc.py").write_text('__version__ = "0.3.0"\n')
-    done = run(patched_tree, "-m", "verl.trainer.main_ppo", f"{ACTOR}.spike_detection=True")
-    assert "has 0.3.0" in sentence_of(done)
 
 
 def sentence_of(done: subprocess.CompletedProcess) -> str:

@@ -14,34 +14,35 @@ from tests.world import RankError, World
 pytestmark = pytest.mark.full
 
 
-def check(by_rank: list[list[dict]], least: int) -> None:
+def check(by_rank: list[list[dict]], least: int, mode: str = "observe") -> None:
     """Of each rank: training alone, then failures at pass 1, 2, ... and at last a search that had no more passes."""
     for plain, *failed, last in by_rank:
         assert len(failed) >= least
-        assert all(answer["weights"] == plain["weights"] for answer in (*failed, last))
+        assert all(answer["weights"] == plain["weights"] for answer in failed)
         assert all((answer["failures"], answer["events"]) == (1, 0) for answer in failed)
         assert (last["failures"], last["events"]) == (0, 1)
+        assert (last["weights"] == plain["weights"]) == (mode == "observe"), "a step that failed is taken as it was"
+
+
+ALL = [0, 1]
+CASES = [
+    ("fsdp2", "before", ALL, "observe"),
+    ("fsdp2", "block", ALL, "observe"),
+    ("fsdp2", "backward", ALL, "mask"),
+    ("fsdp1", "backward", ALL, "observe"),
+    ("fsdp2", "loss", [1], "observe"),  # where its peers wait in no collective of the pass
+]
+MORE = [(layout, place, ALL, "observe") for layout in ("fsdp2", "fsdp1") for place in PLACES]
+MORE.append(("fsdp1", "loss", [1], "observe"))
 
 
 @pytest.mark.parametrize(
-    ("layout", "place"),
-    [pytest.param("fsdp1", "before", marks=pytest.mark.slow)]  # where FSDP has no part yet
-    + [(layout, place) for layout in ("fsdp2", "fsdp1") for place in PLACES if (layout, place) != ("fsdp1", "before")],
+    ("layout", "place", "failing", "mode"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in CASES)],
 )
-def test_an_error_on_all_ranks_is_counted_and_training_goes_on_with_the_same_weights(bare_world, layout, place):
-    check(bare_world.run("tests.bare.faults.train_past_every_pass", layout=layout, place=place, failing=[0, 1]), 3)
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_so_is_an_error_of_one_rank_where_its_peers_wait_in_no_collective_of_the_pass(bare_world, layout):
-    check(bare_world.run("tests.bare.faults.train_past_every_pass", layout=layout, place="loss", failing=[1]), 3)
-
-
-def test_a_step_that_could_not_be_masked_is_taken_as_it_was(bare_world):
-    options = {"layout": "fsdp2", "place": "backward", "failing": [0, 1], "mode": "mask"}
-    for plain, *failed, masked in bare_world.run("tests.bare.faults.train_past_every_pass", **options):
-        assert all(answer["weights"] == plain["weights"] and answer["failures"] == 1 for answer in failed)
-        assert masked["weights"] != plain["weights"]
+def test_an_error_is_counted_and_training_goes_on_with_the_same_weights(bare_world, layout, place, failing, mode):
+    options = {"layout": layout, "place": place, "failing": failing, "mode": mode}
+    check(bare_world.run("tests.bare.faults.train_past_every_pass", **options), 3, mode)
 
 
 @pytest.mark.parametrize("place", ["block", "backward"])

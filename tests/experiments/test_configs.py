@@ -39,33 +39,38 @@ REINFORCE = ("algorithm.adv_estimator=reinforce_plus_plus",)
 # alpha, eta (None: no Lopti), from the four scripts of the authors' repository.
 KNIGHTS = {"kk-baseline": (0.0, None), "kk-ar": (0.2, None), "kk-lopti": (0.0, 0.4), "kk-ar-lopti": (0.3, 0.5)}
 KNOBBED = ["demo", "explosion", "buckets-demo"]
-RUNS = [(name, arm) for name in PATCHED for arm in (Arm("as it is", ""), *catalog.load(name).arms)]
-CASES = [
-    *((*catalog.load(name).arguments(arm.overrides), {}) for name, arm in RUNS),
-    *((name, [], KNOBS) for name in KNOBBED),
-    (catalog.PUBLISHED.name, ["data.train_batch_size=32"], {"NNODES": "2"}),
-    (catalog.DEMO.name, ["seed=7"], {}),
-    (*catalog.load("kk-ar-lopti").arguments(REINFORCE), {}),
-]
+
+
+def runs():
+    """Every experiment as it is and with each arm; by default, of arms that set the same names, the first."""
+    seen = set()
+    for name in PATCHED:
+        for arm in (Arm("as it is", ""), *catalog.load(name).arms):
+            names = (name, *(override.partition("=")[0] for override in arm.overrides))
+            yield pytest.param(name, arm, id=f"{name}: {arm.name}", marks=[pytest.mark.slow] if names in seen else [])
+            seen.add(names)
 
 
 @pytest.fixture(scope="module")
 def composed(single, tmp_path_factory, patched_tree):
-    """Looks a case's config up; all are composed in a rank, where verl is imported already."""
+    """An experiment's config with overrides and variables; composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
-    variables = environment(folder, patched_tree)
-    (made,) = single.run("configs.experiments", configs=str(catalog.CONFIGS), cases=CASES, variables=variables)
+    shared, made = environment(folder, patched_tree), {}
 
-    def look_up(name, overrides=(), variables=None):
-        found = made[CASES.index((*catalog.load(name).arguments(overrides), variables or {}))]
+    def compose(name, overrides=(), variables=None):
+        case = (*catalog.load(name).arguments(overrides), variables or {})
+        if str(case) not in made:
+            given = {"configs": str(catalog.CONFIGS), "cases": [case], "variables": shared}
+            ((made[str(case)],),) = single.run("configs.experiments", **given)
+        found = made[str(case)]
         assert "error" not in found, found["error"]
         return found["config"]
 
-    look_up.folder = folder
-    return look_up
+    compose.folder = folder
+    return compose
 
 
-@pytest.mark.parametrize("name, arm", RUNS, ids=[f"{name}: {arm.name}" for name, arm in RUNS])
+@pytest.mark.parametrize(("name", "arm"), [*runs()])
 def test_every_arm_of_an_experiment_composes_and_becomes_verls_dataclasses(composed, name, arm):
     config = composed(name, arm.overrides)
     assert config["trainer"]["experiment_name"] == name

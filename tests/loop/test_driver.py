@@ -15,8 +15,9 @@ from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.wire import RankReport
 from gradloc.record import Run
-from tests.bare import build
-from tests.watch.toy import TAU, ToyTrainer, batch_of
+from tests.watch.loops import PLANT, SPIKE, TAU, batches, flat
+from tests.watch.test_harmless import events_in
+from tests.watch.test_semantics import Loop
 
 
 def driver(tmp_path, model="actor", **trigger):
@@ -111,15 +112,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_abort_ends_the_run_with_the_verdict_and_says_that_no_step_was_taken(tmp_path):
-    trainer = ToyTrainer(build("tiny"), tmp_path, action="abort", trigger={"tau": TAU})
-    weights = [param.clone() for param in trainer.model.parameters()]
+    aborted, before = Loop(tmp_path, "abort", **TAU), Loop().run(steps=SPIKE - 1)
     with pytest.raises(AbortedBySpike) as found:
-        trainer.step(batch_of())
-    event = json.loads((tmp_path / "gradloc" / "events.jsonl").read_text())
+        aborted.run()
+    (event,) = events_in(tmp_path)
     assert event["verdict"] in str(found.value) and str(tmp_path) in str(found.value)
     assert "(action=abort)" in str(found.value) and "The step was not taken" in str(found.value)
     assert event["action"]["taken"] == "abort"
-    assert all(map(torch.equal, weights, trainer.model.parameters()))
+    assert torch.equal(flat(aborted.model), flat(before.model))
 
 
 def test_abort_without_an_event_ends_the_run_too(tmp_path):
@@ -127,17 +127,25 @@ def test_abort_without_an_event_ends_the_run_too(tmp_path):
         update(driver(tmp_path, tau=1.0), 1, norms=[9.0], outcomes=[Outcome(0, 9.0, "abort", False)])
 
 
+class WithAdvantages(Loop):
+    """What a token is worth is its advantage."""
+
+    def micro_batch(self, x, mask, weight):
+        (-(self.log_probs(x, mask, advantages=weight) * mask * weight).sum() / 96).backward()
+
+
 def test_an_event_is_held_against_the_run_s_earlier_batches(tmp_path):
-    trainer = ToyTrainer(build("tiny"), tmp_path, action="skip", trigger={"tau": TAU})
-    trainer.optimizer.param_groups[0]["lr"] = 0.0  # so that no ratio is clipped
-    for _ in range(5):
-        trainer.step(batch_of(worth=1.0))
-    trainer.step(batch_of())
-    trainer.step({name: 10 * of if name == "advantages" else of for name, of in batch_of().items()})
-    first, second = map(json.loads, (tmp_path / "gradloc" / "events.jsonl").read_text().splitlines())
-    assert first["batch"]["over_run"]["advantage"] == pytest.approx(1.0)
-    assert second["batch"]["over_run"]["advantage"] == pytest.approx(10.0)
-    assert math.isclose(second["batch"]["over_run"]["length"], 1.0)
+    made = WithAdvantages(tmp_path, "skip", lr=0.0, **TAU)
+    ids, mask = next(batches(1))
+    worth = torch.ones_like(mask, dtype=torch.float32)
+    planted = worth.clone()
+    planted[PLANT] = 4000.0
+    for weight in (*[worth] * 5, planted, 10 * planted):
+        made.step(ids, mask, weight)
+    first, second = (event["batch"]["over_run"] for event in events_in(tmp_path))
+    assert first["advantage"] == pytest.approx(1.0)
+    assert second["advantage"] == pytest.approx(10.0)
+    assert math.isclose(second["length"], 1.0)
 
 
 # ---- when to look

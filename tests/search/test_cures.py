@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings are measured, and that their norms are those of a step trained with them: on a bare model, whose loss
-has settings of its own. On real trainers: tests/adapters/verl07/test_cures.py."""
+has settings of its own. On real trainers: tests/adapters/same/test_cures.py."""
 
 import math
 from dataclasses import replace

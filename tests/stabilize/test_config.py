@@ -73,12 +73,6 @@ def test_the_whole_config_is_checked_for_what_a_stabilizer_needs(single, dump_di
             assert expected in answer, overrides
 
 
-def test_a_batch_without_the_rollouts_log_probs_is_refused_on_every_rank(world, dump_dir):
-    given = dict(overrides=[LOG_PROBS, f"{STABILIZE}.token_clip.mode=mask"], dump_dir=dump_dir)
-    for sentence in world.run("tests.stabilize.scenarios.update_without_rollout_log_probs", **given):
-        assert "need the rollout's log-probs, found none: set actor_rollout_ref.rollout" in sentence
-
-
 def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump_dir):
     safe, changed = compose(["+gradloc=safe"], ["+gradloc=safe", f"{STABILIZE}.layer_clip.rule=adagc"])
     assert safe["spike"] is True
@@ -91,10 +85,3 @@ def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose, single, dump
     assert changed["ok"]["stabilize"]["layer_clip"]["rule"] == "adagc"
     answers = single.run("tests.stabilize.scenarios.check_configs", cases=[["+gradloc=safe"]], dump_dir=dump_dir)
     assert answers == [[True]]
-
-
-def test_a_run_under_safe_trains(world, dump_dir):
-    given = dict(overrides=["+gradloc=safe"], dump_dir=dump_dir, num_steps=2, rollout_noise=0.3)
-    for found in world.run("spikes.train", **given):
-        assert "gradloc/token_clip/share" in found["metrics"]
-        assert "gradloc/layer_clip/share" in found["metrics"]

@@ -10,7 +10,7 @@ from experiments.cpu.environment import CACHE
 from tests.watch import faults
 from tests.watch.test_harmless import events_in, named
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.full] if seed > 3 else []) for seed in range(20)]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 3 else []) for seed in range(20)]
 CASES = [pytest.param(kind, *seed.values, marks=seed.marks) for kind in ("sft", "dpo", "grpo") for seed in SEEDS]
 CASES += [(kind, seed) for kind in ("weighted", "k1", "k3") for seed in range(2)]
 

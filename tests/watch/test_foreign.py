@@ -12,8 +12,6 @@ import torch
 
 from tests.watch.test_harmless import events_in
 
-nano = pytest.importorskip("nano_gpt.trainer", exc_type=ImportError)
-
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 OURS = (
     "-watch.log_probs(lambda: gradloc.token_log_probs(model(x)[0], y), y >= 0, y).mean() if watch else model(x, y)[1]"
@@ -32,7 +30,13 @@ VOCABULARY, STEPS, SPOILED = 64, 240, 230
 
 
 @pytest.fixture
-def changed(monkeypatch):
+def nano():
+    """The package's own module."""
+    return pytest.importorskip("nano_gpt.trainer", exc_type=ImportError)
+
+
+@pytest.fixture
+def changed(nano, monkeypatch):
     """The package's module with our lines."""
     source = inspect.getsource(nano)
     ours = source
@@ -60,7 +64,7 @@ def batches():
 
 
 @pytest.mark.full
-def test_six_lines_localize_its_spike(changed, tmp_path):
+def test_six_lines_localize_its_spike(nano, changed, tmp_path):
     torch.manual_seed(0)
     from nano_gpt.config import GPTConfig, TrainConfig
 

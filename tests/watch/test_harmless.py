@@ -56,8 +56,15 @@ def test_recomputed_or_compiled(tmp_path, how):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("ddp", "float32"),
+        pytest.param("ddp", "bfloat16", marks=pytest.mark.slow),  # as in one process, and as in float32
+        pytest.param("ddp", "float16", marks=pytest.mark.slow),
+        *(("fsdp2", precision) for precision in PRECISIONS),
+    ],
+)
 def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
     check(on(bare_world), tmp_path, layout=layout, precision=precision)
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.full
 def test_every_line_for_0_7_composes_builds_and_is_read(patched_tree):
-    """For 0.9: tests/adapters/verl09/same/test_advice.py."""
+    """For 0.9: tests/adapters/verl09/test_advice.py."""
     path = os.pathsep.join([str(patched_tree), str(ROOT)])
     command = [sys.executable, "-m", "tests.words.composed", "0.7"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)

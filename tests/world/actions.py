@@ -70,6 +70,7 @@ def collapse(mode: str, growth: float, dump_dir: str) -> dict[str, Any]:
     """
     overrides = [*ON, f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
     overrides += [] if mode == "healthy" else [f"{ACTOR}.gradloc.action.mode={mode}"]
+    overrides += [f"{ACTOR}.gradloc.trigger.max_events=0"] * (mode != "mask")  # which alone needs a search
     trainer = make_trainer(overrides, dump_dir)
     start, steps = _weights(trainer), []
     for step in range(NUM_BEFORE + NUM_GROWING + NUM_AFTER):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spikes of every kind in verl's actor: what each event must say is in tests/adapters/verl07/test_verdicts.py."""
+"""Spikes of every kind in verl's actor: what each event must say is in tests/adapters/same/test_verdicts.py."""
 
 import logging
 import math

@@ -16,12 +16,6 @@ SAME = ("weights", "optimizer", "scheduler", "rng")
 """What a run leaves behind that must be the same, bit for bit."""
 
 
-@pytest.fixture(scope="session")
-def world_settings() -> Callable[..., dict[str, Any]]:
-    """The installed TRL, with ours or without: without spike_detection it is TRL's own trainer."""
-    return lambda *_, **__: {"preloaded": ("trl", "gradloc.trl")}
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """``run(name, **given)``: :func:`harness.run` in this process; events are in ``tmp_path / "watched"``."""

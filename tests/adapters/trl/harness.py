@@ -167,30 +167,28 @@ class Noted(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
+SMALL: dict[str, Any] = dict(
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    max_steps=4,
+    learning_rate=1e-3,
+    logging_steps=1,
+    report_to="none",
+    bf16=False,
+    use_cpu=DEVICE == "cpu",
+    save_strategy="no",
+    seed=11,
+    disable_tqdm=True,
+    gradient_checkpointing=False,
+)
+"""What every run's config has, whichever trainer: small and the same every time."""
+
+
 def config_of(base: Any, folder: str, **changed: Any) -> Any:
-    """The run's config, small and the same every time."""
-    given = dict(
-        output_dir=folder,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=4,
-        learning_rate=1e-3,
-        lr_scheduler_type="linear",
-        logging_steps=1,
-        report_to="none",
-        bf16=False,
-        use_cpu=DEVICE == "cpu",
-        save_strategy="no",
-        seed=11,
-        beta=0.0,
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        max_grad_norm=1.0,
-    )
+    """The config of a run with rollouts."""
+    rollouts = dict(num_generations=4, max_completion_length=12, lr_scheduler_type="linear", beta=0.0)
     kind = {"GRPOTrainer": trl.GRPOConfig, "RLOOTrainer": trl.RLOOConfig}[base.__name__]
-    return kind(**{**given, **changed})
+    return kind(**{"output_dir": folder, "max_grad_norm": 1.0, **SMALL, **rollouts, **changed})
 
 
 def make(
@@ -265,18 +263,24 @@ def run(name: str, folder: str, **given: Any) -> dict[str, Any]:
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
     logs = trainer.noted.logs
-    return {
-        "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
-        "optimizer": digest(trainer.optimizer.state_dict()),
+    return left_behind(trainer, logs) | {
         "scheduler": trainer.lr_scheduler.state_dict().get("_last_lr"),
         "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
-        "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
-        "logs": logs,
         "where": trainer.where,
         "largest": [log["actor/grad_norm_max"] for log in logs if "actor/grad_norm_max" in log],
         "step": trainer.state.global_step,
         "is_finite": all(bool(part.isfinite().all()) for part in _tensors(trainer.model.state_dict())),
         "error": error,
+    }
+
+
+def left_behind(trainer: Any, logs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hashes of a trainer's weights and of its optimizer's state, what it logged, and the norms in that."""
+    return {
+        "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+        "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
+        "logs": logs,
     }
 
 

@@ -62,29 +62,13 @@ def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = F
     columns = {"text": TEXTS}
     if base == "DPOTrainer":
         columns = {"prompt": [t[:5] for t in TEXTS], "chosen": TEXTS, "rejected": TEXTS[::-1]}
-    arguments = dict(
-        output_dir=folder,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to="none",
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        seed=11,
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        max_length=32,
-    )
     kind_of_args = {"SFTTrainer": trl.SFTConfig, "DPOTrainer": trl.DPOConfig}[base]
     noted = harness.Noted()
     settings = {"trigger": {"tau": 60.0}, **(gradloc or {})}
     more = {"gradloc": settings} if kind == "watched" else {}
     trainer = trainer_type(
         model=transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32),
-        args=kind_of_args(**{**arguments, **config}),
+        args=kind_of_args(**{"output_dir": folder, "max_length": 32, **harness.SMALL, "use_cpu": True, **config}),
         processing_class=harness.tokenizer(),
         train_dataset=Dataset.from_dict(columns),
         callbacks=[noted],
@@ -94,10 +78,4 @@ def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = F
         attach(trainer, settings)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    return {
-        "weights": harness.digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
-        "optimizer": harness.digest(trainer.optimizer.state_dict()),
-        "norms": [log["grad_norm"] for log in noted.logs if "grad_norm" in log],
-        "logs": noted.logs,
-        "where": getattr(trainer, "where", []),
-    }
+    return harness.left_behind(trainer, noted.logs) | {"where": getattr(trainer, "where", [])}

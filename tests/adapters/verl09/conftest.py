@@ -1,40 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds of ranks on an installed verl 0.9, which is an environment of its own: `scripts/test.sh verl09`."""
 
-import importlib.metadata
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from experiments.verl09 import ENVIRONMENT
-from tests.world import DEVICE, World
+from tests.trainers import TRAINER
+from tests.world import World
 
 HARNESS = "tests.adapters.verl09.harness"
-# Where it is installed, most of a rank's start is importing it.
-PRELOADED = ("verl.workers.engine_workers", "verl.trainer.ppo.v1", "transfer_queue")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def verl09() -> Iterator[None]:
-    """Skips where another verl is installed, or none; else sets what a machine without an accelerator needs."""
-    try:
-        found = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if not found.startswith("0.9."):
-        pytest.skip(f"verl 0.9 is needed and {found} is installed: run scripts/test.sh verl09")
-    with mock.patch.dict(os.environ, ENVIRONMENT if DEVICE == "cpu" else {}):
-        yield
-
-
-@pytest.fixture(scope="session")
-def world_settings(verl09: None) -> Callable[..., dict[str, Any]]:
-    """The installed verl, with ours or without: without a flag it takes its own engine."""
-    return lambda *_, **__: {"preloaded": PRELOADED, "timeout_s": 300}
+def verl09() -> None:
+    """Skips where another verl is installed, or none."""
+    if TRAINER != "verl 0.9":
+        pytest.skip(f"verl 0.9 is needed and {TRAINER} is what there is: run scripts/test.sh verl09")
 
 
 @pytest.fixture(scope="session")

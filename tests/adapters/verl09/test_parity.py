@@ -48,7 +48,7 @@ def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothin
     own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]
     overrides = [*ON, "trainer.gradient_analysis_mode=true", "trainer.gradient_analysis_every=2", *own]
     made, _ = world.run(
-        "tests.adapters.verl09.same.features.separate.prepare",
+        "tests.adapters.verl09.separate.prepare",
         overrides=overrides,
         model_dir=str(model_dir),
         failing=failing,

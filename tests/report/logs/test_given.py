@@ -6,7 +6,6 @@ import sys
 import tarfile
 import zipfile
 
-import pandas
 import pytest
 
 from tests.report.logs.made import CONSOLE, NORMS, ROWS
@@ -35,6 +34,8 @@ def test_an_archives_log_is_read(ending, tmp_path, shown):
 
 def sheet(path):
     """A parquet file or a spreadsheet with the run in it; the spreadsheet has a sheet of remarks, too."""
+    import pandas
+
     if path.suffix == ".parquet":
         pandas.DataFrame(ROWS).to_parquet(path)
         return path

@@ -3,8 +3,8 @@
 
 import pytest
 
-from tests.adapters.verl07 import test_cures
-from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle, check_training
+from tests.adapters.same import test_cures
+from tests.adapters.same.layouts.checks import PLANTS, TAU, check_oracle, check_training
 from tests.adapters.verl09.harness import DISTILLED
 from tests.world.events import read_events
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import PLANTS, TAU, check_oracle
+from tests.adapters.same.layouts.checks import PLANTS, TAU, check_oracle
 from tests.adapters.verl09.conftest import HARNESS
 from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
 from tests.world.events import read_events

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07 import (
+from tests.adapters.same import (
     test_actions,
     test_cures,
     test_failures,
@@ -12,7 +12,7 @@ from tests.adapters.verl07 import (
     test_trigger,
 )
 from tests.adapters.verl09.layouts import test_distillation
-from tests.stabilize import test_config as stabilize_config
+from tests.stabilize import test_actor as stabilizers
 from tests.world.events import read_events
 
 from .layouts import DEFAULT, LAYOUTS, MEGATRON, in_layouts
@@ -128,7 +128,7 @@ test_a_token_that_the_teacher_thinks_otherwise_of_is_found = same(
 test_skip_takes_no_step_at_all = same(
     test_failures.test_skip_takes_no_step_at_all, "DP 2, sharded optimizer", "PP 2", *ON_CPU, default=(ON_CPU[0],)
 )
-test_a_run_under_safe_trains = same(stabilize_config.test_a_run_under_safe_trains, "TP 2", *CP)
+test_a_run_under_safe_trains = same(stabilizers.test_a_run_under_safe_trains, "TP 2", *CP)
 test_abort_stops_the_run_with_the_event_on_disk = slow(
     test_failures.test_abort_stops_the_run_with_the_event_on_disk, "TP 2"
 )

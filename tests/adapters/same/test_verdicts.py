@@ -105,7 +105,11 @@ def check(world, dump_dir, kind, *settings):
     return event
 
 
-@pytest.mark.parametrize("kind", CAUSES)
+RERUN = ("token", "transient")
+"""Kinds that are run again below, where all is asked of them that is asked here."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RERUN)) for kind in CAUSES])
 def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
     check(world, dump_dir, kind)
 
@@ -149,7 +153,7 @@ def test_fsdp1_that_sums_no_gradients_is_told_and_left_alone(world, dump_dir):
     assert second["told"] == [] and first["events"] == second["events"] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("kind", "came_back"), [("token", True), ("transient", False)])
+@pytest.mark.parametrize(("kind", "came_back"), zip(RERUN, (True, False), strict=True))
 def test_on_request_a_spike_is_run_again(world, dump_dir, kind, came_back):
     event = check(world, dump_dir, kind, f"{ACTOR}.gradloc.evidence.rerun=true")
     assert event["rerun"]["is_reproduced"] == came_back

@@ -12,7 +12,7 @@ from gradloc.adapters.verl09.trainer import _ACTOR, KVUpdate
 from tests.world.harness import make_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from ...harness import make_trainer
+from .harness import make_trainer
 
 
 def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
+from tests.adapters.same.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
 
 ULYSSES = ["actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, PLANTS, TAU, check_planted, check_training
+from tests.adapters.same.layouts.checks import ACTOR, PLANTS, TAU, check_planted, check_training
 
 QWEN, MIXTRAL = ["experts=qwen3_moe"], ["experts=mixtral", f"{ACTOR}.strategy=fsdp"]
 

@@ -92,7 +92,13 @@ def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_di
         assert found["log_prob_drift"] == 0.0, "no stale weights are left in any unit"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+ALIKE = ("FSDP2, weights kept", "FSDP1, weights kept", "FSDP2, entropy and KL", "FSDP1, bf16")
+"""A row's backward is that of others."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in LAYOUTS]
+)
 def test_a_token_s_backward_runs_its_row_alone(world, dump_dir, layout):
     found, other = world.run("identities.rows_alone", overrides=layout, dump_dir=dump_dir)
     assert found["ran"] == [(1, [1])] * 2

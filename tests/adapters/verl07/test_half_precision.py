@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.plants import KINDS
+from tests.adapters.verl07.plants import KINDS
 
 MICRO_BATCHES, MAX_STEPS = 2, 4
 
@@ -19,7 +19,7 @@ OTHERS = [(kind, mode, seed) for kind in KINDS for mode in ("observe", "mask") f
 )
 def test_all_that_is_planted_is_named_and_the_spike_explained(world, dump_dir, kind, mode, seed):
     given = {"kind": kind, "seed": seed, "mode": mode, "dtype": "bfloat16", "dump_dir": dump_dir}
-    found = world.run("tests.adapters.verl07.layouts.plants.search", **given)[0]
+    found = world.run("tests.adapters.verl07.plants.search", **given)[0]
     event = found["event"]
     search, shares, certificate = event["search"], event["shares"], event["certificate"]
     cost = search["forwards"] + 2 * search["backwards"]

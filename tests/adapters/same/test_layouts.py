@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, check_planted
+from tests.adapters.same.layouts.checks import ACTOR, check_planted
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
@@ -52,6 +52,8 @@ CASES = [(name, "auto") for name in LAYOUTS] + [
     (name, "bisect") for name in ("FSDP1", "FSDP2, bf16, checkpointing", "FSDP1, fp16 with its scaler")
 ]
 REPEATED = [("FSDP2, bf16", "auto"), ("FSDP2, offload_policy", "auto"), ("FSDP2, bf16, checkpointing", "bisect")]
+REPEATED += [("FSDP2, entropy and KL terms", "auto"), ("FSDP2, one row per micro-batch", "auto"), ("FSDP1", "auto")]
+REPEATED += [("FSDP1, weights kept after forward", "auto")]
 """By default another case has all that they have."""
 CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case in REPEATED), id=" by ".join(case)) for case in CASES]
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import check_oracle
+from tests.adapters.same.layouts.checks import check_oracle
 from tests.world.events import read_events
 from tests.world.oracle import place_of
 

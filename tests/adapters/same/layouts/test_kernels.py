@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.adapters.verl07.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
+from tests.adapters.same.layouts.checks import ACTOR, MODES, PLANTS, TAU, check_planted, check_training
 
 MODEL = "actor_rollout_ref.model"
 BF16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]

@@ -4,7 +4,7 @@
 import json
 from pathlib import Path
 
-from tests.adapters.verl07.layouts.checks import MODES, TAU, check_planted, check_training
+from tests.adapters.same.layouts.checks import MODES, TAU, check_planted, check_training
 
 ANSWERED = (3, 6)
 

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-from tests.adapters.verl07.test_localization import *  # noqa: F403
