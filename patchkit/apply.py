@@ -37,6 +37,8 @@ def load(folder: Path) -> list[Edition]:
             if sha256_hex(patch) != entry["sha256"]:
                 raise ValueError(f"{entry['name']} has the sha256 {sha256_hex(patch)}, not {entry['sha256']}")
             editions.append(Edition(entry["base"], document["version"], parse(patch), patch))
+        if not editions:
+            raise ValueError("manifest.json names no patch")
         return editions
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what, cause = f"{folder} does not hold what its manifest names", "It was edited, converted, or cut off."

@@ -390,7 +390,8 @@ def test_a_patch_that_is_not_the_manifests_is_not_used(apply, repo, tree, spoil)
 
 
 NO_MANIFEST = ["", "{", '{"patches": 1}', '{"version": "1.0", "patches": [{}]}', "[" * 10**4, "\udcff"]
-NO_MANIFEST += ['{"version": "1.0", "patches": []}' + " " * 2**16]  # a valid one that is too large
+NO_MANIFEST += ['{"version": "1.0", "patches": []}']
+NO_MANIFEST += [(ROOT / "patches" / "manifest.json").read_text() + " " * 2**16]  # a valid one that is too large
 
 
 @pytest.mark.parametrize("text", NO_MANIFEST, ids=range(len(NO_MANIFEST)))
