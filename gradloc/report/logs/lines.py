@@ -207,13 +207,15 @@ class Printed(Grammar):
 
     def count_by_bars(self) -> None:
         """The steps of lines that do not say them, by the bar before each: a Trainer's counts its steps."""
+        counted = set(self._bars)
         for process, bars in self._bars.items():
             rows = self.rows[process]
             counts = [count for count, _ in bars]
             is_one = len(rows) == len(bars) and len({total for _, total in bars}) == 1
             if is_one and all(before != after for before, after in pairwise(counts)):
                 self.rows[process] = [(count, values) for count, (_, values) in zip(counts, rows, strict=True)]
-                self.is_counted = False
+                counted.remove(process)
+        self.is_counted = bool(counted)
 
 
 def _next_step(rows: list[Row], epoch: float | None) -> int:

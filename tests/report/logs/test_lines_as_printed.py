@@ -131,6 +131,16 @@ def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_c
     assert ("checkpoint-300" in said.command) == has_bar and "checkpoint-100" not in said.command
 
 
+@pytest.mark.parametrize("num_lines", [1, 2])
+def test_steps_are_counted_as_long_as_one_process_s_bar_does_not_say_them(tmp_path, num_lines):
+    log = tmp_path / "train.log"
+    line = "(A pid=1) {{'grad_norm': {n}}}\n" + "(B pid=2) {{'grad_norm': {n}}}\n" * num_lines
+    bars = (f" 40%|####      | {10 * s}/600 [00:40<01:00, 10.0it/s]\n{line.format(n=n)}" for s, n in norms())
+    log.write_text("".join(bars))
+    runs, _ = read([log])
+    assert {run.is_counted for run in runs} == {num_lines == 2}
+
+
 @pytest.mark.parametrize("reward", [0.5, -0.01])
 def test_growth_is_judged_by_the_reward_since_it_began(tmp_path, reward):
     log = tmp_path / "a.log"
