@@ -135,7 +135,7 @@ BY_DEFAULT: dict[str, dict[str, tuple[str, ...]]] = {
         "through_the_clips": ("[FSDP1]", "[FSDP2, bisect]"),
     },
 }
-"""Part of a test's name, and those of its cases that the default tests have on this trainer; verl 0.7 has them all."""
+"""Part of a test's name, and those of its cases that the default tests have on this trainer; verl 0.7 has the others."""
 ON_0_7_1 = {
     "test_switched_off_it_is_unpatched_verl_bit_for_bit": ("one mini-batch]", "FSDP1, two mini-batches, two epochs]"),
     "test_observing_a_spike_leaves_the_run_as_it_would_have_been": ("-FSDP1, two mini-batches, two epochs-auto]",),
@@ -159,9 +159,16 @@ def mark(item: pytest.Item) -> None:
         for name, reason in NOT_HERE[TRAINER].items():
             if name in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        for name, cases in BY_DEFAULT.get(TRAINER, {}).items():
-            if name in item.name and not any(case in item.name for case in cases):
-                item.add_marker(pytest.mark.slow)
+        if _is_default_on(TRAINER, item) is False:
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_default_on(trainer: str, item: pytest.Item) -> bool | None:
+    """Whether a case is one of that trainer's default tests; None where the trainers do not share its cases out."""
+    for name, cases in BY_DEFAULT.get(trainer, {}).items():
+        if name in item.name:
+            return any(case in item.name for case in cases)
+    return None
 
 
 def _mark_on_07(item: pytest.Item) -> None:
@@ -174,6 +181,8 @@ def _mark_on_07(item: pytest.Item) -> None:
         values = {value for value in given.values() if isinstance(value, str)}
         if not values & ON_07:
             item.add_marker(pytest.mark.slow)
+    if not is_chosen and _is_default_on("verl 0.9", item):
+        item.add_marker(pytest.mark.slow)
     is_default = item.name.endswith(ON_0_7_1.get(item.originalname, ()))
     if given.get("verl_version", VERSION) != VERSION and not is_default:
         item.add_marker(pytest.mark.slow)
