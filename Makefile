@@ -4,7 +4,7 @@
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
 
-quick:         ## the tests that need neither verl nor Ray: under a minute
+quick:         ## the quick ones of the tests that need neither verl nor Ray: a minute
 	scripts/test.sh quick
 
 test:          ## lint and all default tests; makes its own environment under .gradloc/

@@ -5,7 +5,7 @@
 #
 #   scripts/test.sh            lint, and all default tests
 #   scripts/test.sh lint       ruff, its format, shellcheck, types, and that patches/ is what its sources say
-#   scripts/test.sh quick      the tests that need neither verl nor Ray
+#   scripts/test.sh quick      the quick ones of the tests that need neither verl nor Ray
 #   scripts/test.sh slow       what takes longer than the default may
 #   scripts/test.sh browser    opens the report in headless Chromium
 #   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more

@@ -44,6 +44,13 @@ IN_PROCESS = {"verl"}
 FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
 ACTOR = ("adapters", "replay")
+LONG = """
+core/test_memory house/test_figures house/test_imports loop/test_localizer mismatch/test_bugs mismatch/test_files
+report/logs/test_made report/pages/test_one_truth reward/test_pool search/test_auto search/test_beside
+search/test_candidates search/test_cost search/test_find search/test_share search/test_unrepeatable watch/test_demo
+watch/test_harmless watch/test_price watch/test_ranks watch/test_semantics
+"""
+"""Modules that need no verl and yet take most of the time of those that do not: `make quick` is to take a minute."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = "in-process"
         else:
             group = item.path.relative_to(ROOT).as_posix()
-        if fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
+        is_long = "/".join(room).removesuffix(".py") in LONG.split()
+        if is_long or fixtures & (WORLDS | IN_PROCESS) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.full)
         item.add_marker(pytest.mark.xdist_group(group))
         groups[item] = group

@@ -135,7 +135,7 @@ BY_DEFAULT: dict[str, dict[str, tuple[str, ...]]] = {
         "through_the_clips": ("[FSDP1]", "[FSDP2, bisect]"),
     },
 }
-"""Part of a test's name, and those of its cases that the default tests have on this trainer; verl 0.7 has the others."""
+"""Part of a test's name, and those of its cases that are default tests on this trainer; verl 0.7 has the others."""
 ON_0_7_1 = {
     "test_switched_off_it_is_unpatched_verl_bit_for_bit": ("one mini-batch]", "FSDP1, two mini-batches, two epochs]"),
     "test_observing_a_spike_leaves_the_run_as_it_would_have_been": ("-FSDP1, two mini-batches, two epochs-auto]",),

@@ -107,10 +107,11 @@ class Trainer(harness.Trainer):
 
     def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
         """The same with all but the chosen tokens, bool (R, T), detached."""
-        from gradloc.adapters.verl09.step import pack, padded
+        from gradloc.adapters.verl09.step import Packing, padded
 
         def detach(model_output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
-            packed = pack(padded(data["chosen"]).bool(), data)
+            is_chosen = padded(data["chosen"]).bool()
+            packed = Packing(data, is_chosen.device).pack(is_chosen)
             return {name: only(packed, values) for name, values in model_output.items()}
 
         batch.batch["chosen"] = chosen
