@@ -45,12 +45,13 @@ FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
 ACTOR = ("adapters", "replay")
 LONG = """
-core/test_memory experiments/llm/test_natural house/test_figures house/test_imports house/test_pages
+benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
+experiments/llm/test_natural experiments/test_launch house/test_figures house/test_imports house/test_pages
 loop/test_localizer mismatch/test_bugs mismatch/test_columns mismatch/test_files report/logs/test_collection
 report/logs/test_given report/logs/test_made report/pages/test_one_truth report/pages/test_page reward/test_answers
 reward/test_pool search/test_auto search/test_beside search/test_candidates search/test_cost search/test_cures
-search/test_find search/test_overflow search/test_share search/test_unrepeatable tell/test_tell watch/test_demo
-watch/test_harmless watch/test_price watch/test_ranks watch/test_semantics
+search/test_find search/test_method search/test_overflow search/test_share search/test_unrepeatable tell/test_tell
+watch/test_demo watch/test_harmless watch/test_price watch/test_ranks watch/test_semantics watch/test_words
 """
 """Modules that need no verl and yet take most of the time of those that do not: `make quick` is to take a minute."""
 
