@@ -79,7 +79,7 @@ VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requ
 
 
 def report(line: str) -> None:
-    """One line of progress, at once; what is asked for goes to the standard output."""
+    """Print a line of progress on stderr at once; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both analyses on the trainer's side: at the steps that are due they ask the workers, and write the record.
 
-On disk an analysis is ``step_<N>.json`` with everything, and for buckets the group table as CSV, which W&B gets, too. A
-failure is logged and counted, and training goes on; after three of them the analysis switches itself off.
+``step_<N>.json`` holds the whole record; the analysis by bucket also writes its group table as CSV and logs it to W&B.
+A failure is logged and counted, and training goes on; after three failures the analysis switches itself off.
 """
 
 import csv

@@ -355,7 +355,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Action:
-    """What was asked for, and what was done with the step."""
+    """The action that was set, and the one that was taken."""
 
     requested: Annotated[str, ("enum", ACTIONS)] = "observe"
     taken: Annotated[str, ("enum", ACTIONS)] = "observe"
@@ -396,7 +396,7 @@ class Consequence:
     culprit_share: float | None = None
     """Of the gradient that the optimizer was given, as its shares add up; null where they are not known."""
     healthy_norm: float | None = None
-    """Norm of what is left for all other tokens, after clipping."""
+    """Norm of the other tokens' part of the clipped gradient."""
     last_checkpoint: str | None = None
     """The newest checkpoint before this step."""
     is_taken: bool | None = optional()

@@ -148,7 +148,7 @@ class LoopStep:
                 each.on_host["advantages"] = advantages
 
     def release(self) -> None:
-        """The search is over: what is asked of coefficients from now on may be read from the host."""
+        """After the search: coefficients are read from the host, and the device's are let go."""
         for each in self.micro_batches:
             each.recorded.log_prob_coefficient = each.on_host["coefficient"]
 

@@ -51,8 +51,8 @@ def test_the_culprit_has_the_step_s_own_numbers(context):
     assert found.coefficients.kl == pytest.approx(float(step.kl_coefficients(index)[at]))
     ranks = Ranks()
     ranks.size = 2
-    (of_two,) = gathered(context, ranks=ranks).event.culprits
-    assert of_two.coefficients.kl == pytest.approx(found.coefficients.kl / 2), "the loss is a mean over ranks"
+    (on_two_ranks,) = gathered(context, ranks=ranks).event.culprits
+    assert on_two_ranks.coefficients.kl == pytest.approx(found.coefficients.kl / 2), "the loss is a mean over ranks"
     assert found.coefficients.entropy == pytest.approx(float(entropy[at]))
     assert found.loss_weight == pytest.approx(float(step.token_weights(index)[at]))
     mask = step.token_mask(index)[row]

@@ -78,7 +78,7 @@ _NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """What of a run decides whether a search can look into it: what it has to be, and how that reads after "must be"."""
-_SHARDED = "sharded as it is loaded"
+_SHARDED = "sharded at load"
 
 
 def setup_of(trainer: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def trainer(tmp_path_factory):
 
 KEEPING = settings_of({"evidence": {"checkpoint": "before_step"}}, "out")
 REFUSED = {
-    "gradloc.evidence.checkpoint must be off where the model is sharded as it is loaded": {
+    "gradloc.evidence.checkpoint must be off where the model is sharded at load": {
         "model.config.distributed_config": SimpleNamespace(dp_replicate_size=1)
     },
     "accelerate's distributed type must be one process, DDP or FSDP2": {
