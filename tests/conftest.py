@@ -64,8 +64,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
     groups = {}
+    trainers.mark(items)
     for item in items:
-        trainers.mark(item)
         fixtures = set(getattr(item, "fixturenames", ()))
         room = item.path.relative_to(ROOT / "tests").parts
         is_09 = room[:2] == ("adapters", "verl09")

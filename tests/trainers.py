@@ -51,10 +51,6 @@ _VERLS = [patch["base"].removeprefix("v") for patch in _PATCHES]
 _ON_ALL = ("test_localization", "test_layouts", "layouts.test_experts", "layouts.test_ulysses")
 ON_ALL = {"tests.adapters.verl07.test_harmless", *(f"tests.adapters.same.{name}" for name in _ON_ALL)}
 """Modules that are repeated for each; GRADLOC_TEST_VERL has any test run on one."""
-ALSO_ON_09 = {"test_cures", "test_experts", "test_ulysses"}
-"""Of these, verl 0.9 runs all by default, and the default tests on 0.7 some."""
-ON_07 = {"pushed down", "rewards, divided", "advantage of a row, GSPO", "veto"}
-"""Of these modules' cases."""
 
 NOT_HERE = {
     "verl 0.9": {
@@ -96,52 +92,124 @@ NOT_HERE = {
     },
 }
 """Part of a test's name, and why there is nothing to test on this trainer, or where it is tested."""
-BY_DEFAULT: dict[str, dict[str, tuple[str, ...]]] = {
-    "verl 0.9": {
-        "run_with_it[": ("[pushed down]", "[reference, kl]"),
-        "setting_takes_bit_for_bit": ("[float32-pushed down]",),
-        "found_and_nothing_else[": ("weights kept after forward by auto]", "FSDP1, original parameters by auto]"),
-        "never_reaches_training": ("[file in the way",),  # trouble with telling is not the engine's
-        "under_every_loss": ("[cispo]",),
-        "add_up_however_they_are_grouped": ("[FSDP1]", "[FSDP2, entropy and KL]"),
-        "runs_its_row_alone": ("[FSDP1]", "[FSDP2, bf16]"),
-        "random_numbers_would_be_others": ("[FSDP2]",),
-        "without_the_culprits_bit_for_bit": ("[dropout-",),
-        "healthy_twins": (),
-        "from_the_cap_to_its_end": (),
-        "each_masked_step_says": (),
-        "parts_of_unequal_buckets": ("[seq-mean-token-mean]",),
-        "parts_add_up_whatever_the_policy_loss": ("[clip_cov]",),
-        "however_the_batch_is_sharded_and_cut": ("[fsdp1]", "[dynamic micro-batches]"),
-        "the_gradient_that_training_takes": ("[seq-mean-token-mean]",),
-        "the_batch_is_cut_and_whatever_the_loss": ("[dynamic, fsdp1]", "[clip_cov]"),
-        "every_token_on_a_plain_model": ("[entropy and kl terms]",),
-        "all_other_tokens_leaves": ("[fsdp2-quantile]", "[fsdp-range]"),
-        "literal_copy_of_model_and_optimizer": ("[2-fsdp2]",),
-        "with_tried_updates_is_bit_identical": ("[fsdp1]", "[dynamic]", "[adapters]"),
-        "before_its_first_step": ("[fsdp2]",),
-        "at_frozen_weights": ("[FSDP1, KL]", "[entropy and KL]"),
-        "clipped_by_plain_loops": ("[FSDP2 by kind-", "[FSDP1 with original parameters, by tensor-"),
-        "keep_their_direction_and_size": ("[FSDP2 by kind-", "[FSDP1 with original parameters, by tensor-"),
-        "weights_and_moments_as_they_were": ("[FSDP1]", "[fp16]"),
-        "teaches_nothing_and_is_counted": ("[FSDP1]",),
-        "a_stabilized_run_as_it_would": ("[FSDP2]",),
-        "goes_on_bit_by_bit": ("[FSDP2, z-score, two mini-batches]", "[FSDP1, adagc, localization, too]"),
-        "times_the_slow_weights": (
-            "[both-FSDP2]",
-            "[seq_clip masks on both sides-FSDP1]",
-            "[token_clip masks above-FSDP2]",
-        ),
-        "through_the_clips": ("[FSDP1]", "[FSDP2, bisect]"),
-    },
+EVERY = None
+NONE: tuple[str, ...] = ()
+BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
+    "harmless::switched_off": (("two mini-batches, two epochs",), NONE),
+    "harmless::observing": (
+        ("FSDP1, two mini-batches, two epochs-auto", "two mini-batches, two epochs-bisect"),
+        NONE,
+    ),
+    "actions::every_appearance": (("fsdp1",), ("fsdp2",)),
+    "cures::the_norm_under": (("rewards, divided",), ("pushed down",)),
+    "cures::a_healed_step": (NONE, ("float32-pushed down",)),
+    "cures::so_it_is_for_each": (NONE, ("truncate", "divide", "veto", "gspo")),
+    "cures::rows_that_only_fill": (NONE, ("veto",)),
+    "cures::where_no_setting": (NONE, EVERY),
+    "cures::with_none_allowed": (EVERY, NONE),
+    "failures::a_rank_that_fails_inside": (("loss",), ("forward",)),
+    "failures::trouble": (("disk full", "webhook hangs"), ("file in the way",)),
+    "failures::skip": (EVERY, NONE),
+    "failures::the_weights_before": (EVERY, NONE),
+    "failures::resuming": (EVERY, NONE),
+    "failures::abort": (NONE, EVERY),
+    "failures::a_full_bundle": (NONE, EVERY),
+    "failures::text": (NONE, EVERY),
+    "identities::the_probes": (("gspo", "kl_cov"), ("cispo",)),
+    "identities::the_shares": (("FSDP2, weights kept", "FSDP1, bf16"), ("FSDP2, entropy and KL",)),
+    "identities::the_loss_asked_again": (("float32-off-policy",), ("bf16-on-policy",)),
+    "identities::a_masked_step": (("no dropout-FSDP2",), ("dropout-FSDP1",)),
+    "identities::a_token_s_backward": (("FSDP2",), ("FSDP1",)),
+    "identities::with_dropout": (("FSDP1",), ("FSDP2",)),
+    "identities::nothing_is_communicated": (EVERY, NONE),
+    "test_layouts::the_planted": (
+        ("FSDP2, bf16, checkpointing by auto", "FSDP1, fp16 with its scaler by bisect"),
+        ("FSDP1, original parameters by auto", "FSDP2, LoRA by auto"),
+    ),
+    "test_layouts::what_half": (("FSDP1, bf16-10000",), ("FSDP2, reduced in bf16-100",)),
+    "test_layouts::hybrid": (("FSDP1",), ("FSDP2",)),
+    "test_layouts::the_bound": (("-1.0-True",), ("1.0-False",)),
+    "test_layouts::a_token_after_a_picture": (NONE, ("FSDP2",)),
+    "test_layouts::a_return": (NONE, ("FSDP2",)),
+    "experts::moving": (NONE, EVERY),
+    "experts::masking": (NONE, ("layout0-mask",)),
+    "experts::the_planted": (NONE, ("Qwen3-MoE, FSDP2",)),
+    "kernels::masking": (NONE, ("fused, FSDP1, bf16-mask",)),
+    "kernels::the_planted": (("fused, FSDP1, bf16",), NONE),
+    "kernels::log_probs_read": (("packed",), ("packed, FSDP1",)),
+    "turns::masking": (NONE, ("mask",)),
+    "ulysses::masking": (NONE, ("mask",)),
+    "ulysses::shares": (("fsdp2",), NONE),
+    "localization::planted": (
+        ("rank 0, first micro-batch, first token", "two culprits on two ranks, one micro-batch"),
+        ("rank 1, last micro-batch, first token", "two culprits in one sequence"),
+    ),
+    "localization::the_verdict": (EVERY, NONE),
+    "localization::a_loss": (("off policy",), ("on policy",)),
+    "localization::a_rehearsal": (EVERY, NONE),
+    "trigger::a_collapse": (NONE, NONE),
+    "trigger::mask_and_skip": (NONE, NONE),
+    "trigger::the_page": (NONE, NONE),
+    "trigger::each_masked": (NONE, NONE),
+    "trigger::a_norm": (("nan",), ("inf",)),
+    "verdicts::a_spike": (
+        ("opposite", "sequence", "padding", "backward", "entropy", "experts and a token", "stale", "replicas"),
+        ("twelve", "weight", "forward", "scale", "experts", "not sampled", "replicas alike"),
+    ),
+    "verdicts::so_it_has": (("experts-bf16",), ("transient-bf16",)),
+    "verdicts::on_request": (("token-True",), ("transient-False",)),
+    "verdicts::replicas_that": (("True",), ("False",)),
+    "split::parts_of_unequal": (("token-mean",), ("seq-mean-token-mean",)),
+    "split::parts_add_up_whatever": (("gspo",), ("clip_cov",)),
+    "split::parts_add_up_however": (("one micro-batch",), ("fsdp1",)),
+    "split::a_rank_without": (EVERY, NONE),
+    "split::a_row_that_fills": (("quartiles",), ("buckets",)),
+    "split::training_with": (
+        ("buckets-fsdp2", "quartiles-fsdp1, original parameters"),
+        ("buckets-fsdp1", "quartiles-fsdp2"),
+    ),
+    "split::an_actor": (("quartiles-fsdp2",), ("buckets-fsdp2",)),
+    "split::a_failure": (("buckets",), ("quartiles",)),
+    "quartiles.test_actor::the_parts_add_up_to": (("token-mean",), ("seq-mean-token-mean",)),
+    "quartiles.test_actor::the_parts_add_up_however": (("checkpointing",), ("dynamic, fsdp1",)),
+    "quartiles.test_actor::each_quartile": (("fsdp1",), ("entropy and kl terms",)),
+    "quartiles.test_actor::probability": (("2-fsdp",), ("2-fsdp2",)),
+    "quartiles.test_actor::an_empty": (("all equally probable",), ("fewer than four tokens",)),
+    "quartiles.test_actor::a_broken": (EVERY, NONE),
+    "quartiles.test_actor::a_learning_rate": (NONE, EVERY),
+    "stages::at_frozen": (("FSDP1", "sequence means"), ("entropy and KL",)),
+    "stages::it_is_two": (("0.4",), ("-0.4",)),
+    "stages::the_events": (("1-stages0",), ("2-stages1",)),
+    "stages::the_learning_rate": (("false-expected0",), ("true-expected1",)),
+    "stages::the_localizer": (("low",), ("high",)),
+    "stages::reweighting": (NONE, EVERY),
+    "stages::each_stage": (EVERY, NONE),
+    "stabilize.test_actor::the_optimizer": (
+        ("FSDP1 with original parameters, by tensor, adagc",),
+        ("FSDP2, by kind, zscore",),
+    ),
+    "stabilize.test_actor::a_gradient": (("a loss scale that overflows",), ("FSDP1",)),
+    "stabilize.test_actor::an_outlier": (("FSDP2",), ("fp16",)),
+    "stabilize.test_actor::a_resumed": (("FSDP2, adagc",), ("FSDP1, adagc, localization, too",)),
+    "stabilize.test_actor::stabilizers": (("FSDP1",), ("FSDP2",)),
+    "stabilize.test_actor::observing": (("FSDP1",), ("FSDP2",)),
+    "stabilize.test_actor::a_step_that": (EVERY, NONE),
+    "stabilize.test_actor::a_step_without": (NONE, EVERY),
+    "stabilize.test_actor::a_run_under_safe": (NONE, EVERY),
+    "ratios::the_actor": (("token_clip clamps on both sides-FSDP2", "seq_clip clamps below-FSDP1"), ("both-FSDP2",)),
+    "ratios::planted": (("FSDP2, gspo",), ("FSDP1",)),
 }
-"""Part of a test's name, and those of its cases that are default tests on this trainer; verl 0.7 has the others."""
+"""The end of a module's name and the start of a test's: its cases that are default tests on verl 0.7 and on 0.9.
+
+Between them the two have each promise once, in the layout that is likeliest to break it; `make test-slow` and `make
+test-verl09` with `-m slow` have all. What is not here runs on both.
+"""
 ON_0_7_1 = {
-    "test_switched_off_it_is_unpatched_verl_bit_for_bit": ("one mini-batch]", "FSDP1, two mini-batches, two epochs]"),
-    "test_observing_a_spike_leaves_the_run_as_it_would_have_been": ("-FSDP1, two mini-batches, two epochs-auto]",),
-    "test_planted_culprits_and_nothing_else_are_named": ("-two culprits on two ranks, two micro-batches]",),
+    "harmless::switched_off": ("FSDP1, two mini-batches, two epochs",),
+    "harmless::observing": ("FSDP1, two mini-batches, two epochs-auto",),
+    "localization::planted": ("two culprits on two ranks, two micro-batches",),
 }
-"""Tests that by default run on a verl beyond the first, too: that it trains as unpatched, and that two are named."""
+"""Likewise, what by default also runs on a verl beyond the first: it trains as unpatched, and two are named."""
 
 
 def repeat_for_each_verl(metafunc: pytest.Metafunc) -> None:
@@ -151,38 +219,42 @@ def repeat_for_each_verl(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("verl_version", _VERLS, indirect=True, scope="session")
 
 
-def mark(item: pytest.Item) -> None:
-    """Mark what this trainer has nothing of, and what by default another one has."""
-    if TRAINER == OF_VERL07:
-        _mark_on_07(item)
-    elif item.path.relative_to(ROOT / "tests").as_posix().startswith(SHARED):
-        for name, reason in NOT_HERE[TRAINER].items():
-            if name in item.name:
-                item.add_marker(pytest.mark.skip(reason=reason))
-        if _is_default_on(TRAINER, item) is False:
+def mark(items: list[pytest.Item]) -> None:
+    """Mark what this trainer has nothing of, and what is not one of its default tests.
+
+    Raises:
+        pytest.UsageError: for a row or a case of the tables that no test has, where its module is collected whole.
+    """
+    column = {OF_VERL07: 0, "verl 0.9": 1}.get(TRAINER)
+    seen: dict[str, set[str]] = {}
+    for item in items:
+        module, given = item.module.__name__, item.callspec if hasattr(item, "callspec") else None
+        version = given.params.get("verl_version", VERSION) if given else VERSION
+        case = f"{given.id}-".removeprefix(f"{version}-").removesuffix("-") if given else ""
+        is_shared = item.path.relative_to(ROOT / "tests").as_posix().startswith(SHARED)
+        if TRAINER != OF_VERL07 and is_shared:
+            for name, reason in NOT_HERE[TRAINER].items():
+                if name in item.name:
+                    item.add_marker(pytest.mark.skip(reason=reason))
+        elif not is_shared and module not in ON_ALL:
+            continue
+        where = f"{module}::{item.originalname.removeprefix('test_')}"
+        row = next((row for row in BY_DEFAULT if row in where), None)
+        cases = BY_DEFAULT[row][column] if row and column is not None else EVERY
+        if version != VERSION:
+            cases = next((found for name, found in ON_0_7_1.items() if name in where), NONE)
+        is_default = cases is EVERY or any(f"{case}-".startswith(f"{each}-") for each in cases)
+        if not is_default and "GRADLOC_TEST_VERL" not in os.environ:
             item.add_marker(pytest.mark.slow)
+        seen.setdefault(where, set()).add(f"{case}-")
+    if not any("::" in argument for argument in items[0].config.args):
+        _check_tables(seen)
 
 
-def _is_default_on(trainer: str, item: pytest.Item) -> bool | None:
-    """Whether a case is one of that trainer's default tests; None where the trainers do not share its cases out."""
-    for name, cases in BY_DEFAULT.get(trainer, {}).items():
-        if name in item.name:
-            return any(case in item.name for case in cases)
-    return None
-
-
-def _mark_on_07(item: pytest.Item) -> None:
-    """Of what verl 0.9 runs as well, the default tests have some here; and of a verl beyond the first ON_0_7_1."""
-    module = item.module.__name__
-    given = getattr(item, "callspec", None) and item.callspec.params or {}
-    is_chosen = "GRADLOC_TEST_VERL" in os.environ
-    is_also_on_09 = module.startswith("tests.adapters.same.") and module.rpartition(".")[2] in ALSO_ON_09
-    if is_also_on_09 and not is_chosen and {"kind", "name", "layout"} & set(given):
-        values = {value for value in given.values() if isinstance(value, str)}
-        if not values & ON_07:
-            item.add_marker(pytest.mark.slow)
-    if not is_chosen and _is_default_on("verl 0.9", item):
-        item.add_marker(pytest.mark.slow)
-    is_default = item.name.endswith(ON_0_7_1.get(item.originalname, ()))
-    if given.get("verl_version", VERSION) != VERSION and not is_default:
-        item.add_marker(pytest.mark.slow)
+def _check_tables(seen: dict[str, set[str]]) -> None:
+    for row, columns in BY_DEFAULT.items():
+        if any(f"{row.partition('::')[0]}::" in where for where in seen):
+            found = {case for where, cases in seen.items() if row in where for case in cases}
+            for each in {case for cases in columns for case in cases or ()}:
+                if not any(case.startswith(f"{each}-") for case in found):
+                    raise pytest.UsageError(f"tests/trainers.py: {row} has no case {each!r}: it has {sorted(found)}")

@@ -12,7 +12,7 @@ Shapes: B rows of the micro-batch, T response positions.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -234,13 +234,18 @@ class TrainingStep(Protocol):
         """Context for one forward and backward of a pass: reduces over ranks when training would.
 
         If training reduces once, after the last micro-batch, so must a replay: otherwise its sums round differently.
+        By default nothing is put off: each micro-batch reduces.
         """
+        return nullcontext()
 
     def forward_bytes(self) -> int:
-        """Peak of :meth:`forward` without a graph, beside the weights, in bytes: mostly float32 logits."""
+        """Peak of :meth:`forward` without a graph, beside the weights, in bytes: mostly float32 logits. With 0, the
+        default, no memory is reserved for it."""
+        return 0
 
     def details(self, micro_batch: int) -> Details:
-        """For the record. Runs no forward."""
+        """For the record; by default nothing. Runs no forward."""
+        return Details()
 
 
 class Scheduled(ABC):

@@ -2,7 +2,7 @@
 """The driver's batch as the loop sees it, whatever the trainer keeps it in."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class BatchView:
     """``input_ids``, ``attention_mask``, ``position_ids`` (R, P + T): prompts padded on the left, responses on the
     right; ``responses``, ``response_mask``, ``old_log_probs``, ``advantages`` and others (R, T). With pictures the
     position ids are (R, C, P + T)."""
-    labels: Mapping[str, Sequence[Any]]
+    labels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """``uid``, ``sequence_id``, ``data_source``, and ``multi_modal_inputs`` (tensors by name, or nothing): one for each
     row. A sequence may fetch a row when it is first asked for."""
     is_critics: bool = False

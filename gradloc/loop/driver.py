@@ -146,8 +146,8 @@ class Driver:
             verdicts = [event.verdict for event, why in written if not why]
             raise AbortedBySpike(
                 f"gradloc stopped the run ({self.action_key}=abort). "
-                f"{verdicts[-1] if verdicts else 'No event of it was written.'} "
-                f"The step was not taken; the events are in {self.writer.store.root}."
+                f"{verdicts[-1] if verdicts else 'No event of it was written, and the step was not taken.'} "
+                f"The events are in {self.writer.store.root}."
             )
         self.scale.observe(present)
         metrics = metrics_of(policy, reports, first, self.writer.num_failures)

@@ -254,7 +254,7 @@ def _most_wanted(by_rank: list[list[tuple[float, _Row]]]) -> list[_Row]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What every rank sends: small, and about as long on each."""
+    """What every rank sends: small, and about as long on each. `_sums` fills it, `_event` joins that of all ranks."""
 
     coefficient_square: float
     """Of d loss / d log_prob, over all tokens but the culprits."""

@@ -5,7 +5,7 @@ A backward begins with the coefficients that the run's own left, so no loss is n
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,9 +57,6 @@ class ReplayStep:
     def details(self, micro_batch: int) -> Details:
         """Each token weighs as in a mean over the run's whole step, of which the bundle may be a part."""
         return Details(weights=self.token_mask(micro_batch) / self._bundle.num_tokens)
-
-    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         part, dtype = self._parts[micro_batch], self.numerics.dtype

@@ -89,7 +89,7 @@ def lines_of(name: str, trainer: str | None, settings: Mapping[str, Any] | None 
 
     Args:
         name: of the action.
-        trainer: as a record names it; ``other``: one that has no line of ours.
+        trainer: as a record names it.
         settings: the run's own, by verl's dotted names, as far as they are known.
 
     Returns:
@@ -99,7 +99,7 @@ def lines_of(name: str, trainer: str | None, settings: Mapping[str, Any] | None 
     action = ACTIONS[name]
     lines = {verl: _from(name, action.line(verl), settings or {}) for verl in VERLS}
     verl = verl_of(trainer)
-    if trainer == OTHER:
+    if _is_other(trainer):
         line: str | None = ""
     elif trainer == LOOP:
         line = action.lines.get("loop") or _loop_setting(lines["0.7"])
@@ -178,7 +178,7 @@ def actions_of(
 
     For a trainer of which there are no lines they are empty. What the run has on already is left out.
     """
-    if trainer == OTHER:
+    if _is_other(trainer):
         return [(ACTIONS[name].do, "") for name in names if _GRADLOC not in ACTIONS[name].line("0.7")]
     pairs = [
         (ACTIONS[name].do, label, line) for name in names for label, line in lines_of(name, trainer, settings).items()
@@ -204,10 +204,17 @@ def _is_set(override: str, actor: Mapping[str, Any]) -> bool:
 
 # ---- a loop's lines
 
-OTHER = "other"
-"""A trainer that GradLoc has no lines for."""
 LOOP = "loop"
 """The trainer of a loop of one's own, in a record."""
+
+
+def _is_other(trainer: str | None) -> bool:
+    """Whether it is a trainer that there are no lines for.
+
+    >>> [_is_other(trainer) for trainer in ("mine 1.0", "verl 0.9.1", "TRL 1.16.0".lower(), LOOP, None)]
+    [True, False, False, False, False]
+    """
+    return bool(trainer) and trainer != LOOP and not (trainer or "").startswith(("verl", "trl"))
 
 
 def _loop_setting(line: str) -> str | None:

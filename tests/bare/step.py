@@ -8,7 +8,6 @@ Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T res
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,9 +199,6 @@ class BareStep(OwnLoss, ByRow):
         with edit_of(self.model, self._batch.amplified, [numbers[row] for row in rows]):
             logits = self.model(part.tokens[rows], part.labels.shape[1])
         return Outputs(log_prob_of(logits, part.labels[rows]), entropy_of(logits) if self._terms.entropy else None)
-
-    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def forward_bytes(self) -> int:
         return 4 * self._parts[0].labels.numel() * self._vocabulary

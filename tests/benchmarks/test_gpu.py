@@ -18,7 +18,7 @@ RESULTS = REPO / "benchmarks" / "results" / "gpu.json"
 PAGE = (REPO / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_all_parts_run_and_hold_on_kernels_that_repeat(tmp_path, capsys):
     given = ["--device", "cpu", "--size", "tiny", "--tokens", "128", "--attention", "varlen", "--out", str(tmp_path)]
     assert gpu.main(given) == 0, capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_a_cell_that_fails_is_written_and_the_others_go_on(tmp_path, monkeypatch
     assert "| NO |" in (tmp_path / "gpu.md").read_text()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_first_session_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     tiny = "--parts head --device cpu --size tiny --tokens 64"
     monkeypatch.setattr(gpu, "STEPS", (("one", f"{tiny} --dtype nothing", {}), ("two", tiny, {})))

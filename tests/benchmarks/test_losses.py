@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_has_every_line_that_the_command_prints(patched_tree):
     environ = {**os.environ, "PYTHONPATH": f"{patched_tree}:{ROOT}"}
     command = [sys.executable, "-m", "benchmarks.losses"]

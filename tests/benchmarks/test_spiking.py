@@ -9,7 +9,7 @@ import torch
 from benchmarks import spiking
 from benchmarks.localization import pretrained
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,11 @@ AGAIN = {"is_checkpointed": True}
 SHARDS = {"plain": 1, "ddp": 1, "hsdp": 2}
 MOST = 0.1
 
-CASES = [
+CASES = [(2, "fsdp1", EXPERTS, {}), (2, "fsdp2", DEEP, HALF | AGAIN)]
+MORE = [
     (1, "plain", BASE, {"length": 256} | AGAIN),
     (2, "ddp", DEEP, {}),
-    (2, "fsdp1", EXPERTS, {}),
-    (2, "fsdp2", DEEP, HALF | AGAIN),
     (2, "fsdp2", BASE, {"adapters": 4}),
-]
-MORE = [
     (1, "plain", BASE, {}),
     (1, "plain", DEEP, AGAIN),
     (1, "plain", TIED, {}),

@@ -35,7 +35,7 @@ def peak_of(work) -> int:
     return most
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=["on the device", "without the optimizer", "on the host", "bisection"])
 def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
     model = build("S")

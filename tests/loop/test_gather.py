@@ -2,7 +2,7 @@
 """What the ranks gather of a spike is what the step has: its numbers at the culprit, its terms, what was taken."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -94,7 +94,9 @@ def test_terms_are_roots_of_all_tokens_squares_and_the_residual_leaves_the_culpr
 
 
 def part(policy=1.0, kl=0.0, residual=0.25, low=None):
-    return _Sums(residual, {"policy": policy, "kl": kl, "entropy": 0.0}, low, [], [], [])
+    squares = {"policy": policy, "kl": kl, "entropy": 0.0}
+    none: dict = {field.name: [] for field in fields(_Sums)}
+    return _Sums(**(none | {"coefficient_square": residual, "term_squares": squares, "low_entropy": low}))
 
 
 @pytest.mark.parametrize(("after", "residual"), [(None, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)])

@@ -12,6 +12,8 @@ from tests.watch import loops
 from tests.world import World
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+ONCE = ("fsdp2-once", "fsdp1-once")
+MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
 
 
 def events_in(folder: Path) -> list[dict[str, Any]]:
@@ -60,9 +62,8 @@ def test_recomputed_or_compiled(tmp_path, how):
     ("layout", "precision"),
     [
         ("ddp", "float32"),
-        pytest.param("ddp", "bfloat16", marks=pytest.mark.slow),  # as in one process, and as in float32
-        pytest.param("ddp", "float16", marks=pytest.mark.slow),
-        *(("fsdp2", precision) for precision in PRECISIONS),
+        ("fsdp2", "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
 def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
@@ -70,7 +71,9 @@ def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp-once", "fsdp2-once", "fsdp1", "fsdp1-once"])
+@pytest.mark.parametrize(
+    "layout", ["ddp-once", "fsdp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ONCE)]
+)
 def test_on_two_ranks_in_other_ways(bare_world: World, tmp_path, layout):
     check(on(bare_world), tmp_path, layout=layout)
 

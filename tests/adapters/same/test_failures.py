@@ -16,7 +16,7 @@ ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 @pytest.mark.parametrize(
     ("strategy", "stride"),
     [
-        ("auto", 36),
+        ("auto", 72),
         pytest.param("auto", 12, marks=pytest.mark.slow),
         pytest.param("bisect", 12, marks=pytest.mark.slow),
     ],

@@ -157,9 +157,16 @@ def without_movement(made):
         found["changes"] = found["own_changes"] = changes
 
 
-@pytest.mark.parametrize("spoil", [without_steps, with_nothing, with_an_empty_quartile, without_movement])
-@pytest.mark.parametrize("split", ["range", "quantile"])
-def test_whatever_there_is_is_drawn_and_told(tmp_path, capsys, spoil, split):
+SPOILED = [
+    pytest.param("range", without_steps, marks=pytest.mark.slow),
+    ("quantile", with_nothing),
+    ("range", with_an_empty_quartile),
+    pytest.param("quantile", without_movement, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("split", "spoil"), SPOILED)
+def test_whatever_there_is_is_drawn_and_told(tmp_path, capsys, split, spoil):
     made = record()
     made["split"] = split
     spoil(made)

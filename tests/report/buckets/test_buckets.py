@@ -85,13 +85,18 @@ def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, show
     assert "note: step_51.json cannot be read" in out and "step 1: 3 buckets" in out
 
 
+LACKING = [
+    {name: value for name, value in metrics().items() if "/all/" not in name},
+    {name: value for name, value in metrics().items() if "/loss/" not in name},
+    {name: (0.0 if "reward_std" in name else v) for name, v in metrics().items()},
+]
+
+
 @pytest.mark.parametrize(
     "row",
     [
         metrics(terms=("task",)),
-        {name: value for name, value in metrics().items() if "/all/" not in name},
-        {name: value for name, value in metrics().items() if "/loss/" not in name},
-        {name: (0.0 if "reward_std" in name else v) for name, v in metrics().items()},
+        *(pytest.param(row, marks=pytest.mark.slow) for row in LACKING),
         {**metrics(), "grad_norm/bucket_1/task": float("nan")},
         {"grad_norm/bucket_1/task": 1.0},
         {name: (0.0 if name.endswith("/task") else v) for name, v in metrics().items()},
