@@ -46,7 +46,15 @@ LOOKED_INTO = {
 """Beside those that are also masked: here a token without advantage keeps terms, gspo's weighs by its sequence."""
 
 
-@pytest.mark.parametrize("layout", LOOKED_INTO)
+def by_default(layouts, *names):
+    """All of these; but for those that are named they are slow tests."""
+    assert set(names) <= layouts.keys()
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in names)) for name in layouts]
+
+
+@pytest.mark.parametrize(
+    "layout", by_default(LOOKED_INTO, "packed", "bf16", "LoRA", "entropy and KL", "offload, FSDP1")
+)
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
     settings = LOOKED_INTO[layout]
     stock = train(settings, stock=True, plants=(PLANT,))
@@ -75,7 +83,7 @@ def check_record(layout, stock, watched, event):
     assert largest >= head * 0.9999 and (layout == "mini-batches and epochs" or largest == pytest.approx(head))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, "padded", "fsdp1", "mini-batches and epochs"))
 def test_mask_is_training_without_the_culprit_bit_for_bit(train, layout, tmp_path):
     settings = [*ON, *LAYOUTS[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.action.mode=mask"]
     without = train(LAYOUTS[layout], stock=True, plants=((*PLANT[:2], 0.0),))

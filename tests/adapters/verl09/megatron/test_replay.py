@@ -15,7 +15,7 @@ STILL = [f"{ACTOR}.optim.lr=0", f"{ACTOR}.gradloc.evidence.bundle=full"]  # the 
 NAMES = ("TP 2", "PP 2", "DP 2, sharded optimizer", "CP 2", "DP 2, by tokens")
 
 
-@in_layouts(*NAMES, default=("TP 2", "PP 2"))
+@in_layouts(*NAMES, default=("TP 2",))
 def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(world, layout, tmp_path):
     folder, dump_dir = str(tmp_path / "model"), tmp_path / "events"
     world.run(f"{HERE}.harness.save_model", folder=folder)
