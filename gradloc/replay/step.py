@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..core.precise import precise_readout
-from ..core.step import Details, Numerics, Outputs, Recorded, RngState, record, run_backward
+from ..core.step import Details, Numerics, Outputs, Recorded, RngState, TrainingStep, record, run_backward
 from .bundle import Bundle
 
 
-class ReplayStep:
+class ReplayStep(TrainingStep):
     """The event's step, as far as the bundle holds it: what a search asks of :class:`~..core.step.TrainingStep`.
 
     All ranks' micro-batches are this process', in the order of the bundle's layout. Shapes: B rows, T response

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import ByRow, Details, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from gradloc.core.step import ByRow, Details, Numerics, Outputs, OwnLoss, Recorded, RngState, TrainingStep, record
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
@@ -120,7 +120,7 @@ class Loss:
         return losses if entropy is None else losses - self.entropy * entropy
 
 
-class BareStep(OwnLoss, ByRow):
+class BareStep(OwnLoss, ByRow, TrainingStep):
     """One rank's part of a batch, in M micro-batches: what the search may replay.
 
     Args:

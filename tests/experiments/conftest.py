@@ -5,9 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from experiments import catalog
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -20,6 +24,28 @@ def write_suite(folder: Path, **exit_codes: int) -> None:
         cell = {"arm": arm, "seed": int(seed) if seed else None, "folder": name.replace("_", "-"), "exit_code": code}
         cells.append({**cell, "seconds": 90.0})
     (folder / "suite.json").write_text(json.dumps({"experiment": "any", "cells": cells}))
+
+
+def composer(world, folder: Path, variables: dict[str, str], **given: Any) -> Callable[..., dict[str, Any]]:
+    """``compose(name, overrides, variables)``: an experiment's config, made once, in a rank that has imported verl.
+
+    ``variables``: the environment of all; ``given``: more of :func:`tests.world.configs.experiments`.
+    """
+    made: dict[str, dict[str, Any]] = {}
+    known = catalog.EXPERIMENTS | {form.name: form for form in catalog.ON_VERL09.values()}
+
+    def compose(name: str, overrides: Iterable[str] = (), more: dict[str, str] | None = None) -> dict[str, Any]:
+        case = (*known[name].arguments(overrides), more or {})
+        if str(case) not in made:
+            arguments = {"configs": str(catalog.CONFIGS), "cases": [case], "variables": variables, **given}
+            ((made[str(case)],), *_) = world.run("configs.experiments", **arguments)
+        found = made[str(case)]
+        assert "error" not in found, found["error"]
+        assert found["config"]["trainer"]["experiment_name"] == name
+        return found["config"]
+
+    compose.folder = folder
+    return compose
 
 
 @pytest.fixture(scope="session")

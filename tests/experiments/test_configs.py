@@ -7,7 +7,7 @@ import pytest
 
 from experiments import catalog
 from experiments.catalog import Arm
-from tests.experiments.conftest import REPO
+from tests.experiments.conftest import REPO, composer
 
 pytest.importorskip("hydra")
 
@@ -53,27 +53,13 @@ def runs():
 
 @pytest.fixture(scope="module")
 def composed(single, tmp_path_factory, patched_tree):
-    """An experiment's config with overrides and variables; composed in a rank, where verl is imported already."""
     folder = tmp_path_factory.mktemp("composed")
-    shared, made = environment(folder, patched_tree), {}
-
-    def compose(name, overrides=(), variables=None):
-        case = (*catalog.load(name).arguments(overrides), variables or {})
-        if str(case) not in made:
-            given = {"configs": str(catalog.CONFIGS), "cases": [case], "variables": shared}
-            ((made[str(case)],),) = single.run("configs.experiments", **given)
-        found = made[str(case)]
-        assert "error" not in found, found["error"]
-        return found["config"]
-
-    compose.folder = folder
-    return compose
+    return composer(single, folder, environment(folder, patched_tree))
 
 
 @pytest.mark.parametrize(("name", "arm"), [*runs()])
 def test_every_arm_of_an_experiment_composes_and_becomes_verls_dataclasses(composed, name, arm):
     config = composed(name, arm.overrides)
-    assert config["trainer"]["experiment_name"] == name
     assert str(composed.folder) in config["data"]["train_files"]
 
 
@@ -126,7 +112,7 @@ def knobs_of(config):
 
 
 def test_the_post_mortems_variables_reach_verls_config(composed):
-    found = [composed(name, variables=KNOBS) for name in KNOBBED]
+    found = [composed(name, (), KNOBS) for name in KNOBBED]
     assert [knobs_of(config) for config in found] == [(0.25, 0.8, 3e-6, 0.4)] * 3
 
 

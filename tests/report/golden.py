@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What page, Markdown, terminal and table say of an event, as facts: numbers, names, lines to copy, and claims.
 
-    python -m tests.report.golden
+    python -m tests.report.golden [NAME ...]
 
-writes them to tests/data/golden/; read the difference before you commit it. Of what the search itself found only that
+writes them to tests/data/golden/, all or those of these cases; read the difference before you commit it. Of what the search itself found only that
 is kept which no machine's rounding moves.
 """
 
@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
@@ -276,14 +277,21 @@ def write(file: str, told: dict[str, dict[str, str]], cases: dict[str, dict] | N
     usual, lines = next(iter(told.values())), []
     for at, (name, of) in enumerate(told.items()):
         base = usual if at and not name.startswith("searched") else {}
-        unlike = {part: of.get(part) for part in of | base if (of.get(part) or None) != base.get(part)}
+        parts = [part for part in sorted(of | base) if (of.get(part) or None) != (base.get(part) or None)]
+        unlike = {part: of.get(part) or None for part in parts}
         entry = cases[name] | {"says": unlike} if cases else unlike
         lines.append(": ".join(json.dumps(part, ensure_ascii=False) for part in (name, entry)))
     (GOLDEN / file).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
+    chosen = sys.argv[1:] or [*LOGS, *CASES]
+    if unknown := set(chosen) - {*LOGS, *CASES}:
+        sys.exit(f"no case is called {', '.join(sorted(unknown))}: name those of tests/data/golden, or none for all")
+    logs, events = known("logs.json"), known("events.json")
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
-        write("logs.json", {name: told_of_log(name, place) for name in LOGS})
-        write("events.json", {name: golden(name, Told(event(name), place / name)) for name in CASES}, CASES)
+        logs |= {name: told_of_log(name, place) for name in LOGS if name in chosen}
+        events |= {name: golden(name, Told(event(name), place / name)) for name in CASES if name in chosen}
+    write("logs.json", {name: logs[name] for name in LOGS})
+    write("events.json", {name: events[name] for name in CASES}, CASES)

@@ -2,7 +2,7 @@
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,9 @@ class VerlStep(OwnLoss, ByRow):
 
     def recorded(self, micro_batch: int) -> Recorded:
         return self._recorded[micro_batch]
+
+    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # the gradient is reduced after every micro-batch
 
     def rows(self, micro_batch: int) -> list[int]:
         """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""

@@ -343,7 +343,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             config.take(line)
         if "<" in line and (drawn := _DRAWN.search(line)):
             printed.bar = int(drawn[1]), int(drawn[2])
-        if not (
+        if not (  # a quick look: a line that no grammar wants costs no more
             "tep" in line
             or "{" in line
             or "iter" in line
@@ -377,7 +377,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         return []
     notes = _notes(source, grammars, best, num_bad)
     is_cut = lines is None and not source.ends_whole
-    if best is taken and isinstance(best, Console | Labelled | Bar) and is_cut:
+    if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
         notes += _drop_cut_value(best, last)
     made = [
         Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)

@@ -3,6 +3,7 @@
 
 import pytest
 
+from gradloc.words.cures import MILDEST_FIRST
 from tests.world.cures import CERTAINLY, KINDS
 
 ACTOR = "actor_rollout_ref.actor"
@@ -63,6 +64,13 @@ def test_the_norm_under_another_setting_is_that_of_the_update_run_with_it(world,
     assert healed == ([HEALED_BY[kind]] if kind in HEALED_BY else [])
     if kind in TWINS:
         assert [name for name, cure in cures.items() if cure["forwards"]] == healed, "the first that is measured"
+
+
+def test_every_setting_has_a_spike():
+    others = {"kl_mse", "bound_value", "clamp_teacher"}  # which have tests of their own, or no loss here
+    assert {*MILDEST_FIRST} <= {*CERTAINLY, *HEALED_BY.values(), *others}, (
+        "plant it in CERTAINLY of tests/world/cures.py"
+    )
 
 
 @pytest.mark.parametrize("name", CERTAINLY)

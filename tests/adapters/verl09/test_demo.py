@@ -8,6 +8,7 @@ import pytest
 from experiments import catalog
 from experiments.errors import UsageError
 from gradloc.rewards import kk as kk_reward
+from tests.experiments.conftest import composer
 from tests.experiments.real import demo, explode, largest_difference
 
 NAME = catalog.ON_VERL09["demo"].name
@@ -17,41 +18,17 @@ MEGATRON = "model_engine=megatron"
 
 EXPLOSION = catalog.ON_VERL09["explosion"]
 EXPLOSION_KNOBS = {**KNOBS, "RUNAWAY_PENALTY_MULTIPLIER": "0.4"}
-OTHERS = {
-    form.name: form
-    for form in (*map(catalog.load, ("demo-async", "demo-vllm", "tool-loop")), *catalog.ON_VERL09.values())
-    if form.name != NAME
-}
 
 
 @pytest.fixture(scope="module")
-def composed(world, tmp_path_factory):
-    """The experiments' configs as plain data; all are composed in a rank, where verl is imported already."""
+def composed(single, tmp_path_factory):
     folder = tmp_path_factory.mktemp("composed")
     given = dict.fromkeys(("GRADLOC_DEMO_MATERIAL", "MODEL_PATH", "TRAIN_FILE", "KK_DATA"), "given")
     given |= {"GRADLOC_RUN_DIR": "run, dir=1", "CKPTS_DIR": "ckpts"}
     variables = {name: str(folder / value) for name, value in given.items()}
     variables |= dict.fromkeys(("PYTHONPATH", "VERL_USE_EXTERNAL_MODULES", "VERL_FILE_LOGGER_PATH"), "set")
-    cases = [
-        (NAME, ["seed=7"], KNOBS),
-        (NAME, [MEGATRON], {}),
-        *((*form.arguments(), {}) for form in OTHERS.values()),
-        *((EXPLOSION.name, [*arm.overrides], {}) for arm in EXPLOSION.arms if arm.overrides),
-        (EXPLOSION.name, [], EXPLOSION_KNOBS),
-    ]
     # verl keeps `algorithm` as it is written.
-    read = {"parts": ("actor_rollout_ref.actor", "actor_rollout_ref.rollout"), "variables": variables}
-    made, _ = world.run("configs.experiments", configs=str(catalog.CONFIGS), cases=cases, **read)
-
-    def look_up(name, overrides=(), variables=None):
-        config, given = OTHERS[name].arguments(overrides) if name in OTHERS else (name, [*overrides])
-        found = made[cases.index((config, given, variables or {}))]
-        assert "error" not in found, found["error"]
-        assert found["config"]["trainer"]["experiment_name"] == name
-        return found["config"]
-
-    look_up.folder = folder
-    return look_up
+    return composer(single, folder, variables, parts=("actor_rollout_ref.actor", "actor_rollout_ref.rollout"))
 
 
 def test_the_demos_config_becomes_verls_dataclasses_and_takes_its_seed_and_knobs(composed):
@@ -93,7 +70,7 @@ def test_what_needs_the_patch_is_refused_on_this_verl():
 
 
 def test_what_would_limit_the_explosion_is_off_and_its_knobs_reach_verl(composed):
-    config = composed(EXPLOSION.name, variables=EXPLOSION_KNOBS)
+    config = composed(EXPLOSION.name, (), EXPLOSION_KNOBS)
     worker = config["actor_rollout_ref"]
     assert (worker["actor"]["optim"]["clip_grad"], worker["actor"]["optim"]["lr"]) == (0.25, 3e-6)
     assert worker["rollout"]["temperature"] == 0.8 and config["knobs"]["runaway_penalty"] == 0.4

@@ -52,9 +52,7 @@ def by_default(layouts, *names):
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in names)) for name in layouts]
 
 
-@pytest.mark.parametrize(
-    "layout", by_default(LOOKED_INTO, "packed", "bf16", "LoRA", "entropy and KL", "offload, FSDP1")
-)
+@pytest.mark.parametrize("layout", by_default(LOOKED_INTO, "packed", "bf16", "entropy and KL"))
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, tmp_path):
     settings = LOOKED_INTO[layout]
     stock = train(settings, stock=True, plants=(PLANT,))
@@ -83,7 +81,7 @@ def check_record(layout, stock, watched, event):
     assert largest >= head * 0.9999 and (layout == "mini-batches and epochs" or largest == pytest.approx(head))
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, "padded", "fsdp1", "mini-batches and epochs"))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, "fsdp1", "mini-batches and epochs"))
 def test_mask_is_training_without_the_culprit_bit_for_bit(train, layout, tmp_path):
     settings = [*ON, *LAYOUTS[layout], f"{ACTOR}.gradloc.dump_dir={tmp_path}", f"{ACTOR}.gradloc.action.mode=mask"]
     without = train(LAYOUTS[layout], stock=True, plants=((*PLANT[:2], 0.0),))

@@ -34,7 +34,12 @@ def test_a_log_is_answered_with_what_was_planted_in_it(name, capsys, monkeypatch
 def test_nothing_but_the_planted_spike_is_told(name):
     found = diagnose(read_run(LOGS / name).runs[0])
     assert [explosion.first for explosion in found.explosions] == [47]
-    assert 1700 < found.worst.times < 2000
+    assert 1700 < found.worst.times < 2000, "the other norms of the log are to be about 0.49"
+
+
+def test_every_log_of_a_trainer_has_its_answer():
+    logs = {f"trainers/{path.name}" for path in (LOGS / "trainers").iterdir()}
+    assert logs <= ANSWERS.keys(), "say in answers.json what these are answered by"
 
 
 def test_the_collection_is_large_enough_to_mean_something():
