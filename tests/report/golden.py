@@ -3,8 +3,8 @@
 
     python -m tests.report.golden [NAME ...]
 
-writes them to tests/data/golden/, all or those of these cases; read the difference before you commit it. Of what the search itself found only that
-is kept which no machine's rounding moves.
+writes them to tests/data/golden/, all or those of these cases; read the difference before you commit it. Of what the
+search itself found only that is kept which no machine's rounding moves.
 """
 
 import csv
