@@ -76,7 +76,8 @@ ON = {f"{ACTOR}.spike_detection=True": f"{ACTOR}.spike_detection", "+gradloc=obs
 ON |= {"trainer.health.enable=true": "trainer.health.enable", IN_A_FILE: f"{ACTOR}.spike_detection"}
 
 
-@pytest.mark.parametrize("arguments", [pytest.param(on, marks=[pytest.mark.slow] * (on != IN_A_FILE)) for on in ON])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ON)
 def test_what_is_switched_on_ends_in_one_sentence_that_says_what_to_install(run, patched_tree, tmp_path, arguments):
     mine = f"defaults: [ppo_trainer, _self_]\n{ACTOR.replace('.', ': {')}: {{spike_detection: true}}}}\n"
     (tmp_path / "mine.yaml").write_text(mine)

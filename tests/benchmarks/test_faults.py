@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = ("goes on, the step ", "all end, with ")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_step_of_its_mode_or_ends_with_a_sentence(tmp_path):
     trial = faults.Trial("verl 0.7, FSDP2", tmp_path, pause_s=1.0, patience_s=1.0)
     try:

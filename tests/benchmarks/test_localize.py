@@ -30,6 +30,7 @@ def run(tmp_path_factory):
     return measure(CELLS, "cpu", 1, folder, "test", folder / "out", training_steps=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2], ids=["loud", "sure"])
 def test_auto_finds_a_planted_culprit_and_names_nothing_else(run, number):
     found = run["cells"][number]["strategies"]["auto"]
@@ -37,6 +38,7 @@ def test_auto_finds_a_planted_culprit_and_names_nothing_else(run, number):
     assert run["cells"][number]["spikes"] and found["gradient_restored"]
 
 
+@pytest.mark.slow
 def test_the_planted_token_is_what_brute_force_says_it_is(run):
     for cell in run["cells"][:3]:
         oracle = cell["oracle"]
@@ -44,6 +46,7 @@ def test_the_planted_token_is_what_brute_force_says_it_is(run):
         assert oracle["largest_other_in_pool"] < oracle["smallest_planted"]
 
 
+@pytest.mark.slow
 def test_of_a_scaled_batch_nothing_is_named_and_there_is_no_recall(run):
     scaled = run["cells"][3]
     found = scaled["strategies"]["auto"]
@@ -56,6 +59,7 @@ def test_of_a_scaled_batch_nothing_is_named_and_there_is_no_recall(run):
     )
 
 
+@pytest.mark.slow
 def test_every_table_can_do_without_a_recall(run):
     for sweep in ("battery", "ranks", "pretrained"):
         moved = {**run["cells"][3], "cell": {**run["cells"][3]["cell"], "sweep": sweep}}
@@ -63,12 +67,14 @@ def test_every_table_can_do_without_a_recall(run):
         assert "batch_4" in (text := markdown({**run, "cells": [moved]})) and "None" not in text
 
 
+@pytest.mark.slow
 def test_the_published_search_costs_what_its_formula_says(run):
     single = run["cells"][0]
     auto, published = (single["strategies"][name]["cost_f"] for name in ("auto", "published"))
     assert auto < published == single["published_formula_f"] == formula_cost(2, 2, 64) == 6 * 2 + 6 * (1 + 6)
 
 
+@pytest.mark.slow
 def test_the_record_is_plain_json_with_its_origin_and_the_tables_name_all(run, tmp_path):
     finish(run, tmp_path, "localize", markdown(run))
     kept = json.loads((tmp_path / "localize.json").read_text())

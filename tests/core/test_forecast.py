@@ -26,8 +26,9 @@ AGAIN = {"is_checkpointed": True}
 SHARDS = {"plain": 1, "ddp": 1, "hsdp": 2}
 MOST = 0.1
 
-CASES = [(2, "fsdp1", EXPERTS, {}), (2, "fsdp2", DEEP, HALF | AGAIN)]
+CASES = [(2, "fsdp2", DEEP, HALF | AGAIN)]
 MORE = [
+    (2, "fsdp1", EXPERTS, {}),
     (1, "plain", BASE, {"length": 256} | AGAIN),
     (2, "ddp", DEEP, {}),
     (2, "fsdp2", BASE, {"adapters": 4}),

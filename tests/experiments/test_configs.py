@@ -42,13 +42,11 @@ KNOBBED = ["demo", "explosion", "buckets-demo"]
 
 
 def runs():
-    """Every experiment as it is and with each arm; by default, of arms that set the same names, the first."""
-    seen = set()
+    """Every experiment as it is, and with each arm."""
     for name in PATCHED:
-        for arm in (Arm("as it is", ""), *catalog.load(name).arms):
-            names = (name, *(override.partition("=")[0] for override in arm.overrides))
-            yield pytest.param(name, arm, id=f"{name}: {arm.name}", marks=[pytest.mark.slow] if names in seen else [])
-            seen.add(names)
+        yield pytest.param(name, Arm("as it is", ""), id=name)
+        for arm in catalog.load(name).arms:
+            yield pytest.param(name, arm, id=f"{name}: {arm.name}", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

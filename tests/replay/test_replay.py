@@ -31,9 +31,10 @@ RUNS = {
     ),
     "FSDP1": (f"{A}strategy=fsdp",),
 }
+SLOW = ("dynamic micro-batches", "a loss that draws random numbers", "factors on the token losses")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * (run in SLOW)) for run in RUNS])
 def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(event, models, replay, tmp_path, run):
     noise = 1.0 if "calculate_log_probs" in str(RUNS[run]) else None
     bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]), rollout_noise=noise)
@@ -85,6 +86,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_the_command_runs_where_no_trainer_is_installed(bundle, models, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(bundle), "--model", str(models / "model"), "--oracle"],

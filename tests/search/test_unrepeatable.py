@@ -41,9 +41,9 @@ def test_of_several_culprits_one_runs_twice_and_speaks_for_all(others, dtype, sh
 @pytest.mark.parametrize(
     ("layout", "dtype", "size", "method"),
     [
-        ("fsdp2", "bfloat16", 1e3, "recompute"),
+        pytest.param("fsdp2", "bfloat16", 1e3, "recompute", marks=pytest.mark.slow),
         ("fsdp1", "float32", 1e3, "recompute"),
-        ("fsdp2", "bfloat16", 10.0, "subtract"),
+        pytest.param("fsdp2", "bfloat16", 10.0, "subtract", marks=pytest.mark.slow),
         ("fsdp2", "bfloat16", 100.0, "swap"),
     ],
 )

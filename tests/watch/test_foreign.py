@@ -64,6 +64,7 @@ def batches():
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_six_lines_localize_its_spike(nano, changed, tmp_path):
     torch.manual_seed(0)
     from nano_gpt.config import GPTConfig, TrainConfig

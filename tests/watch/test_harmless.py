@@ -13,6 +13,7 @@ from tests.world import World
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 ONCE = ("fsdp2-once", "fsdp1-once")
+COMPILED = pytest.param({"compiled": "inside"}, marks=pytest.mark.slow)
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
 
 
@@ -52,7 +53,7 @@ def test_in_one_process(tmp_path, precision):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [{"is_checkpointed": True}, {"compiled": "inside"}], ids=["checkpointed", "compiled"])
+@pytest.mark.parametrize("how", [{"is_checkpointed": True}, COMPILED], ids=["checkpointed", "compiled"])
 def test_recomputed_or_compiled(tmp_path, how):
     check(alone, tmp_path, **how)
 

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advice's config lines in verl's own config: composed, built as verl builds it, and read by verl's code.
-
-    python -m tests.words.composed 0.7
-
-in an environment with that verl (0.7: with the patch on it) prints what is wrong with each line as JSON.
-"""
+"""The advice's config lines in verl's own config: composed, built as verl builds it, and read by verl's code."""
 
 import functools
 import importlib
-import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 from gradloc.words.advice import ACTIONS
@@ -123,7 +116,3 @@ def main(verl: str) -> dict[str, list[str]]:
         wrong = problems(line, verl, given.get(verl, []) if isinstance(given, dict) else given) if line else []
         found |= {name: wrong} if wrong else {}
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

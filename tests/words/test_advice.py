@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every config line is one that its verl takes, builds and reads; a reader is told those of the verl that ran."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,13 +24,9 @@ from gradloc.words.cures import MILDEST_FIRST, is_measured
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.full
-def test_every_line_for_0_7_composes_builds_and_is_read(patched_tree):
+def test_every_line_for_0_7_composes_builds_and_is_read(single):
     """For 0.9: tests/adapters/verl09/test_advice.py."""
-    path = os.pathsep.join([str(patched_tree), str(ROOT)])
-    command = [sys.executable, "-m", "tests.words.composed", "0.7"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == {}, done.stderr
+    assert single.run("tests.words.composed.main", verl="0.7") == [{}]
 
 
 def test_every_action_is_given_by_somebody_and_every_one_given_is_there():

@@ -196,6 +196,7 @@ def test_a_mistyped_name_on_the_command_line_is_refused_before_hydra_sees_it(ove
         assert str(refusal.value).count("\n") == 0
 
 
+@pytest.mark.slow
 def test_a_mistyped_name_in_a_yaml_is_refused_by_the_trainer(single):
     cases = [[override] for override in MISTYPED]
     (answers,) = single.run("configs.read_all", cases=cases, read="tests.world.configs.trainer_hook")

@@ -4,8 +4,8 @@
 import pytest
 
 
-def test_every_line_for_0_9_composes_builds_and_is_read(world):
-    assert world.run("tests.words.composed.main", verl="0.9") == [{}, {}]
+def test_every_line_for_0_9_composes_builds_and_is_read(single):
+    assert single.run("tests.words.composed.main", verl="0.9") == [{}]
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_every_line_for_0_9_composes_builds_and_is_read(world):
         ("actor_rollout_ref.actor.ppo_epochs=1", "changes nothing"),
     ],
 )
-def test_a_line_that_does_nothing_there_is_seen(world, line, why):
-    assert all(why in " ".join(found) for found in world.run("tests.words.composed.problems", line=line, verl="0.9"))
+def test_a_line_that_does_nothing_there_is_seen(single, line, why):
+    assert all(why in " ".join(found) for found in single.run("tests.words.composed.problems", line=line, verl="0.9"))

@@ -80,6 +80,7 @@ def test_what_would_limit_the_explosion_is_off_and_its_knobs_reach_verl(composed
     assert composed(EXPLOSION.name)["actor_rollout_ref"]["actor"]["optim"]["clip_grad"] == 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [arm for arm in EXPLOSION.arms if arm.overrides], ids=lambda arm: arm.name)
 def test_every_arm_of_the_explosion_composes(composed, arm):
     actor = composed(EXPLOSION.name, arm.overrides)["actor_rollout_ref"]["actor"]

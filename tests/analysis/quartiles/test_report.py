@@ -102,6 +102,7 @@ def test_each_step_gets_a_table_and_a_figure(tmp_path, capsys):
     assert ["q1", "10", "(10%)", "0.8", "1", "50%", "5", "0.02", "0.018", "0.004"] in lines
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_bytes_and_svg_on_request(tmp_path):
     write(tmp_path / "run", record())
     for name in ("one", "two"):

@@ -47,6 +47,7 @@ print("all well")
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_every_shim_does_its_work_when_verl_loads_the_module(patched_tree, tmp_path):
     environ = {
         **os.environ,

@@ -177,6 +177,7 @@ def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_two_thousand_events_take_few_seconds_and_megabytes(tmp_path):
     culprits = [make_culprit(3 + 5 * index, token=f" token{index}") for index in range(8)]
     plain = make_event(1, culprits, folder=None)
