@@ -47,7 +47,7 @@ def test_only_waits_in_the_package_are_ours_whatever_the_clone_is_called(tmp_pat
     assert sum(counter.reads.values()) == 1 and not counter.places
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_cell_that_fails_is_written_and_the_others_go_on(tmp_path, monkeypatch):
     def fail(bench):
         raise RuntimeError("no kernel for this card")

@@ -38,6 +38,7 @@ def test_over_ten_times_the_median_is_counted_apart_from_the_others():
     assert score_real(norms, lambda: Multiple(factor=8.0)) == {"over": 1, "missed": 0, "others": 22, "flagged": 1}
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_rule_and_kind_and_the_seeds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(series, "HEALTHY", [kind("lognormal 0.2")[0]])
     assert main(["--seeds", "1", "--out", str(tmp_path)]) == 0

@@ -42,9 +42,10 @@ KNOBBED = ["demo", "explosion", "buckets-demo"]
 
 
 def runs():
-    """Every experiment as it is, and with each arm."""
+    """Every experiment as it is, and with each arm; those of KNOBBED and KNIGHTS are composed by the tests below."""
     for name in PATCHED:
-        yield pytest.param(name, Arm("as it is", ""), id=name)
+        others = [pytest.mark.slow] * (name in (*KNOBBED, *KNIGHTS, "kk-demo", catalog.PUBLISHED.name))
+        yield pytest.param(name, Arm("as it is", ""), id=name, marks=others)
         for arm in catalog.load(name).arms:
             yield pytest.param(name, arm, id=f"{name}: {arm.name}", marks=pytest.mark.slow)
 

@@ -30,6 +30,7 @@ def test_damage_changes_a_document_and_keeps_enough_of_it():
     assert all(len(text) >= pretrain.CHARACTERS / 2 for text in made.values())
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_record_tables_and_figure(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -160,6 +160,7 @@ def test_of_several_steps_each_is_told(tmp_path, capsys):
     assert said.startswith("train_data_step12: the noise of two kernels") and "train_data_step7 shift" in said
 
 
+@pytest.mark.slow
 def test_a_million_tokens_are_judged_in_ten_seconds(tmp_path, capsys):
     row = json.dumps({"inference_logprobs": B.ravel().tolist(), "trainer_logprobs": A.ravel().tolist()})
     (tmp_path / "all.jsonl").write_text(f"{row}\n" * (1_000_000 // B.size))

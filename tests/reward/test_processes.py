@@ -100,7 +100,7 @@ def _end_within(pid: int, limit_s: float) -> bool:
     return _has_ended(pid)
 
 
-@pytest.mark.parametrize("daemon", [True, False], ids=["daemonic", "not daemonic"])
+@pytest.mark.parametrize("daemon", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["daemonic", "not"])
 def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(pool_module, daemon):
     compute = math_verify.compute_score
     assert compute(boxed(1), "1") == 1.0

@@ -30,6 +30,7 @@ def test_it_names_exactly_the_token_that_it_planted(tmp_path):
     assert len(demo("demo", "trainer=loop", run_dir=tmp_path / "a run", LOOP_PYTHON=sys.executable)) == 60
 
 
+@pytest.mark.slow
 def test_it_needs_no_trainer_and_nothing_of_the_report_s(tmp_path):
     environ = {**os.environ, "GRADLOC_RUN_DIR": str(tmp_path), "PYTHONPATH": str(REPO)}
     done = subprocess.run(

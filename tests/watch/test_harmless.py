@@ -12,7 +12,7 @@ from tests.watch import loops
 from tests.world import World
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-ONCE = ("fsdp2-once", "fsdp1-once")
+ONCE = ("ddp-once", "fsdp2-once", "fsdp1-once")
 COMPILED = pytest.param({"compiled": "inside"}, marks=pytest.mark.slow)
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
 
@@ -47,7 +47,7 @@ def alone(**given: Any) -> list[dict[str, Any]]:
     return [loops.train(**given)]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
 def test_in_one_process(tmp_path, precision):
     check(alone, tmp_path, precision=precision)
 
@@ -72,9 +72,7 @@ def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout", ["ddp-once", "fsdp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ONCE)]
-)
+@pytest.mark.parametrize("layout", ["fsdp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ONCE)])
 def test_on_two_ranks_in_other_ways(bare_world: World, tmp_path, layout):
     check(on(bare_world), tmp_path, layout=layout)
 

@@ -8,7 +8,7 @@ from tests.adapters.verl07.plants import KINDS
 MICRO_BATCHES, MAX_STEPS = 2, 4
 
 
-DEFAULT = {"three": "mask", "mixture": "observe"}
+DEFAULT = {"mixture": "mask"}
 CASES = [(kind, mode, 0) for kind, mode in DEFAULT.items()]
 OTHERS = [(kind, mode, seed) for kind in KINDS for mode in ("observe", "mask") for seed in range(20)]
 

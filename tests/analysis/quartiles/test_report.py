@@ -160,7 +160,7 @@ def without_movement(made):
 
 SPOILED = [
     pytest.param("range", without_steps, marks=pytest.mark.slow),
-    ("quantile", with_nothing),
+    pytest.param("quantile", with_nothing, marks=pytest.mark.slow),
     ("range", with_an_empty_quartile),
     pytest.param("quantile", without_movement, marks=pytest.mark.slow),
 ]

@@ -35,7 +35,7 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
         assert -1 <= metrics[f"quartile_analysis/update_{name}/agreement"] <= 1
 
 
-@pytest.mark.parametrize("kind", ["quantile", "range"])
+@pytest.mark.parametrize("kind", ["quantile", pytest.param("range", marks=pytest.mark.slow)])
 def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind):
     out = analyse(world, dump_dir, SPLIT + kind, SAMPLE + "0")
     rows = zip(out["old_log_probs"], out["response_mask"], strict=True)

@@ -30,6 +30,7 @@ def test_standard_input_is_read(tmp_path, shown, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_ten_thousand_steps_of_fifty_metrics_take_ten_plain_readings_and_300_mb(tmp_path):
     names = ["actor/grad_norm", "critic/score/mean", "actor/entropy", *(f"perf/m{at}" for at in range(47))]
     row = " - ".join(f"{name}:{0.5 + at / 997}" for at, name in enumerate(names))
