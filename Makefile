@@ -16,7 +16,7 @@ lint:          ## ruff, format, shellcheck, types, and that patches/ is what its
 docs:          ## the site of docs/, strictly; makes an environment of its own under .gradloc/
 	scripts/docs.sh
 
-test-slow:     ## what takes longer than the default suite may
+test-slow:     ## the others: more layouts and arms, benchmarks, real runs; hours
 	scripts/test.sh slow
 
 test-browser:  ## opens the report in headless Chromium (apt-get install chromium chromium-driver)

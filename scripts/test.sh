@@ -6,7 +6,7 @@
 #   scripts/test.sh            lint, and all default tests
 #   scripts/test.sh lint       ruff, its format, shellcheck, types, and that patches/ is what its sources say
 #   scripts/test.sh quick      the quick ones of the tests that need neither verl nor Ray
-#   scripts/test.sh slow       what takes longer than the default may
+#   scripts/test.sh slow       the others: more layouts and arms, benchmarks, real runs
 #   scripts/test.sh browser    opens the report in headless Chromium
 #   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more
 #   scripts/test.sh trl        the tests on TRL, likewise
@@ -64,7 +64,7 @@ case $tier in
     default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
     quick) stage "quick tests" && WORKERS=${WORKERS:-2} tests "not full and not slow and not browser and not verl09" "$@" ;;
     slow)
-        stage "slow tests" && "$python" -m pytest --durations=0 -m "slow and not browser and not verl09" "$@"
+        stage "slow tests" && LONGEST=7200 WORKERS=${WORKERS:-2} tests "slow and not browser and not verl09" "$@"
         stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
             -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/adapters/same tests/stabilize tests/analysis tests/replay "$@"
         ;;
