@@ -40,7 +40,7 @@ def test_phases_are_counted_apart():
     assert counter.reads == {"pass": 1, "": 1}
 
 
-@pytest.mark.slow  # on verl 0.9 it is a default test
+@pytest.mark.slow
 def test_an_update_of_verl_s_actor_stays_within_the_limits(world, unpatched_world, tmp_path):
     check({"unpatched": unpatched_world, "on": world}, tmp_path)
 

@@ -41,10 +41,12 @@ DISTILLED = [*harness.DISTILLED, "distillation.distillation_loss.loss_mode=k2"]
 OF_LOSS = {"clips on ratios": CLIPS, "a stage of Lopti's": LOPTI, "distillation": DISTILLED}
 
 
-@pytest.mark.parametrize("of_loss", OF_LOSS.values(), ids=OF_LOSS.keys())
-def test_a_replay_has_the_gradient_of_the_runs_loss(world, single, of_loss, tmp_path):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "distillation")) for name in OF_LOSS]
+)
+def test_a_replay_has_the_gradient_of_the_runs_loss(world, single, name, tmp_path):
     events, full = str(tmp_path / "events"), [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.evidence.bundle=full"]
-    given = [*full, f"{ACTOR}.grad_norm_threshold=640", *of_loss]
+    given = [*full, f"{ACTOR}.grad_norm_threshold=640", *OF_LOSS[name]]
     world.run(
         "tests.replay.scenarios.make_event", plants=[(5, 3, -1e5)], overrides=given, dump_dir=events, rollout_noise=1.0
     )

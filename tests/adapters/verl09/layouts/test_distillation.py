@@ -36,6 +36,7 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_
         assert answer["masked"]["rng"] == answer["wanted"]["rng"]
 
 
+@pytest.mark.slow
 def test_the_clamp_on_the_teachers_distance_is_measured_to_heal_it(world, dump_dir):
     cures = test_cures.check(world, dump_dir, "advantage", *SUPERVISED, f"{LOSS}.loss_max_clamp=null")
     assert [name for name, cure in cures.items() if cure["verdict"] == "healed"] == ["clamp_teacher"]

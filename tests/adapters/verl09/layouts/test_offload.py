@@ -34,7 +34,9 @@ def test_the_planted_culprits_are_the_oracles(run, dump_dir, layout):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fails_at", [None, "loss", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fails_at", ["loss", *(pytest.param(place, marks=pytest.mark.slow) for place in (None, "layer"))]
+)
 def test_looking_on_changes_nothing_also_where_a_pass_of_the_search_fails(run, world, tmp_path, strategy, fails_at):
     folder = str(tmp_path / "model")
     world.run("tests.adapters.verl09.layouts.offload.save_deeper", folder=folder)

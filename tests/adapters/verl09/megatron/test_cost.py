@@ -17,7 +17,8 @@ SETTINGS = [
 PLANTS = [(5, 3, -1e4), (1, 2, 9e3), (11, 5, -8e3), (2, 3, 7e3), (7, 1, -9e3), (8, 4, 8e3), (13, 2, 7e3), (14, 0, 1e4)]
 
 
-@pytest.mark.parametrize("number", [3, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3, 8])
 def test_the_page_says_what_a_search_costs(single, worlds, tmp_path, number):
     given = {"plants": PLANTS[:number], "overrides": SETTINGS}
     single.run("spikes.localize_planted", dump_dir=str(tmp_path / "FSDP"), **given)

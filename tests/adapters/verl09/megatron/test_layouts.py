@@ -6,7 +6,7 @@ import pytest
 from tests.world.events import read_events
 
 from .conftest import HERE
-from .layouts import CLIPPED, DEFAULT, LAYOUTS, in_layouts
+from .layouts import CLIPPED, LAYOUTS, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = ["+gradloc=on", f"{ACTOR}.gradloc.trigger.tau=100"]
@@ -16,7 +16,7 @@ BANDS = {"float32": 0.03, "bfloat16": 0.15}
 """How far closure may be off beside its own error: search.share's."""
 
 
-@in_layouts(*LAYOUTS, default=(*DEFAULT, "CP 2, by tokens"))
+@in_layouts(*LAYOUTS)
 def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, tmp_path):
     of, folder = LAYOUTS[layout], str(tmp_path / "model")
     world.run(f"{HERE}.harness.save_model", folder=folder, tied=of.is_tied, kind=of.experts)

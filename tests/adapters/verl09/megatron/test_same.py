@@ -65,10 +65,8 @@ test_planted_culprits_and_nothing_else_are_named = same(
     default=("PP 2",),
     plants=TWO,
 )
-test_a_spike_of_the_kl_term_is_found_and_its_term_named = same(
-    test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named,
-    *("PP 2", "TP 2"),
-    default=("TP 2",),
+test_a_spike_of_the_kl_term_is_found_and_its_term_named = slow(
+    test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named, "PP 2", "TP 2"
 )
 test_a_gradient_that_is_not_finite_is_traced_and_masked = same(
     test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked, "PP 2", kind="nan"
@@ -82,10 +80,9 @@ test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
 test_the_loss_asked_again_gives_what_the_backward_left = same(
     asked_again, *(*DEFAULT, *CP), default=("PP 2",), dtype=[], policy=test_identities.OFF_POLICY
 )
-test_the_norm_under_another_setting_is_that_of_the_update_run_with_it = same(
+test_the_norm_under_another_setting_is_that_of_the_update_run_with_it = slow(
     test_cures.test_the_norm_under_another_setting_is_that_of_the_update_run_with_it,
     *(*DEFAULT, *CP),
-    default=("PP 2",),
     kind="pushed down",
 )
 test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit = slow(
@@ -105,7 +102,7 @@ test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
     strategy=[],
     dropout=0.0,
 )
-test_a_step_with_routers_losses_is_masked_bit_for_bit_too = same(
+test_a_step_with_routers_losses_is_masked_bit_for_bit_too = slow(
     masked_step,
     *("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens"),
     strategy=[loss.format(0.01) for loss in LOSSES],
@@ -114,17 +111,15 @@ test_a_step_with_routers_losses_is_masked_bit_for_bit_too = same(
 test_a_step_with_routers_biases_is_masked_bit_for_bit_too = slow(
     masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=BIAS, dropout=0.0
 )
-test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs = same(
+test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs = slow(
     test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it,
     *(*DEFAULT, *ON_CPU[:1]),
-    default=("PP 2",),
     layout=[],
 )
-test_a_token_that_the_teacher_thinks_otherwise_of_is_found = same(
+test_a_token_that_the_teacher_thinks_otherwise_of_is_found = slow(
     test_distillation.test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause,
     "PP 2",
     "TP 2",
-    default=("PP 2",),
     layout=test_distillation.AS_REWARD,
 )
 test_skip_takes_no_step_at_all = same(
@@ -134,7 +129,7 @@ test_skip_takes_no_step_at_all = same(
     *ON_CPU,
     default=("DP 2, sharded optimizer",),
 )
-test_a_run_under_safe_trains = same(stabilizers.test_a_run_under_safe_trains, "TP 2", *CP)
+test_a_run_under_safe_trains = slow(stabilizers.test_a_run_under_safe_trains, "TP 2", *CP)
 test_abort_stops_the_run_with_the_event_on_disk = slow(
     test_failures.test_abort_stops_the_run_with_the_event_on_disk, "TP 2"
 )
@@ -153,7 +148,7 @@ def test_the_probes_of_a_random_cover_add_up_to_the_gradient(world, dump_dir):
         assert answer["error"] < 2e-6 and min(answer["parts"]) > 0
 
 
-@in_layouts("experts, EP 2", "experts, TP 2")
+@in_layouts("experts, EP 2", "experts, TP 2", default=())
 def test_moving_the_weights_does_not_send_a_token_to_other_experts(world, dump_dir):
     found, *_ = world.run("models.experts.closures", overrides=ON, dump_dir=dump_dir, seeds=[2, 4, 6])
     assert all(0.98 < closure < 1.02 for closure in found), found
@@ -197,7 +192,7 @@ def test_a_failure_outside_of_the_layers_leaves_training_as_it_was(world, dump_d
         assert other["counted"] == [int(failed) for failed in has_failed] and one["left"] == other["left"]
 
 
-@in_layouts("PP 2")
+@in_layouts("PP 2", default=())
 def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir):
     given = {"overrides": ON, "dump_dir": f"{dump_dir}-untroubled"}
     untroubled = world.run("failures.write_into_trouble", kind="none", **given)
