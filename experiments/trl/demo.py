@@ -130,8 +130,10 @@ def main(overrides: list[str]) -> None:
     weights = trainer.accelerator.unwrap_model(trainer.model).parameters()
     if trainer.accelerator.is_main_process and not all(bool(weight.isfinite().all()) for weight in weights):
         raise SystemExit("The weights are not finite any more.")
-    trainer.accelerator.end_training()  # a process that exits with its groups open may be aborted by their threads
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # else threads of torch's abort some processes as they end: "terminate called without an active exception"
