@@ -136,4 +136,4 @@ def main(overrides: list[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # else threads of torch's abort some processes as they end: "terminate called without an active exception"
+    os._exit(0)  # else threads of torch may abort the process: "terminate called without an active exception"
