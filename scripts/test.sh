@@ -11,6 +11,7 @@
 #   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more
 #   scripts/test.sh trl        the tests on TRL, likewise
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
+#   scripts/test.sh verl09 --environment    makes that environment, and tests nothing
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -43,6 +44,10 @@ wanted=$({ cat "${files[@]}" && echo "${packages[@]}"; } | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     "$python" -m pip install --disable-pip-version-check --no-input -q "${packages[@]}"
     printf '%s\n' "$wanted" >"$stamp"
+fi
+
+if [[ ${1:-} == --environment ]]; then
+    exit # which the others then find
 fi
 
 if [[ $tier == default || $tier == lint ]]; then
