@@ -50,14 +50,13 @@ if [[ ${1:-} == --environment ]]; then
     exit # which the others then find
 fi
 
-if [[ $tier == default || $tier == lint ]]; then
-    stage "lint"
+lint() {
     "$bin/ruff" check .
     "$bin/ruff" format --check -q .
     git ls-files -z '*.sh' .ci/run | xargs -0 "$bin/shellcheck"
     "$bin/mypy"
     PYTHON=$python bash make_patch.sh --check
-fi
+}
 
 # Three processes, since ranks wait for each other; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
 # A test that hangs tells where, after LONGEST seconds, and fails; the others go on.
@@ -66,7 +65,17 @@ tests() {
         -o faulthandler_timeout="${LONGEST:-900}" -o faulthandler_exit_on_timeout=true -m "$1" "${@:2}"
 }
 case $tier in
-    default) stage "tests" && tests "not slow and not browser and not verl09" "$@" ;;
+    lint) stage "lint" && lint ;;
+    default)
+        stage "tests, and lint beside them"
+        said=$(mktemp)
+        lint >"$said" 2>&1 &
+        is_bad=0
+        tests "not slow and not browser and not verl09" "$@" || is_bad=$?
+        wait $! || is_bad=$?
+        stage "lint" && cat "$said" && rm "$said"
+        ((is_bad == 0)) || exit "$is_bad"
+        ;;
     quick) stage "quick tests" && WORKERS=${WORKERS:-2} tests "not full and not slow and not browser and not verl09" "$@" ;;
     slow)
         stage "slow tests" && LONGEST=7200 WORKERS=${WORKERS:-2} tests "slow and not browser and not verl09" "$@"

@@ -26,8 +26,8 @@ AGAIN = {"is_checkpointed": True}
 SHARDS = {"plain": 1, "ddp": 1, "hsdp": 2}
 MOST = 0.1
 
-CASES = [(2, "fsdp2", DEEP, HALF | AGAIN)]
-MORE = [
+CASES = [
+    (2, "fsdp2", DEEP, HALF | AGAIN),
     (2, "fsdp1", EXPERTS, {}),
     (1, "plain", BASE, {"length": 256} | AGAIN),
     (2, "ddp", DEEP, {}),
@@ -55,10 +55,8 @@ def world_of(bare_world):
             world.close()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "layout", "config", "given"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "layout", "config", "given"), CASES)
 def test_it_is_within_a_tenth_of_what_is_counted(world_of, size, layout, config, given):
     counted = world_of(size).run("tests.core.counted.count", config=config, layout=layout, **given)[0]
     assert counted["events"] == 1

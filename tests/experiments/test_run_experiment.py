@@ -134,26 +134,31 @@ def test_a_clone_called_verl_in_this_folder_is_no_installed_verl(tmp_path, monke
 LOOP = ["demo", "trainer=loop"]
 
 
+def slow(*case):
+    """Of a kind that another case has, too."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "code"),
     [
         (LOOP, {"LOOP_PYTHON": "/no/python"}, 1),
-        (LOOP, {"LOOP_PYTHON": "/bin/false"}, 1),
+        slow(LOOP, {"LOOP_PYTHON": "/bin/false"}, 1),
         (["demo", "trainer=trl"], {"TRL_PYTHON": "/no/python"}, 1),
         (["demo", "verl=0.9.1"], {"VERL09_PYTHON": "/no/python"}, 1),
-        (["gradloc-qwen3-4b", "verl=0.9.1", "--dry-run"], {"VERL09_PYTHON": "/no/python"}, 1),
+        slow(["gradloc-qwen3-4b", "verl=0.9.1", "--dry-run"], {"VERL09_PYTHON": "/no/python"}, 1),
         (LOOP, {"RUN_DIR": "/proc/no/run"}, 1),
-        (LOOP, {"RUN_DIR": "/etc/passwd/run"}, 1),
-        (LOOP, {"RUN_DIR": "a" * 300}, 1),
+        slow(LOOP, {"RUN_DIR": "/etc/passwd/run"}, 1),
+        slow(LOOP, {"RUN_DIR": "a" * 300}, 1),
         (LOOP, {"RUN_DIR": "~no-such-user/run"}, 1),
         (["demo"], {"VERL_REPO": "~no-such-user/verl"}, 1),
         ([*LOOP, "seed=abc"], {}, 2),
-        ([*LOOP, "gradloc=bogus"], {}, 2),
-        ([*LOOP, "first_step=6", "last_step=3"], {}, 2),
+        slow([*LOOP, "gradloc=bogus"], {}, 2),
+        slow([*LOOP, "first_step=6", "last_step=3"], {}, 2),
         (["demo", "trainer=trl", "tau=0"], {}, 2),
-        (["pretrain", "peak=1"], {}, 2),
+        slow(["pretrain", "peak=1"], {}, 2),
         ([*LOOP, "--arms", "x", "--dry-run"], {}, 2),
-        ([*LOOP, "--seeds", "3", "--dry-run"], {}, 2),
+        slow([*LOOP, "--seeds", "3", "--dry-run"], {}, 2),
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list | dict) else "",
 )
@@ -200,13 +205,13 @@ ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
     [
         (["nonsense"], f"there are {', '.join(catalog.names())}"),
         (["demo", "second"], "'second' is not an override"),
-        (["seed=3"], "name it first"),
+        slow(["seed=3"], "name it first"),
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "verl=0.8.0"], "demo runs on verl 0.7.0, 0.7.1 and 0.9.1, not on 0.8.0."),
-        (["explosion", "verl=0.7.1"], "explosion runs on verl 0.7.0 and 0.9.1, not on 0.7.1."),
+        slow(["explosion", "verl=0.7.1"], "explosion runs on verl 0.7.0 and 0.9.1, not on 0.7.1."),
         (["demo", "trainer=openrlhf"], ALONE),
-        (["wild", "trainer=trl"], ALONE),
-        (["demo", "trainer=trl", "verl=0.9.1"], ALONE),
+        slow(["wild", "trainer=trl"], ALONE),
+        slow(["demo", "trainer=trl", "verl=0.9.1"], ALONE),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -59,6 +59,7 @@ def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind)
             assert sum(change["counts"]) == len(mine) if mine else change is None
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_among_the_ranks_are_all_counted(world, dump_dir):
     out = analyse(world, dump_dir, SAMPLE + "3", num_rows=15)
     validate("quartile_analysis", out["record"])
