@@ -42,7 +42,7 @@ bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256
 wanted=$({ cat "${files[@]}" && echo "${packages[@]}"; } | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
-    "$python" -m pip install --disable-pip-version-check --no-input -q "${packages[@]}"
+    "$python" -m pip install --no-compile --disable-pip-version-check --no-input -q "${packages[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 fi
 

@@ -135,7 +135,9 @@ def _ensure_gradloc(environment: Environment) -> None:
 
 
 def _install(environment: Environment, *words: str) -> None:
-    pip = [str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q"]
+    # Byte code is written when a module is imported; most never are, and to compile all takes longer than the rest.
+    pip = [str(environment.python), "-m", "pip", "install", "--no-compile"]
+    pip += ["--disable-pip-version-check", "--no-input", "-q"]
     step([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")
 
 

@@ -131,7 +131,7 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
 
 
 def test_a_rank_that_runs_out_of_memory_at_any_allocation_ends_no_run(bare_world):
-    run_out_of_memory(bare_world, 2, 4, seed=0)
+    run_out_of_memory(bare_world, 2, 6, seed=0)
 
 
 @pytest.mark.slow
