@@ -205,13 +205,13 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
 }
 """The end of a module's name and the start of a test's: its cases that are default tests on verl 0.7 and on 0.9.
 
-Between them the two have each promise once, in the layout that is likeliest to break it; `make test-slow` and `make
-test-verl09` with `-m slow` have all. What is not here runs on both.
+Between them the two have nearly each promise once. `make test-slow`, and `scripts/test.sh verl09 -m slow`, have the
+others. What is not here runs on both.
 """
 ON_0_7_1 = {
     "localization::planted": ("two culprits on two ranks, two micro-batches",),
 }
-"""Likewise, what by default also runs on a verl beyond the first: two are named."""
+"""Likewise, what by default also runs on a verl beyond the first."""
 
 
 def repeat_for_each_verl(metafunc: pytest.Metafunc) -> None:
@@ -249,7 +249,7 @@ def mark(items: list[pytest.Item]) -> None:
         if not is_default and "GRADLOC_TEST_VERL" not in os.environ:
             item.add_marker(pytest.mark.slow)
         seen.setdefault(where, set()).add(f"{case}-")
-    if not any("::" in argument for argument in items[0].config.args):
+    if items and not any("::" in argument for argument in items[0].config.args):
         _check_tables(seen)
 
 
