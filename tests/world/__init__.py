@@ -159,7 +159,7 @@ class World:
 
 
 def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], threads: int, pipe: Connection) -> None:
-    sys.dont_write_bytecode = True  # other tests compare the trees byte for byte
+    sys.pycache_prefix = str(REPO / ".gradloc" / "pycache")  # other tests compare the trees byte for byte
     sys.path[:0] = [str(REPO), *path]
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)
