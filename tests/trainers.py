@@ -101,7 +101,7 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
         NONE,
     ),
     "actions::every_appearance": (("fsdp1",), ("fsdp2",)),
-    "cures::the_norm_under": (("rewards, divided",), ("pushed down",)),
+    "cures::the_norm_under": (NONE, ("pushed down",)),
     "cures::a_healed_step": (NONE, ("float32-pushed down",)),
     "cures::so_it_is_for_each": (NONE, ("veto",)),
     "cures::rows_that_only_fill": (NONE, ("veto",)),

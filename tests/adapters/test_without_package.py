@@ -59,6 +59,7 @@ def run(packages, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_it_trains_bit_for_bit_as_unpatched_verl_and_another_version_of_the_package_ends_in_one_sentence(
     run, worlds, patched_tree, dump_dir
 ):
