@@ -45,6 +45,8 @@ class Environment:
     """Lists of packages that are installed without what they ask for."""
     variable: str | None = None
     """The environment variable that names an interpreter to use instead, with everything installed."""
+    imports: tuple[str, ...] = ("torch.distributed.fsdp",)
+    """Modules that its processes begin with: imported once when it is made, they are compiled."""
 
     @property
     def folder(self) -> Path:
@@ -65,15 +67,24 @@ def _requirements(*names: str) -> tuple[Path, ...]:
     return tuple(REPO / "requirements" / name for name in names)
 
 
-DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a minute, 2 GB")
+_VERLS = ("torch.distributed.fsdp", "datasets", "hydra", "peft", "ray", "tensordict", "torchdata.stateful_dataloader")
+_VERLS += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3")
+DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a minute, 2 GB", imports=_VERLS)
 VERL09 = Environment(
     "venv-verl09",
     _requirements("verl09.txt"),
     "about a minute, 2 GB",
     beside=_requirements("megatron.txt"),
     variable="VERL09_PYTHON",
+    imports=(*_VERLS, "verl.trainer.main_ppo", "verl.workers.engine_workers"),
 )
-TRL = Environment("venv-trl", _requirements("trl.txt"), "about a minute, 2 GB", variable="TRL_PYTHON")
+TRL = Environment(
+    "venv-trl",
+    _requirements("trl.txt"),
+    "about a minute, 2 GB",
+    variable="TRL_PYTHON",
+    imports=("trl", "torch.distributed.run"),
+)
 LOOP = Environment("venv-loop", _requirements("loop.txt"), "half a minute, 1 GB", variable="LOOP_PYTHON")
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
@@ -118,6 +129,10 @@ def _ensure_packages(environment: Environment) -> None:
     for path in environment.beside:
         report(f"  those of {path.name}")
         _install(environment, "--no-deps", "-r", str(path))
+    report("  what is imported first")
+    tried = "import contextlib, importlib, sys\nfor name in sys.argv[1:]:\n with contextlib.suppress(Exception): "
+    command = [str(environment.python), "-c", f"{tried}importlib.import_module(name)", *environment.imports]
+    subprocess.run(command, capture_output=True, check=False)  # only so that it takes less time later
     # Written last: an interrupted installation is begun again.
     stamp.write_text(digest + "\n")
 
@@ -135,7 +150,7 @@ def _ensure_gradloc(environment: Environment) -> None:
 
 
 def _install(environment: Environment, *words: str) -> None:
-    # Byte code is written when a module is imported; most never are, and to compile all takes longer than the rest.
+    # Byte code is written as a module is imported; most never are, and to compile all takes longer than the rest.
     pip = [str(environment.python), "-m", "pip", "install", "--no-compile"]
     pip += ["--disable-pip-version-check", "--no-input", "-q"]
     step([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")

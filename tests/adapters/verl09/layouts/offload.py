@@ -33,18 +33,19 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
     original = Handler.offload
     offload = mock.Mock(side_effect=lambda tensor: original(tensor, pin_memory=False))
     step, failed = as_actor.step_class(), []
-    forward = step.forward
+    forward = step.train_forward  # of all rows, or of some alone
 
-    def failing(self: Any, micro_batch: int, needs_entropy: bool = False) -> Any:
+    def failing(self: Any, *which: Any, **given: Any) -> Any:
         if failed or fails_at is None or not torch.is_grad_enabled():
-            return forward(self, micro_batch, needs_entropy)
+            return forward(self, *which, **given)
         failed.append(fails_at)
         if fails_at == "layer":
             layer = self.engine.module.model.layers[1].mlp
             with mock.patch.object(layer, "forward", side_effect=RuntimeError("made to fail")):
-                return forward(self, micro_batch)
-        forward(self, micro_batch)
+                return forward(self, *which, **given)
+        forward(self, *which, **given)
         raise RuntimeError("made to fail")
 
-    with mock.patch.object(Handler, "offload", staticmethod(offload)), mock.patch.object(step, "forward", failing):
+    patched = mock.patch.object(Handler, "offload", staticmethod(offload))
+    with patched, mock.patch.object(step, "train_forward", failing):
         return {"found": function(**given), "offloaded": offload.call_count, "failed": failed}
