@@ -59,7 +59,6 @@ NOT_HERE = {
         "[fused, FSDP2": "verl 0.9.1 itself fails: FSDP2 shards an untied head apart, and the kernel takes its weight",
         "stages_are_told_apart": "verl 0.9's trainer has reduced the metrics of each update: test_parity.py",
         "[padding": "verl 0.9's batches have no padding",
-        "-padding]": "verl 0.9's batches have no padding",
     },
     "TRL": {
         "spike_that_nobody_edited": "TRL's KL estimate, k3, has a small gradient where the reference excludes a token",

@@ -211,7 +211,7 @@ LOOP = "loop"
 def _is_other(trainer: str | None) -> bool:
     """Whether it is a trainer that there are no lines for.
 
-    >>> [_is_other(trainer) for trainer in ("mine 1.0", "verl 0.9.1", "TRL 1.16.0".lower(), LOOP, None)]
+    >>> [_is_other(trainer) for trainer in ("mine 1.0", "verl 0.9.1", "trl 1.16.0", LOOP, None)]
     [True, False, False, False, False]
     """
     return bool(trainer) and trainer != LOOP and not (trainer or "").startswith(("verl", "trl"))

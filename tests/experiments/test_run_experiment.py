@@ -135,7 +135,7 @@ LOOP = ["demo", "trainer=loop"]
 
 
 def slow(*case):
-    """Of a kind that another case has, too."""
+    """A slow case: another one makes the same kind of mistake."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
