@@ -139,12 +139,8 @@ class Removal:
             alone: the culprits' gradient from backwards of their own, if it is known.
             goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
         """
-        prober, before, threshold, was_finite = (
-            self.prober,
-            self.norm_before,
-            self.threshold,
-            math.isfinite(self.norm_before),
-        )
+        prober, before, threshold = self.prober, self.norm_before, self.threshold
+        was_finite = math.isfinite(before)
         if not self.culprits:
             verdict, reason = judge(before, 0.0, threshold, was_finite)
             reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"

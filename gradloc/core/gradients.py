@@ -241,27 +241,19 @@ class GradientSpace:
         for param in self.params:
             kept.append(None if param.grad is None else host_copy(local_shard(param.grad)))
             param.grad = None
-        self._wait()
+        device = self.params[0].device
+        if device.type != "cpu":  # the copies are asynchronous
+            torch.get_device_module(device.type).current_stream(device).synchronize()
         return kept
 
+    @torch.no_grad()
     def put(self, gradient: Gradient) -> None:
         """Make this the content of ``.grad``: the same tensors, or copies of those on the host. Bit-exact."""
         for param, grad in zip(self.params, gradient, strict=True):
             if grad is not None and (grad.device != param.device or type(grad) is not type(param.data)):
-                grad = self._back(param, grad)
+                kept, grad = grad, torch.zeros_like(param, dtype=grad.dtype)
+                local_shard(grad).copy_(kept)
             param.grad = grad
-
-    def _wait(self) -> None:
-        """Wait for the device to finish what it was asked."""
-        device = self.params[0].device
-        if device.type != "cpu":
-            torch.get_device_module(device.type).current_stream(device).synchronize()
-
-    @torch.no_grad()
-    def _back(self, param: torch.nn.Parameter, kept: torch.Tensor) -> torch.Tensor:
-        grad = torch.zeros_like(param, dtype=kept.dtype)
-        local_shard(grad).copy_(kept)
-        return grad
 
     def clear(self) -> None:
         """Empty ``.grad``."""
@@ -338,12 +330,9 @@ class GradientSpace:
         """The tensors in ``.grad``, left where they are."""
         return [param.grad for param in self.params]
 
-    @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply what is in ``.grad`` in place."""
-        for grad in self.current():
-            if grad is not None:
-                local_shard(grad).mul_(factor)
+        self.scale_each([factor] * len(self.params))
 
     @torch.no_grad()
     def scale_each(self, factors: Sequence[float]) -> None:

@@ -96,20 +96,19 @@ class Ranks:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum of each value over the ranks, in float64; the same bits on every rank."""
-        if self.num_processes == 1:
-            return [float(value) for value in values]
-        total = self._sent(values)
-        dist.all_reduce(total, group=self.group)
-        return [value / self.replicas for value in total.tolist()]
+        return [value / self.replicas for value in self._reduced(values, dist.ReduceOp.SUM)]
 
     def max(self, values: list[float]) -> list[float]:
         """Largest of each value over the ranks; a NaN comes back as inf. The same bits on every rank."""
+        # gloo and NCCL disagree about the largest of a NaN and a number, so a NaN travels as inf
+        return self._reduced([math.inf if math.isnan(value) else value for value in values], dist.ReduceOp.MAX)
+
+    def _reduced(self, values: list[float], op: Any) -> list[float]:
         if self.num_processes == 1:
             return [float(value) for value in values]
-        # gloo and NCCL disagree about the largest of a NaN and a number, so a NaN travels as inf
-        most = self._sent([math.inf if math.isnan(value) else value for value in values])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        return most.tolist()
+        sent = self._sent(values)
+        dist.all_reduce(sent, op=op, group=self.group)
+        return sent.tolist()
 
     def all(self, flag: bool) -> bool:
         """Whether the flag is set on every rank."""

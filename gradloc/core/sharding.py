@@ -97,16 +97,17 @@ def abandon_pass(module: torch.nn.Module) -> None:
         param.grad = None
 
 
+def _fsdp1_handles(root: FSDP1) -> list[Any]:
+    return [unit._handle for unit in FSDP1.fsdp_modules(root) if unit._handle is not None]
+
+
 def _abandon_fsdp1(root: FSDP1) -> None:
-    handles = [unit._handle for unit in FSDP1.fsdp_modules(root) if unit._handle is not None]
-    for handle in handles:
+    for handle in _fsdp1_handles(root):
         handle.flat_param.grad = None
-        handle.flat_param._post_backward_called = False  # type: ignore[attr-defined]
+        handle.flat_param._post_backward_called = False
         vars(handle.flat_param).pop("_saved_grad_shard", None)
     _runtime_utils._post_backward_final_callback(root, root)
-    for handle in handles:
-        if handle.uses_sharded_strategy:
-            handle.reshard(True)  # the root keeps its gathered weights from forward to backward
+    reshard(root)  # the root keeps its gathered weights from forward to backward
 
 
 def _abandon_fsdp2(root: FSDPModule) -> None:
@@ -143,9 +144,8 @@ def reshard(module: torch.nn.Module) -> None:
     before a move, and training's next forward some moved ones (docs/method.md, section 3).
     """
     if isinstance(module, FSDP1):
-        for wrapped in FSDP1.fsdp_modules(module):
-            handle = wrapped._handle
-            if handle is not None and handle.uses_sharded_strategy:
+        for handle in _fsdp1_handles(module):
+            if handle.uses_sharded_strategy:
                 handle.reshard(True)
         return
     for unit in module.modules():
@@ -191,8 +191,7 @@ def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.
     """(dtype in which FSDP accumulates micro-batches before it reduces them, dtype in which it reduces); the coarsest
     of all units. (None, None) without FSDP, where gradients are added up in their own dtype."""
     if isinstance(module, FSDP1):
-        handles = [unit._handle for unit in FSDP1.fsdp_modules(module) if unit._handle is not None]
-        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
+        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in _fsdp1_handles(module)]
     else:
         policies = [unit._mp_policy for unit in _fsdp2_units(module)]
         reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]

@@ -140,7 +140,6 @@ class _Position:
         self._warmup, self._floor, self._cap = warmup, floor, cap
         self._norms: deque[float] = deque(seed, maxlen=window)
         self._run: deque[float] = deque(maxlen=window)
-        self._fitted: tuple[float, float, float, float] | None = None
 
     def threshold(self) -> float | None:
         if len(self._norms) < self._warmup:
@@ -157,12 +156,12 @@ class _Position:
         value = math.log(norm)
         if threshold is None or norm <= threshold:
             self._run.clear()
-            self._append(value)
+            self._norms.append(value)
             self._start_again_if_fallen()
             return False
         self._run.append(value)
         if len(self._run) == 1:
-            self._append(value)
+            self._norms.append(value)
         elif len(self._run) == self._run.maxlen and self._is_settled():
             self._start_again(self._run)
         return True
@@ -178,32 +177,23 @@ class _Position:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._start_again(state["log_norms"])
-        self._run.extend(float(value) for value in state["run"])
+        self._run.extend(map(float, state["run"]))
 
     def _fit(self) -> tuple[float, float, float, float]:
         """Threshold, median, level and ninth decile, as logarithms."""
-        if self._fitted is None:
-            norms, count = sorted(self._norms), len(self._norms)
-            middle = median(norms)
-            level = median(_upper_group(norms, middle + self._cap) or norms)
-            decile = norms[min(int(_DECILE * count), count - 1)]
-            # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
-            # threshold comes down to its place as the window fills.
-            reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
-            threshold = min(max(decile + reach, level + self._floor), level + self._cap)
-            self._fitted = threshold, middle, level, decile
-        return self._fitted
-
-    def _append(self, value: float) -> None:
-        self._norms.append(value)
-        self._fitted = None
+        norms, count = sorted(self._norms), len(self._norms)
+        middle = median(norms)
+        level = median(_upper_group(norms, middle + self._cap) or norms)
+        decile = norms[min(int(_DECILE * count), count - 1)]
+        # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
+        # threshold comes down to its place as the window fills.
+        reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
+        threshold = min(max(decile + reach, level + self._floor), level + self._cap)
+        return threshold, middle, level, decile
 
     def _start_again(self, values: Sequence[float]) -> None:
-        values = [float(value) for value in values]
-        self._norms.clear()
-        self._norms.extend(values)
+        self._norms = deque(map(float, values), maxlen=self._norms.maxlen)
         self._run.clear()
-        self._fitted = None
 
     def _start_again_if_fallen(self) -> None:
         length = max(_FALL, self._warmup)

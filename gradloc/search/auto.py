@@ -38,7 +38,7 @@ from .candidates import (
 )
 from .share import LIKELY, ShareMap, ShareMeasurement
 from .sketch import sketch
-from .task import SearchResult, Span, Task, measured, verify
+from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # tokens that are verified though no share names them
@@ -245,10 +245,9 @@ class _AutoSearch:
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
         masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
         found = self._spans(replace(shares, singled_out=masks))
-        known = {token for candidate in found for token in candidate.tokens}
-        by_share_alone = {token for candidate in found if not candidate.is_weighed for token in candidate.tokens}
-        hints = by_coefficient(task, _MAX_HINTS, named | by_share_alone) if with_hints else []
-        return found + [confirmed(task, shares, hint) for hint in hints if known.isdisjoint(hint.tokens)]
+        by_share_alone = tokens_of(candidate for candidate in found if not candidate.is_weighed)
+        hints = by_coefficient(task, _MAX_HINTS, named.union(by_share_alone)) if with_hints else []
+        return found + [confirmed(task, shares, hint) for hint in _beside(found, hints)]
 
     def _spans(self, shares: ShareMap) -> list[Span]:
         """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's, if few carry much.
@@ -261,7 +260,7 @@ class _AutoSearch:
         if self._spikes_beside(shares, found):
             found += weighed(task, shares, named, found)
         if carried(task, shares, found)[0] < MUCH:
-            known = named | {token for candidate in found for token in candidate.tokens}
+            known = named.union(tokens_of(found))
             more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)
             found += more if are_few(task, shares, found + more) else []
         return found
@@ -269,22 +268,18 @@ class _AutoSearch:
     def _noisy_hints(self, shares: ShareMap) -> list[Span]:
         """The tokens with the largest coefficients, if most of the shares' noise is theirs."""
         hints = by_coefficient(self.task, _MAX_HINTS, set())
-        variance = carried_by(self.task, shares, {token for hint in hints for token in hint.tokens})[1]
+        variance = carried_by(self.task, shares, set(tokens_of(hints)))[1]
         return hints if variance > shares.noise**2 * shares.square**2 / 2 else []
 
     def _uncertain(self, shares: ShareMap, candidates: list[Span], likely: list[Span]) -> list[Span]:
         """The loudest spans that may be noise, as hints, if the rest seems to spike without the candidates."""
-        known = {token for candidate in candidates for token in candidate.tokens}
-        others = [candidate for candidate in likely if known.isdisjoint(candidate.tokens)][:_MAX_HINTS]
-        if not others:
-            return []
-        is_open = self._spikes_beside(shares, candidates)
+        others = _beside(candidates, likely)[:_MAX_HINTS]
+        is_open = bool(others) and self._spikes_beside(shares, candidates)
         return [replace(candidate, norm=0.0) for candidate in others] if is_open else []
 
     def _spikes_beside(self, shares: ShareMap, candidates: list[Span]) -> bool:
         """Whether the rest seems to spike without these: <rest, R> over the square of half the threshold."""
-        tokens = {token for candidate in candidates for token in candidate.tokens}
-        rest = shares.square - carried_by(self.task, shares, tokens)[0]
+        rest = shares.square - carried_by(self.task, shares, set(tokens_of(candidates)))[0]
         return rest > (self.task.reference / 2) ** 2
 
     def _is_spread(self, shares: ShareMap, spans: list[Span], candidates: list[Span]) -> bool:
@@ -316,7 +311,7 @@ class _AutoSearch:
         norm, named = shares.square**0.5, set(self.result.tokens)
         least = self.task.culprit_norm * min(abs(shares.closure), 1.0)
         found = by_value(self.task, lambda index: shares.products[index].abs() / norm, least, named)
-        known = {*named, *(token for candidate in found for token in candidate.tokens)}
+        known = named.union(tokens_of(found))
         return found + by_coefficient(self.task, _MAX_HINTS, known) if 0 < len(found) <= _MAX_HINTS else []
 
     def _is_explained_by(self, candidates: list[Span]) -> bool:
@@ -400,14 +395,10 @@ class _AutoSearch:
         if is_allowed:
             self.note("bisect", "measured", why)
             found = bisect(self.task)
-            named = set(self.result.tokens)
             self.result.path += found.path
             # bisection names tokens over the published threshold per token, which loud healthy tokens pass as well
-            self.result.culprits += [
-                culprit
-                for culprit in found.culprits
-                if named.isdisjoint(culprit.tokens) and not culprit.norm < self.task.culprit_norm
-            ]
+            loud = [culprit for culprit in found.culprits if not culprit.norm < self.task.culprit_norm]
+            self.result.culprits += _beside(self.result.culprits, loud)
             self.result.exhausted, self.result.certificate, self.alone = found.exhausted, None, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
         return self.result
@@ -433,8 +424,7 @@ class _AutoSearch:
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
             if len(self.result.culprits) - len(within) >= self.task.max_culprits:
                 break
-            taken = {token for culprit in self.result.culprits if culprit not in within for token in culprit.tokens}
-            if not taken.isdisjoint(candidate.tokens):
+            if not _beside([culprit for culprit in self.result.culprits if culprit not in within], [candidate]):
                 continue
             least = least_bound(self.task, self.norm, candidate)
             is_hint = candidate.norm < least
@@ -457,7 +447,7 @@ class _AutoSearch:
         task = self.task
         if len(candidates) == 1 or self.others is not None or self._has_beside():
             return False
-        num_tokens = sum(len(candidate.tokens) for candidate in candidates) + len(self.result.tokens)
+        num_tokens = len(tokens_of(candidates)) + len(self.result.tokens)
         return is_subtracted(self.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
 
     def _has_beside(self) -> bool:
@@ -531,7 +521,7 @@ class _AutoSearch:
         holders = sorted({culprit.micro_batch for culprit in beside})
         if self._has_beside() or task.unit != 1.0 or not task.can_afford(backwards=len(holders), is_certificate=True):
             return
-        self.prober.compute_only([token for culprit in beside for token in culprit.tokens], holders)
+        self.prober.compute_only(tokens_of(beside), holders)
         self.prober.add(self.direction)
         norm = self.prober.space.norm()
         verdict, reason = judge(norm, bound, task.spike.threshold)
@@ -590,6 +580,12 @@ class _AutoSearch:
 
     def note(self, phase: str, verdict: str, note: str, norm: float | None = None, **more: Any) -> None:
         self.result.path.append(PathEntry(phase, verdict=verdict, norm=norm, note=note, **more))
+
+
+def _beside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Those of the spans that share no token with any known one."""
+    tokens = set(tokens_of(known))
+    return [span for span in spans if tokens.isdisjoint(span.tokens)]
 
 
 def auto(task: Task) -> SearchResult:

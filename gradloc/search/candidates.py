@@ -16,7 +16,7 @@ import torch
 from ..core.certificate import is_subtracted
 from ..core.selection import Token, mask_without
 from .share import LIKELY, ShareMap, shrunk
-from .task import Span, Task
+from .task import Span, Task, tokens_of
 
 MUCH = 0.5  # of a spike: a few spans that carry this are worth naming even if they do not explain it
 _MOSTLY = 0.75  # of a spike: culprits carry this beside a healthy rest
@@ -53,11 +53,9 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Span]:
     def local() -> list[tuple[float, Span]]:
         found = []
         weights = [readout.weight for readout in task.readouts(sorted(named))]
-        none = [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
-        singled_out = shares.singled_out or none
+        singled_out = shares.singled_out or [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
         parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
-        rows = zip(*(_rows(task, values) for values in parts), strict=True)
-        for (index, first, products), (_, _, doubt), (_, _, weight), (_, _, pointed) in rows:
+        for index, first, (products, doubt, weight, pointed) in _rows(task, *parts):
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
             for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
                 start, end = widened(*span_of_row, pointed.tolist())
@@ -73,20 +71,20 @@ def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[S
     if not found:
         return []
     norm = shares.square**0.5
-    known = named | {token for candidate in found for token in candidate.tokens}
     least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * norm)
-    return by_value(task, shares.least, least, known, 1 / norm)
+    return by_value(task, shares.least, least, named.union(tokens_of(found)), 1 / norm)
 
 
 def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) -> list[Span]:
     """Tokens singled out by their coefficients whose product <g, R> is a culprit's, see :func:`least_bound`."""
-    known, norm = named | {token for candidate in found for token in candidate.tokens}, shares.square**0.5
+    singled_out, least = shares.singled_out, task.culprit_norm**2
+    if not singled_out:
+        return []
 
     def value(index: int) -> torch.Tensor:
-        assert shares.singled_out is not None
-        return torch.where(shares.singled_out[index], shares.least(index), 0.0)
+        return torch.where(singled_out[index], shares.least(index), 0.0)
 
-    more = by_value(task, value, task.culprit_norm**2, known, 1 / norm) if shares.singled_out else []
+    more = by_value(task, value, least, named.union(tokens_of(found)), 1 / shares.square**0.5)
     return [replace(candidate, is_weighed=True) for candidate in more]
 
 
@@ -129,8 +127,7 @@ def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
-    num_tokens = sum(len(candidate.tokens) for candidate in named)
-    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
+    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, len(tokens_of(named)))
     if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
     return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
@@ -154,9 +151,8 @@ def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float,
 
 def carried(task: Task, shares: ShareMap, spans: list[Span]) -> tuple[float, float]:
     """(the part of R that these spans carry at least, the part of the batch's tokens that they are)"""
-    num_tokens = sum(len(candidate.tokens) for candidate in spans)
     part = sum(candidate.norm for candidate in spans) / shares.square**0.5
-    return part, num_tokens / max(task.spike.num_tokens, 1)
+    return part, len(tokens_of(spans)) / max(task.spike.num_tokens, 1)
 
 
 def are_few(task: Task, shares: ShareMap, spans: list[Span]) -> bool:
@@ -199,8 +195,8 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
 
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(sorted(named))]
-        rows = zip(_rows(task, lambda i: shares.products[i]), _rows(task, lambda i: weights[i]), strict=True)
-        return [(median(weight), float(products.sum().abs())) for (_, _, products), (_, _, weight) in rows]
+        rows = _rows(task, shares.products.__getitem__, weights.__getitem__)
+        return [(median(weight), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
     ranks = task.prober.ranks
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
@@ -211,7 +207,7 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
 def masks_of(task: Task, candidates: Sequence[Span]) -> list[torch.Tensor]:
     """The tokens of these candidates, bool (B, T) for each of this rank's micro-batches."""
     step, rank = task.prober.step, task.prober.ranks.rank
-    tokens = [token for candidate in candidates for token in candidate.tokens]
+    tokens = tokens_of(candidates)
     masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
     return [mask & ~mask_without(tokens, index, rank, mask) for index, mask in enumerate(masks)]
 
@@ -291,9 +287,8 @@ def non_finite(task: Task) -> list[Span]:
 
     def local() -> list[tuple[float, Span]]:
         step, found = task.prober.step, []
-        coefficients = _rows(task, lambda index: step.coefficients(index)[0])
-        log_probs = _rows(task, lambda index: step.recorded(index).log_prob)
-        for (index, first, values), (_, _, log_prob) in zip(coefficients, log_probs, strict=True):
+        rows = _rows(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
+        for index, first, (values, log_prob) in rows:
             bad = (~torch.isfinite(values)).nonzero().squeeze(-1).tolist()
             broken = (~torch.isfinite(log_prob)).nonzero().squeeze(-1).tolist()
             spans = [(broken[0], broken[-1] + 1)] if broken else []
@@ -307,15 +302,14 @@ def non_finite(task: Task) -> list[Span]:
     return _merge(task, local, set())
 
 
-def _rows(task: Task, value: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(micro_batch, index of the row's first token, the row's values at response tokens), without empty rows."""
+def _rows(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """(micro_batch, index of the row's first token, its values at response tokens), without empty rows."""
     for index in range(task.prober.step.num_micro_batches):
         first = 0
-        for row, mask in zip(value(index), task.prober.step.token_mask(index), strict=True):
-            values = row[mask]
-            if len(values):
-                yield index, first, values
-            first += len(values)
+        for mask, *rows in zip(task.prober.step.token_mask(index), *(value(index) for value in values), strict=True):
+            if mask.any():
+                yield index, first, [row[mask] for row in rows]
+            first += int(mask.sum())
 
 
 def _span(task: Task, index: int, start: int, end: int, length: int, bound: float = 0.0) -> Span:

@@ -7,7 +7,8 @@ training's own unit, since a healthy gradient divided by 1e37 would leave float3
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..core.certificate import Alone, Removal
 from ..core.selection import Token
@@ -17,6 +18,8 @@ from .task import SearchResult, Task
 _LARGE = 2.0**30
 """From here on a coefficient may overflow a norm by itself: squares do from 2^64, and no log-prob's gradient has a norm
 of 2^34."""
+_NORMS = ("norm", "threshold", "norm_after", "error_bound", "replay_difference")
+_SQUARES = ("squares", "square", "products", "errors")
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,11 @@ class RescaledTask(Task):
         step.rescale(1.0)
         found = self.original.certify(culprits, None, goes_on)
         step.rescale(unit)
-        after, bound = found.norm_after, found.error_bound
         if not culprits:
             return found
-        if after is not None and math.isfinite(after):
+        if found.norm_after is not None and math.isfinite(found.norm_after):
             space.scale(1.0 / unit)
-            return replace(found, norm_after=after / unit, error_bound=None if bound is None else bound / unit)
+            return _times(1.0 / unit, found)
         removal = Removal(self.prober, self.gradient, 1.0, math.inf, self.spike.threshold, culprits)
         found = removal.certify(goes_on=True)
         if found.norm_after is None or not math.isfinite(found.norm_after):
@@ -74,55 +76,33 @@ def rescaled(task: Task) -> RescaledTask | None:
     if not math.isfinite(norm):  # the backward makes it so from any coefficients
         step.rescale(1.0)
         return None
-    threshold = task.spike.threshold
-    spike = replace(task.spike, grad_norm=norm, threshold=None if threshold is None else threshold / unit)
-    return RescaledTask(
-        prober,
-        prober.space.keep(),
-        1.0,
-        spike,
-        task.tau / unit,
-        task.max_culprits,
-        task.limit,
-        unit=unit,
-        original=task,
-    )
+    spike = replace(_times(1.0 / unit, task.spike), grad_norm=norm)
+    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits, task.limit
+    return RescaledTask(prober, *given, unit=unit, original=task)
 
 
 def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
     """What was found, with norms as training has them."""
-    unit = task.unit
+    assert task.original is not None
+    unit, found = task.unit, result.certificate
     task.prober.step.rescale(1.0)
-
-    def times(value: float | None, power: int = 1) -> float | None:
-        return None if value is None else value * unit**power
-
-    result.culprits = [
-        replace(
-            culprit,
-            norm=culprit.norm * unit,
-            threshold=culprit.threshold * unit,
-            squares=None if culprit.squares is None else culprit.squares * unit**2,
-        )
-        for culprit in result.culprits
-    ]
-    result.path = [replace(entry, norm=times(entry.norm), threshold=times(entry.threshold)) for entry in result.path]
-    result.more_norm = times(result.more_norm)
-    shares, found = result.shares, result.certificate
-    if shares is not None:
-        result.shares = replace(
-            shares,
-            products=[each * unit**2 for each in shares.products],
-            errors=[each * unit**2 for each in shares.errors],
-            square=shares.square * unit**2,
-        )
+    result.culprits = [_times(unit, culprit) for culprit in result.culprits]
+    result.path = [_times(unit, entry) for entry in result.path]
+    result.more_norm = None if result.more_norm is None else result.more_norm * unit
+    result.shares = None if result.shares is None else _times(unit, result.shares)
     if found is not None and math.isfinite(found.norm_after or 0.0):
-        assert task.original is not None
-        result.certificate = replace(
-            found,
-            norm_after=times(found.norm_after),
-            error_bound=times(found.error_bound),
-            replay_difference=times(found.replay_difference),
-            threshold=task.original.spike.threshold,
-        )
+        result.certificate = replace(_times(unit, found), threshold=task.original.spike.threshold)
     return result
+
+
+def _times(unit: float, found: Any) -> Any:
+    """A dataclass with its norms times this, and squares and products of gradients times the square of it."""
+
+    def scaled(value: Any, factor: float) -> Any:
+        if isinstance(value, list):
+            return [each * factor for each in value]
+        return None if value is None else value * factor
+
+    factors = dict.fromkeys(_NORMS, unit) | dict.fromkeys(_SQUARES, unit**2)
+    names = [field.name for field in fields(found) if field.name in factors]
+    return replace(found, **{name: scaled(getattr(found, name), factors[name]) for name in names})

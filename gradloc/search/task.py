@@ -2,6 +2,7 @@
 """What every strategy is given (:class:`Task`) and returns (:class:`SearchResult`)."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -133,6 +134,11 @@ class Span:
         return tuple(Token(self.micro_batch, self.rank, number) for number in range(self.start, self.end))
 
 
+def tokens_of(spans: Iterable[Span]) -> list[Token]:
+    """All tokens of these."""
+    return [token for span in spans for token in span.tokens]
+
+
 @dataclass
 class SearchResult:
     """What a search found out: a strategy fills the first part, :func:`.find.localize` the second.
@@ -178,7 +184,7 @@ class SearchResult:
     @property
     def tokens(self) -> list[Token]:
         """All tokens of all culprits."""
-        return [token for culprit in self.culprits for token in culprit.tokens]
+        return tokens_of(self.culprits)
 
     @property
     def status(self) -> str:

@@ -84,20 +84,13 @@ class MovedWeights:
         total = torch.zeros((), dtype=torch.float64, device=device)
         parts = zip(space.params, self._saved, direction, space.generators(self._seed), space.counts, strict=True)
         for param, saved, part, dither, counts in parts:
-            if part is None:
-                self._move_none(param, saved, dither)
-                continue
-            for shard, was, along in in_parts(local_shard(param), saved, local_shard(part)):
+            for shard, was, along in in_parts(local_shard(param), saved, saved if part is None else local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
-                self._set(shard, was, torch.add(was.float(), along, alpha=step), dither)
-                if counts:
+                moved = was if part is None else torch.add(was.float(), along, alpha=step)
+                self._set(shard, was, moved, dither)
+                if counts and part is not None:
                     total += torch.dot((shard.to(self._dtype).float() - was.float()).flatten(), along.flatten())
         return total
-
-    def _move_none(self, param: torch.nn.Parameter, saved: torch.Tensor, dither: torch.Generator) -> None:
-        for shard, was in in_parts(local_shard(param), saved):
-            was = was.to(shard.device, non_blocking=True)
-            self._set(shard, was, was, dither)
 
     def move_randomly(self, seed: int, step: float) -> None:
         """Set the weights to original + dither + step * v, with v standard normal, of this seed, different by shard."""
@@ -121,9 +114,10 @@ class MovedWeights:
 
         def local() -> torch.Tensor:
             square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
-            parts = zip(self._space.params, self._saved, self._space.counts, strict=True)
-            for shard, saved in ((local_shard(param), saved) for param, saved, counts in parts if counts):
-                square += torch.linalg.vector_norm(shard - saved.to(shard.device), dtype=torch.float64) ** 2
+            for param, saved, counts in zip(self._space.params, self._saved, self._space.counts, strict=True):
+                if counts:
+                    off = local_shard(param) - saved.to(param.device)
+                    square += torch.linalg.vector_norm(off, dtype=torch.float64) ** 2
             return square
 
         return float(self._space.reduce(local).sqrt())
