@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the step that spiked (docs/method.md, section 8).
-
-``observe`` changes nothing. ``mask`` takes the step that the batch without the culprits would have taken. ``heal``
-takes the step that another setting would have taken, the first that was measured to heal it. ``skip`` takes no step.
-``abort`` takes none and stops the run.
+"""What happens to the step that spiked. docs/configuration.md tells of each action, docs/method.md (8) of its step.
 
 The decision uses only numbers that every rank has, so all ranks take the same one. It applies to every spike, even
 once no more events may be written. ``mask`` and ``heal`` need a search each time; when no more searches are allowed,
@@ -99,12 +95,7 @@ def decide(
 
 def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
     """Choose the action on a spike that no event will be written of; None if that takes a search, as for ``mask``.
-
-    Args:
-        limits: the action that was asked for.
-        spike: why the step counts as one.
-        num_searches: searches of this update so far.
-    """
+    ``num_searches``: of this update so far."""
     if limits.mode not in _SEARCHED or spike.kind == "forced":
         taken = "observe" if spike.kind == "forced" else limits.mode
         return Action(limits.mode, taken, "as configured")

@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradient norm is without the culprits: measured, with a bound on the error (docs/method.md, section 7).
+"""What the gradient norm is without the culprits: measured, with a bound on the error.
 
-With G the spike and g_C the culprits' part of it, the residual is R = G - g_C. In exact arithmetic all ways to R agree.
-In practice G is large, R small, and what G's rounding or the kernels' noise leaves may be larger than R. So there
-are three ways, and the cheapest one that decides is taken.
+In exact arithmetic all ways to it agree. In practice the spike G is large, the rest small, and what G's rounding or the
+kernels' noise leaves may be larger than the rest. So there are three ways, and the cheapest one that decides is taken:
 
-*Subtract*: R = G - g_C, with g_C from backwards of the culprits alone. These run twice, the second time times -3/4, so
-that every product has another mantissa and is rounded anew. What is left of g_C + 4/3 (-3/4 g_C) is the error: rounding
-in whatever format the kernels use, kernels that do not repeat, and gradient that passes through no token (a router's
-loss). It is about 3e-7 of g_C in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms. Of
-several culprits with a backward each, the first one's second backward speaks for all, if that decides.
+- *subtract* the culprits' own backwards, which run again times -3/4 so that every product is rounded anew. What differs
+  is about 3e-7 of their norm in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms;
+- *swap* the micro-batches that hold culprits for the same without them. These run twice, since they cancel exactly only
+  if kernels repeat (atomics in the backward of attention and of the embedding do not);
+- *recompute* all micro-batches without the culprits, if neither of these decides or costs less, or G is not finite.
 
-*Swap*: R = G - A + B for louder spikes, with A the micro-batches that hold culprits, run again, and B the same without
-the culprits. If kernels repeat bit for bit, A cancels exactly and only accumulation rounds. If they do not (atomics in
-the backward of attention and of the embedding), A is off by as much as two runs of it differ. So A runs twice, and the
-difference is part of the bound.
-
-*Recompute*: run every micro-batch without the culprits. The error is that of a healthy gradient, however large the
-spike was. This is done if the other two do not decide or cost as much, and if G is not finite. The bound is a tenth of
-R: nothing could be trained if two passes of a healthy gradient differed by more. If that does not decide, two
-replays of one micro-batch tell how much they really differ.
-
-The difference of two replays is a single draw; training may have been further off. So the bound takes three times the
-difference. As soon as there is any, it adds one unit of bfloat16 of what was replayed, since no backward holds its
-gradients in a coarser format. A subtraction adds a unit always, in float32 a finer one.
-
-Training's own sums over ranks may be coarser still: with ``reduce_dtype`` in half precision, or with FSDP1 adding up
-micro-batches before it reduces. What that rounded off the spike is in no replay, so every bound includes it.
+docs/method.md, section 7, says how each bound is made, and why.
 """
 
 import math
@@ -149,9 +133,8 @@ class Removal:
         if alone is not None:
             alone.gradient.clear()
         if found is None:
-            everything, compute = range(prober.step.num_micro_batches), partial(prober.compute_without, self.culprits)
-            to_repeat = partial(fullest, prober, self.culprits)
-            found = *recompute(prober, compute, everything, to_repeat, threshold, self.can_afford, goes_on), "recompute"
+            ways = partial(prober.compute_without, self.culprits), partial(fullest, prober, self.culprits)
+            found = *recompute(prober, *ways, threshold, self.can_afford, goes_on), "recompute"
         norm_after, error_bound, difference, method = found
         verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
         return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
@@ -262,7 +245,6 @@ def backward_again(prober: Prober, culprit: Sequence[Token], first: Gradient) ->
 def recompute(
     prober: Prober,
     compute: Callable[[Sequence[int]], None],
-    micro_batches: Sequence[int],
     to_repeat: Callable[[], int],
     threshold: float | None,
     can_afford: Callable[[int], bool],
@@ -273,7 +255,6 @@ def recompute(
     Args:
         prober: the step; its ``.grad`` is left holding that gradient.
         compute: fills ``.grad`` with it, from these micro-batches.
-        micro_batches: all of the step's.
         to_repeat: the one that is replayed if the error has to be known better; asked then alone.
         threshold: what the norm is held against.
         can_afford: whether so many more probes may be made.
@@ -283,7 +264,7 @@ def recompute(
         The norm, a bound on its error, and by how much two replays differ; None where nothing was replayed.
     """
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
-    compute(micro_batches)
+    compute(range(num_micro_batches))
     norm_after = space.norm()
     rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + _APART * norm_after

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a search fit into memory beside training? Told from what a rank holds, or from a model's and a layout's sizes.
 
-Four ways, each slower or weaker than the one before (:data:`WAYS`): keep everything on the device; move the optimizer's
-state to the host until the search is over; also keep saved weights and gradients there; bisection only, which moves no
-weights and reads no float32 logits. If none fits, there is no search. With FSDP2's ``offload_policy`` shards and all
-copies of them lie in the host's memory, so the host needs room.
+docs/gpu.md tells of the ways (:data:`WAYS`), each slower or weaker than the one before. With FSDP2's
+``offload_policy`` shards and all copies of them lie in the host's memory, so the host needs room.
 
 At its peak a search holds, beyond what training has at the end of a backward (weights, optimizer state, the gradient):
 

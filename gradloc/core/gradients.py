@@ -385,10 +385,8 @@ class GradientSpace:
     def _sample(self, sizes: Sequence[int]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
         """The parameters that a rough norm reads, the same on the device, and for how much each run of elements stands.
 
-        Kept, since the host would wait for the device to take the two tensors.
-
-        Args:
-            sizes: elements of each parameter's shard of the gradient, 0 without one.
+        Kept, since the host would wait for the device to take the two tensors. ``sizes``: elements of each parameter's
+        shard of the gradient, 0 without one.
         """
         alike: dict[torch.Size, list[int]] = {}
         for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):

@@ -128,11 +128,6 @@ class ScaleHistory:
 
 
 def excess(value: float, typical: tuple[float, float]) -> float | None:
-    """``value`` as a multiple of the typical one; None if that is not unusual.
-
-    Args:
-        value: of this batch.
-        typical: an entry of :meth:`ScaleHistory.typical`.
-    """
+    """A batch's value as a multiple of the typical one (:meth:`ScaleHistory.typical`); None if that is not unusual."""
     center, usual = typical
     return value / center if center > 0 and value / center >= usual else None

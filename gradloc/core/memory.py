@@ -50,11 +50,7 @@ class StepPeak:
 class Room:
     """Makes room for one search on this rank's device, and takes it back.
 
-    Args:
-        space: the trainable parameters.
-        optimizer: whose state may be moved; None if that is unknown.
-        micro_batch: see :class:`Need`.
-        forward: see :class:`Need`.
+    The optimizer's state may be moved; None if that is unknown. ``micro_batch`` and ``forward``: see :class:`Need`.
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
@@ -190,11 +186,8 @@ def reset_peak(device: torch.device) -> None:
 def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
     """Bytes that the allocator holds unused in its default pool.
 
-    Memory in other pools, such as that of a sleeping rollout engine, cannot be used by a search.
-
-    Args:
-        segments: ``torch.cuda.memory_snapshot()``.
-        device: index.
+    Memory in other pools, such as that of a sleeping rollout engine, cannot be used by a search. ``segments`` are those
+    of ``torch.cuda.memory_snapshot()``.
     """
     own = [s for s in segments if s["device"] == device and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in own)

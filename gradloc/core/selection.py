@@ -54,13 +54,8 @@ class Part:
 
 
 def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """The tokens of ``part`` on one rank, bool (B, T); all False on a rank outside the part.
-
-    Args:
-        part: what to select.
-        rank: whose micro-batch this is.
-        token_mask_BT: bool (B, T), which positions are response tokens.
-    """
+    """The tokens of ``part`` on one rank, bool (B, T), given which positions are response tokens; all False on a rank
+    outside the part."""
     selected = torch.zeros_like(token_mask_BT)
     if part.first_rank <= rank < part.end_rank:
         positions = token_mask_BT.flatten().nonzero().squeeze(-1)[part.first_token : part.end_token]

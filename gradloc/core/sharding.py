@@ -41,7 +41,6 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
 
     Args:
         name: of the parameter, as the sharded module has it.
-        param: the parameter.
         values: of its shape, such as its gradient; None for the weights themselves.
 
     Returns:

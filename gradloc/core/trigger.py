@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is this gradient norm a spike? Pure rules over numbers; nothing here measures.
 
-Fixed rule (GradLoc's): a norm over tau / sqrt(N), with tau a threshold per token and N the mini-batch's response tokens
-over all ranks (docs/method.md, section 6).
-
-Adaptive rule, with a history of its own for each mini-batch position within a trainer step, since later mini-batches
-are further off-policy and have other norms:
-
-1. The *level* of a position is the median of its norms over the last 64 trainer steps. If these fall into two groups
-   (steps with and without advantages), it is the median of the upper one.
-2. A spike is a norm over twice the ninth decile of these norms. This threshold stays between 4 and 10 times the level.
-3. Of spikes in a row only the first enters the history. The history starts again from 64 spikes in a row that no longer
-   grow, or from 16 norms in a row below the median.
-
-docs/trigger.md says why each statistic was chosen and what it was measured on. Arithmetic is on logarithms of norms, so
-that a factor is a distance and no unit matters.
+The fixed rule is GradLoc's (docs/method.md, section 6). The adaptive one, and why each of its statistics was chosen, is
+told in docs/trigger.md. It has a history for each mini-batch position within a trainer step, since later mini-batches
+are further off-policy and have other norms. Arithmetic is on logarithms of norms, so that a factor is a distance and no
+unit matters.
 """
 
 import math
@@ -60,13 +50,7 @@ class Spike:
 
 
 def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:
-    """``non_finite`` for NaN and inf, ``kind`` for a norm over the threshold, else None.
-
-    Args:
-        grad_norm: the mini-batch's norm before clipping.
-        threshold: None while there is none yet.
-        kind: the rule behind the threshold.
-    """
+    """``non_finite`` for NaN and inf, ``kind``, the threshold's rule, for a norm over it, else None."""
     if not math.isfinite(grad_norm):
         return "non_finite"
     return kind if threshold is not None and grad_norm > threshold else None
@@ -213,10 +197,7 @@ def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:
     """The norms above the highest gap that lies over the median and has enough norms above it; empty for one group.
 
     Looked for only if a threshold at ``cap`` would cut off an upper group: if the second largest norm is beyond it.
-
-    Args:
-        ordered: log-norms, ascending.
-        cap: a log-norm.
+    All are log-norms, ascending.
     """
     count = len(ordered)
     if count < 2 or ordered[-2] <= cap:

@@ -196,9 +196,9 @@ class _AutoSearch:
         suspects = self.task.suspects() if self.task.increments else []
         if number > 0:  # where culprits were, there may be more
             suspects = sorted({token.micro_batch for token in self.result.tokens})
-            return [part for part in (suspects, [index for index in everything if index not in suspects]) if part]
+        first = 1 if number == 0 else len(suspects)
         rest = [index for index in everything if index not in suspects]
-        return [part for part in (suspects[:1], suspects[1:], rest) if part]
+        return [part for part in (suspects[:first], suspects[first:], rest) if part]
 
     def _is_more_to_see(self, shares: ShareMap, part: Sequence[int]) -> bool:
         """Whether what was read leaves more of R than an error, so that ``part`` may hide a culprit.
@@ -474,8 +474,8 @@ class _AutoSearch:
 
     def verify(self, candidate: Span) -> Span:
         culprit = verify(self.task, candidate, self.task.culprit_norm)
-        first = candidate.tokens[0]
-        where = f"{candidate.span} of rank {first.rank}, micro-batch {first.micro_batch}, from its token {first.index}"
+        where = f"{candidate.span} of rank {candidate.rank}, micro-batch {candidate.micro_batch}"
+        where = f"{where}, from its token {candidate.start}"
         note = where if candidate.norm else f"{where}; proposed by its coefficient"
         verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", len(candidate.tokens)
         self.note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
@@ -591,8 +591,7 @@ def _beside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
 def auto(task: Task) -> SearchResult:
     """Find all culprits, certified, in up to four rounds; then the sketch, or bisection if shares are of no use.
 
-    Args:
-        task: what to search; ``.grad`` is overwritten, weights are moved and restored bit for bit.
+    ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
     return _AutoSearch(task).run(_MAX_ROUNDS, is_last_resort_allowed=True)
 

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Was it the tokens at all, and where in the model did it begin? What a search finds beside tokens.
 
-The checks cost far less than a search, and most of them are made before it.
-
-In this order: do replicas hold the same weights; does the spike come back (on request); are all weights finite; is only
-a padded position's loss not finite; is the whole batch scaled beside this run's past. Later, if shares do not add up:
-does a part of the gradient pass through no token; is the gradient the log-probs' derivative. docs/method.md, "A spike
-that no token made".
+The checks cost far less than a search, and most of them are made before it: docs/method.md, "A spike that no token
+made", has them in their order.
 
 At last, of a gradient that is not finite: the module where NaN or inf first appears, forward or backward, by hooks
 during a replay of one micro-batch. Each module's output, and the gradient that comes back to it, is measured by its
@@ -74,10 +70,8 @@ def _again(task: Task) -> tuple[float, float]:
 def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
     """What made the spike, if no token did; None if only a search can tell.
 
-    Args:
-        task: what would be searched.
-        typical: what is usual in this run, from :meth:`..core.history.ScaleHistory.typical`.
-        reran: the spike run again; None if that was not asked for.
+    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`; ``reran`` the spike run again, None if that was not
+    asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
@@ -132,18 +126,12 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """The parameters with a notable part of a squared norm, most suspect first.
-
-    Args:
-        squares: squared norms by name.
-        usual: the same of a gradient that nothing is wrong with; the parameter that is furthest above comes first.
-            None: the largest comes first.
-    """
+    """The parameters with a notable part of a squared norm: first those furthest above what is ``usual`` in a gradient
+    that nothing is wrong with; without that the largest."""
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
-    return tuple(
-        sorted(kept, key=lambda name: -squares[name] / (max(usual[name], _TINY) if usual else 1))[:_MOST_NAMES]
-    )
+    order = sorted(kept, key=lambda name: -squares[name] / (max(usual[name], _TINY) if usual else 1))
+    return tuple(order[:_MOST_NAMES])
 
 
 def _by_weights(task: Task, label: str, names: tuple[str, ...], verbs: tuple[str, str], what: str) -> SearchResult:

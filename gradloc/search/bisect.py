@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published search: global -> micro-batch -> rank -> token, halving what is over its threshold.
 
-Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 6. A token's loss gradient is taken as noise
-of norm tau at most, so that a mean over n tokens has norm about tau / sqrt(n). The published thresholds are for *means
-over a part*:
-
-    global tau/sqrt(N);  micro-batch tau*sqrt(M)/sqrt(N);  l ranks tau*sqrt(M)*sqrt(W)/(sqrt(N)*sqrt(l));
-    a segment of L tokens tau/sqrt(L)
-
-Probes measure a sum instead, sum_t w_t gamma_t, with gamma_t the token's own gradient and w_t its weight in the step's
-loss (1/N if all tokens weigh the same). Under the same noise such a sum has norm tau sqrt(sum_t w_t^2), which is the
-published threshold times the part's weight. So one formula serves all four phases, and the verdict does not depend on
-how tokens are dealt out to ranks and micro-batches.
+Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 6. A part's probe measures a sum over its
+tokens; its threshold, tau times the L2 norm of their weights in the loss, is the published one times the part's weight.
 
 Unlike the published code, this follows every part over its threshold, worst first, and not only the largest. Probes
 are exact parts of the gradient. NaN and inf count as over. Nothing found is a result.

@@ -40,12 +40,8 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Span]:
     """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
     :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
-    whole sequence. A segment is widened by tokens right beside it that their coefficients single out.
-
-    Args:
-        task: what is searched.
-        shares: as measured.
-        named: tokens that are named already; they read 0.
+    whole sequence. A segment is widened by tokens right beside it that their coefficients single out. Tokens that are
+    ``named`` already read 0.
     """
     norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
@@ -107,12 +103,7 @@ def least_bound(task: Task, norm: float, candidate: Span) -> float:
 
     The bound <g, R> / ||R|| shrinks as others carry more of R. If gradients were orthogonal, <g, R> would be ||g||^2,
     so its root estimates a token's norm. A token whose estimate is twice a culprit's norm passes with half the bound.
-    One with a large coefficient as well passes as soon as the estimate is a culprit's norm.
-
-    Args:
-        task: what is searched.
-        norm: ||R|| of the shares.
-        candidate: with its bound.
+    One with a large coefficient as well passes as soon as the estimate is a culprit's norm. ``norm`` is ||R||.
     """
     least, is_token = task.culprit_norm, candidate.span == "token"
     if candidate.is_weighed:
@@ -172,8 +163,6 @@ def why_spread(task: Task, shares: ShareMap, spans: list[Span], room: int) -> st
     they are worth naming if they carry as much as culprits beside a healthy rest do, or far more than their part.
 
     Args:
-        task: with a threshold.
-        shares: as measured.
         spans: possible culprits, loudest first.
         room: how many may still be named.
     """
@@ -215,14 +204,9 @@ def masks_of(task: Task, candidates: Sequence[Span]) -> list[torch.Tensor]:
 def by_value(
     task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], bound: float = 0.0
 ) -> list[Span]:
-    """Tokens whose value is at least ``least``, largest first.
+    """Tokens whose ``value``, (B, T) of a micro-batch, is at least ``least``, largest first, without those ``named``.
 
-    Args:
-        task: what is searched.
-        value: gives the values (B, T) of a micro-batch.
-        least: see above.
-        named: tokens that are left out.
-        bound: value times this is a lower bound on the token's norm; 0 makes hints.
+    A value times ``bound`` is a lower bound on the token's norm; 0 makes hints.
     """
 
     def local() -> list[tuple[float, Span]]:
@@ -245,9 +229,7 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     squares of those no louder. Needs no forward, and sees pairs that cancel in the gradient.
 
     Args:
-        task: what is searched.
-        most: how many are wanted.
-        named: tokens that are left out.
+        most: how many are wanted, without those ``named``.
         norm: ||R||. If it were dealt out to all tokens by |c_t| (1 - p_t), each hint would have a culprit's norm. By
             default that asks nothing.
     """

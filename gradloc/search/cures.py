@@ -53,28 +53,20 @@ class Candidate:
 
 
 def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> list[Candidate]:
-    """What may be tried on this step, the mildest first; the same on every rank. All call this together.
-
-    Args:
-        step: a trainer's that cannot ask its own loss has none.
-        ranks: those that have parts of its batch.
-        groups: how the batch's advantages were made, as the driver tells.
-    """
+    """What may be tried on this step, the mildest first; the same on every rank. All call this together. A trainer that
+    cannot ask its own loss has none."""
     options = ranks.agree(lambda: _local_candidates(step, groups))
-    counted = [option.name in OF_MASK for option in options]
-    if not any(counted):
+    masking = {option.name for option in options} & set(OF_MASK)
+    if not masking:
         return options
-    numbers = ranks.sum(ranks.agree(lambda: [_num_left(step, option, groups) for option in options]))
-    found = zip(options, numbers, counted, strict=True)  # without the settings that leave nothing
-    return [replace(option, num_tokens=number) for option, number, is_counted in found if number > 0 or not is_counted]
 
+    def num_left(option: Candidate) -> float:  # of this rank's tokens
+        masks = [step.tensors_under(option.name, index, groups)[MASK] for index in range(step.num_micro_batches)]
+        return float(sum(mask.sum() for mask in masks))
 
-def _num_left(step: HostStep, option: Candidate, groups: Groups | None) -> float:
-    """This rank's tokens that a setting leaves in the loss; 0 of one that takes none out."""
-    if option.name not in OF_MASK:
-        return 0.0
-    masks = [step.tensors_under(option.name, index, groups)[MASK] for index in range(step.num_micro_batches)]
-    return float(sum(mask.sum() for mask in masks))
+    numbers = ranks.sum(ranks.agree(lambda: [num_left(each) if each.name in masking else 0.0 for each in options]))
+    found = zip(options, numbers, strict=True)  # without the settings that leave nothing
+    return [replace(each, num_tokens=number) for each, number in found if number > 0 or each.name not in masking]
 
 
 def _local_candidates(step: HostStep, groups: Groups | None) -> list[Candidate]:
@@ -118,12 +110,6 @@ class _Outlook:
 
 def try_cures(task: Task, result: SearchResult, groups: Groups | None, max_cures: int) -> list[Cured] | None:
     """Measure settings, most likely first, until one heals the step. All ranks call this together.
-
-    Args:
-        task: the spike; ``.grad`` is overwritten.
-        result: of its search.
-        groups: how the batch's advantages were made.
-        max_cures: how many may be measured.
 
     Returns:
         The measured, and those that a glance at their coefficients has settled; most useful first. None on a rehearsal,
@@ -173,8 +159,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
     def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, beside the rest
         return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
 
-    everything = range(prober.step.num_micro_batches)
-    norm, bound, _ = recompute(prober, compute, everything, lambda: fullest(prober, []), threshold, can_afford)
+    norm, bound, _ = recompute(prober, compute, lambda: fullest(prober, []), threshold, can_afford)
     verdict, _ = judge(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
     against = task.gradient if rest is None else rest
     dot = math.fsum(space.squares_and_dots(against)[1].tolist())
@@ -233,13 +218,8 @@ def _sums(
     step: HostStep, under: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], shares: ShareMap | None
 ) -> list[float]:
     """This rank's sums: whether it failed, tokens, those changed, those not finite, squares of the coefficients under
-    the setting and as they were, and the sum of r_t <g_t, G>.
-
-    Args:
-        step: as it was.
-        under: of each micro-batch, the coefficients of log-probs and entropies under the setting, (B, T).
-        shares: of the step's tokens.
-    """
+    the setting and as they were, and the sum of r_t <g_t, G>. ``under``: of each micro-batch, the coefficients of
+    log-probs and entropies under the setting, (B, T)."""
     sums = torch.zeros(7, dtype=torch.float64)
     sums[0] = not under
     for index, coefficients in enumerate(under):

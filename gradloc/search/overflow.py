@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A norm that overflowed though every coefficient is finite, as with an advantage of 1e22: searched in another unit.
 
-All coefficients are divided by the largest one, rounded up to a power of two, which changes no digit. The step's
-gradient is then finite, and the search goes on with a threshold in the same unit. Only the certificate is measured in
-training's own unit, since a healthy gradient divided by 1e37 would leave float32's range at its other end.
+docs/method.md, section 7. Only the certificate is measured in training's own unit, since a healthy gradient divided by
+1e37 would leave float32's range at its other end.
 """
 
 import math
@@ -52,9 +51,6 @@ def rescaled(task: Task) -> RescaledTask | None:
     """The same spike in another unit if its coefficients alone made its norm overflow; else None.
 
     All ranks call this together. One pass over the micro-batches, and only where a coefficient is that large.
-
-    Args:
-        task: a spike whose norm is not finite.
     """
     prober, step = task.prober, task.prober.step
 

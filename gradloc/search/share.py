@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token's share of a gradient, from two forwards along it (docs/method.md, section 3).
+"""Every token's share of a gradient, from two forwards along it. docs/method.md, section 3, derives what is here.
 
-Token t's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = dL/dlog p_t and e_t = dL/dH_t. Let R be a
-direction, at first the spike's gradient itself, which training left in ``.grad``. Two forwards, the *legs*, give
+Let R be a direction, at first the spike's gradient itself, which training left in ``.grad``. Two forwards at
+theta + s R and theta - s R, the *legs*, give <g_t, R> for all tokens of all ranks at once:
 
     <g_t, R> = [l_t(theta + s R) - l_t(theta - s R)] / (2 s),    l_t = c_t (1 - p_t) logit(p_t) + e_t H_t
 
-for all tokens of all ranks at once. Since R = sum_t g_t, the shares <g_t, R> / ||R||^2 add up to 1, so their measured
-sum, the *closure*, checks the measurement. By Cauchy-Schwarz a share bounds the token's norm from below: ||g_t|| >=
-|share_t| ||R||.
+with c_t = dL/dlog p_t, e_t = dL/dH_t, and p_t in front as it was in training. A critic's values are linear, and are
+taken as they are. The measured sum of the shares <g_t, R> / ||R||^2, the *closure*, is 1 if the measurement is right.
 
-*Why log-odds.* logit(p) = log p - log(1 - p) is token y's logit less logsumexp of all others, and d log p = (1 - p)
-d logit(p). Along a move of the weights the log-odds are nearly linear. log p is not, near p = 1: if the log-odds move
-by d, one leg of the difference multiplies 1 - p by e^d and the other by e^-d, which makes half their difference
-sinh(d) / d times the derivative. p_t in front is as it was in training. A critic's values are linear as they are.
-
-*The step s.* Its size is judged by the *response* r: how far log-odds move of the tokens that carry R. For a single
-dominating token s = r max|c (1 - p)| / ||R||^2 gives response r, so that is the first guess. Curvature's error grows
-as r^2, up to r^2 / 5; the error of noisy log-odds falls as 1 / r. Both are known once a first micro-batch has been
-read. The step is taken anew if that halves a large error. What noise remains is every share's standard error.
+*The step s* is judged by the *response* r: how far log-odds move of the tokens that carry R. The first guess, s = r
+max|c (1 - p)| / ||R||^2, is right for a single dominating token. Curvature's error grows as r^2, up to r^2 / 5; the
+error of noisy log-odds falls as 1 / r. Both are known once a first micro-batch has been read.
 
 *The move.* Rounding the weights changes how far they move along R, by some per cent in half precision, and for a short
 step in float32. <R, true move> is known exactly, so it takes the place of s ||R||^2.
@@ -438,12 +431,8 @@ class Readout:
         """Standard error of half the difference of two legs' :meth:`read`, float64 (B, T).
 
         It has two parts. Float32 rounds each log-prob, and half a difference of two has half the variance of one. In
-        half precision, a forward at other weights reads other scores even if nothing should move (:func:`_scatter`).
-
-        Args:
-            plus: one leg.
-            minus: the other. None, with one leg only, leaves the scatter unknown: only rounding counts then.
-            part: see :meth:`scatter`.
+        half precision, a forward at other weights reads other scores even if nothing should move (:func:`_scatter`);
+        with one leg alone that is not known, and only rounding counts. ``part``: see :meth:`scatter`.
         """
         square = (self._log_prob * _ROUNDING).square() / 2
         if self._is_half and minus is not None:
@@ -483,12 +472,7 @@ def _scatter(
     A token's own half sum says how noisy it is beside the others. It is one draw, so it is averaged with the level. A
     token far off all others keeps its own half sum in full: its slope, too, was taken at a score that far off.
 
-    Args:
-        up: scores at theta + s R.
-        down: scores at theta - s R.
-        before: scores of training.
-        matters: bool (B, T), the tokens to judge by.
-        part: of the noise's bound, see :meth:`Readout.scatter`.
+    Scores are those of the legs and of training; ``matters``, bool (B, T), are the tokens to judge by.
     """
     own = ((up + down) / 2 - before).square()
     seen = matters & own.isfinite()

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every token's gradient norm, from forwards at random weights: sees tokens that cancel (docs/method.md, section 5).
 
-Shares see only what a token has in common with the gradient. Two loud tokens that cancel have nothing. But for v
-standard normal, what token t adds to the loss (:mod:`.share`) varies at theta + s v with variance s^2 ||g_t||^2, to
-first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian). So the sample variance over
-k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of freedom. What the forwards
-share, rounding and curvature, cancels. Each estimate is ||g_t||^2 chi2_k / k, so
-
-    P(for all N tokens: ||g_t|| <= estimate_t * sqrt(k / chi2_{k, delta/N})) >= 1 - delta
-
-bounds what is left, to the order of the finite difference; chi2_{k, q} is the q-quantile.
+For v standard normal, what token t adds to the loss (:mod:`.share`) varies at theta + s v with variance s^2 ||g_t||^2,
+to first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian). So the sample variance
+over k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of freedom. What the forwards
+share, rounding and curvature, cancels.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -42,18 +37,14 @@ class NormSketch:
     norms: list[torch.Tensor]
     """Per micro-batch float64 (B, T), this rank's tokens."""
     inflation: float
-    """Factor from an estimate to its upper bound, for all tokens at once."""
-    confidence: float
-    """Of that bound, 1 - delta."""
+    """Factor from an estimate to its upper bound, for all tokens at once: sqrt(k / chi2_{k, delta / N})."""
 
 
 def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DIRECTIONS) -> NormSketch:
     """Estimate every token's gradient norm, at ``num_directions + 1`` forwards of each micro-batch.
 
-    Args:
-        task: the step; weights are moved and restored bit for bit.
-        without: tokens already named; their estimate is 0.
-        num_directions: k, the degrees of freedom of each estimate, at least 1.
+    Weights are moved and restored bit for bit. ``num_directions`` are k, the degrees of freedom of each estimate. Of
+    tokens to be left out the estimate is 0.
     """
     prober = task.prober
     step_size = _RELATIVE_STEP[prober.step.numerics.dtype] / _root_mean_count(task)
@@ -87,16 +78,12 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     norms, count = prober.ranks.agree(finish)
     num_tokens = max(int(prober.ranks.sum([count])[0]), 1)
     inflation = (num_directions / _chi2_quantile(num_directions, _DELTA / num_tokens)) ** 0.5
-    return NormSketch(norms, inflation, 1 - _DELTA)
+    return NormSketch(norms, inflation)
 
 
 def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
-    """Find tokens with a large gradient of their own, even if they cancel each other; each is verified by a backward.
-
-    Args:
-        task: what to search; ``.grad`` is overwritten.
-        named: tokens already named, which are left out.
-    """
+    """Find tokens with a large gradient of their own, even if they cancel each other; each is verified by a backward,
+    which overwrites ``.grad``. Those already ``named`` are left out."""
     result = SearchResult()
     num_micro_batches = task.prober.step.num_micro_batches
     directions = min(NUM_DIRECTIONS, task.affordable_forwards // num_micro_batches - 1)
@@ -123,7 +110,7 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
             norm=bound,
             threshold=least,
             note=f"every token not verified has a gradient norm of at most {bound * task.unit:.4g}, with "
-            f"{found.confidence:.0%} confidence; {len(result.culprits)} of {len(candidates)} candidates were over the "
+            f"{1 - _DELTA:.0%} confidence; {len(result.culprits)} of {len(candidates)} candidates were over the "
             "threshold",
         )
     )

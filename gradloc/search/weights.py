@@ -17,7 +17,8 @@ as good, and the difference of two log-probs across a jump is no derivative; aut
 forward at the weights of training notes what every top-k chose, and forwards at moved weights take the same indices.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def hold_routes(prober: Prober, micro_batches: Iterable[int]) -> None:
     for index in micro_batches:
         if index not in prober.routes:
             chosen: list[torch.Tensor] = []
-            with _Noting(chosen):
+            with _OnTopK(partial(_noted, chosen)):
                 prober.forward(index)
             prober.routes[index] = chosen
 
@@ -176,36 +177,32 @@ def forward_on_routes(prober: Prober, micro_batch: int) -> Outputs:
     chosen = prober.routes.get(micro_batch)
     if not chosen:
         return prober.forward(micro_batch)
-    with _Holding(chosen):
+    with _OnTopK(partial(_held, iter(chosen))):
         return prober.forward(micro_batch)
 
 
-class _Noting(TorchFunctionMode):
-    """Appends the indices of every top-k to a list."""
+def _noted(chosen: list[torch.Tensor], func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A top-k, whose indices are appended to those chosen."""
+    found = func(*args, **kwargs)
+    chosen.append(found.indices.to("cpu", torch.int32))
+    return found
 
-    def __init__(self, chosen: list[torch.Tensor]):
+
+def _held(
+    chosen: Iterator[torch.Tensor], func: Callable, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any
+) -> Any:
+    """The values at the next of the chosen indices."""
+    indices = next(chosen).to(input.device, torch.int64)
+    return torch.return_types.topk((input.gather(dim, indices), indices))
+
+
+class _OnTopK(TorchFunctionMode):
+    """Context in which every top-k is ``made`` so: called with the function and what that was given."""
+
+    def __init__(self, made: Callable[..., Any]):
         super().__init__()
-        self._chosen = chosen
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in _TOP_K:
-            self._chosen.append(found.indices.to("cpu", torch.int32))
-        return found
-
-
-class _Holding(TorchFunctionMode):
-    """Has every top-k give the values at noted indices, in the order in which they were noted."""
-
-    def __init__(self, chosen: Sequence[torch.Tensor]):
-        super().__init__()
-        self._chosen = iter(chosen)
+        self._made = made
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func not in _TOP_K:
-            return func(*args, **given)
-        values = args[0] if args else given["input"]
-        dim = given.get("dim", args[2] if len(args) > 2 else -1)
-        indices = next(self._chosen).to(values.device, torch.int64)
-        return torch.return_types.topk((values.gather(dim, indices), indices))
+        return self._made(func, *args, **given) if func in _TOP_K else func(*args, **given)

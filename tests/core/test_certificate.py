@@ -198,7 +198,7 @@ def test_a_pass_that_does_not_decide_is_held_against_one_micro_batch_twice(
     prober.add = lambda part, alpha: computed.append((part, alpha))
     culprits = [Token(0, 0, 0), Token(0, 0, 1), Token(1, 0, 0), Token(3, 0, 0)]
     ways = {"to_repeat": lambda: fullest(prober, culprits), "can_afford": lambda num: asked.append(num) or True}
-    found = recompute(prober, computed.append, range(4), threshold=threshold, goes_on=goes_on, **ways)
+    found = recompute(prober, computed.append, threshold=threshold, goes_on=goes_on, **ways)
     rounding = (4**2 * 1e-4 + 1e-3) * norm_after
     if not is_repeated:
         assert found == (norm_after, pytest.approx(rounding + 0.1 * norm_after), None)

@@ -21,7 +21,7 @@ from gradloc.search.share import ShareMeasurement
 from gradloc.search.task import SearchResult
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
-from tests.search import task_of
+from tests.search import spike_of, task_of
 
 THRESHOLD = 20.0  # healthy norms are near 1
 PLANT = {(3, 2): 1e4}
@@ -40,11 +40,8 @@ class Spiking:
     def search(self, typical: dict | None = None, corrupt=lambda space: None, clip=1.0, **settings) -> SearchResult:
         self.step.train()
         corrupt(self.space)
-        norm = self.space.norm()
-        kind = "fixed" if math.isfinite(norm) else "non_finite"
-        tau = THRESHOLD * self.batch.num_tokens**0.5
-        spike = Spike(kind, norm, THRESHOLD, tau, self.batch.num_tokens)
-        assert spike.kind == "non_finite" or norm > THRESHOLD
+        spike = spike_of(self.batch, self.space.norm(), THRESHOLD)
+        assert not spike.grad_norm <= THRESHOLD
         self.space.scale(clip)
         return localize(self.step, self.space, Ranks(), spike, clip, None, typical, **settings)
 
@@ -150,24 +147,13 @@ def test_a_spike_that_comes_back_is_searched():
     assert found.source is None and len(found.tokens) == 1
 
 
-def test_a_loss_that_passes_through_no_token_is_measured_by_itself():
-    spiking = Spiking()
-    add_router_loss(spiking.model, 3e4)
-    found = spiking.search()
-    source = found.source
-    assert source.label == "not_tokens" and found.tokens == []
-    assert source.names[0].startswith("blocks.") and source.numbers["others_norm"] > THRESHOLD
-    assert 0.1 < source.numbers["tokens_norm"] < THRESHOLD
-    assert found.certificate.reason == source.reason, "and no token is looked for in the rest"
-
-
-def test_a_culprit_beside_such_a_loss_is_named_and_both_parts_are_told():
-    spiking = Spiking(PLANT)
-    add_router_loss(spiking.model, 3e4)
-    found = spiking.search()
-    assert found.source.label == "not_tokens" and len(found.tokens) == 1
-    assert found.certificate.verdict == "not_explained"
-    assert found.source.numbers["tokens_norm"] > THRESHOLD
+def without(spiking, culprits):
+    """The true norm of the step without these."""
+    spiking.space.clear()
+    for index in range(4):
+        kept = mask_without(culprits, index, 0, spiking.step.token_mask(index))
+        spiking.step.loss(index, kept).backward()
+    return spiking.space.norm()
 
 
 def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s(monkeypatch):
@@ -175,15 +161,9 @@ def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s(monkeypatch
     spiking = Spiking({(3, 2): 300.0})
     add_router_loss(spiking.model, 1.0)
     found = spiking.search()
-    certificate, (culprit,) = found.certificate, found.tokens
-    spiking.space.clear()
-    for index in range(4):
-        kept = mask_without([culprit], index, 0, spiking.step.token_mask(index))
-        spiking.step.loss(index, kept).backward()
-    assert certificate.method == "subtract" and certificate.replay_difference > 0.3, (
-        "the router's own, of both backwards"
-    )
-    assert certificate.norm_after == pytest.approx(spiking.space.norm(), rel=1e-4)
+    certificate = found.certificate
+    assert certificate.method == "subtract" and certificate.replay_difference > 0.3, "the router's, of both backwards"
+    assert len(found.tokens) == 1 and certificate.norm_after == pytest.approx(without(spiking, found.tokens), rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
@@ -191,13 +171,9 @@ def test_nor_for_two_culprits_of_which_one_ran_twice(size):
     spiking = Spiking({(3, 2): 300.0, (9, 1): 300.0})
     add_router_loss(spiking.model, size)
     found = spiking.search()
-    certificate, culprits = found.certificate, found.tokens
-    spiking.space.clear()
-    for index in range(4):
-        kept = mask_without(culprits, index, 0, spiking.step.token_mask(index))
-        spiking.step.loss(index, kept).backward()
-    assert len(culprits) == 2 and certificate.verdict == "explained"
-    assert abs(certificate.norm_after - spiking.space.norm()) <= certificate.error_bound
+    certificate = found.certificate
+    assert len(found.tokens) == 2 and certificate.verdict == "explained"
+    assert abs(certificate.norm_after - without(spiking, found.tokens)) <= certificate.error_bound
 
 
 def test_a_bound_larger_than_its_norm_is_tightened_by_one_pass():
@@ -210,7 +186,8 @@ def test_a_bound_larger_than_its_norm_is_tightened_by_one_pass():
 
 @pytest.mark.parametrize("plants", [{}, PLANT])
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_both_are_told_as_they_are_whatever_clipping_left_of_them(plants, is_hooked):
+def test_what_no_token_made_is_told_with_culprits_beside_it_whatever_clipping_left(plants, is_hooked):
+    """A router's loss, measured by itself, or a hook that scales the gradient, where no token is accused."""
     told = []
     for clip in (1.0, 0.25):  # a power of two rounds nothing
         spiking = Spiking(plants)
@@ -218,20 +195,18 @@ def test_both_are_told_as_they_are_whatever_clipping_left_of_them(plants, is_hoo
             spiking.model.head.weight.register_hook(lambda grad: grad * 1e4)
         else:
             add_router_loss(spiking.model, 3e4)
-        found = spiking.search(clip=clip, reruns=True)
+        found = spiking.search(clip=clip, reruns=is_hooked)
         told.append((found.source, found.rerun, found.path, found.certificate, found.tokens))
-    assert told[0] == told[1] and told[0][0].label == "not_tokens"
-
-
-@pytest.mark.parametrize("plants", [{}, PLANT])
-def test_a_gradient_that_a_hook_scales_is_doubted_and_no_token_accused(plants):
-    spiking = Spiking(plants)
-    spiking.model.head.weight.register_hook(lambda grad: grad * 1e4)
-    found = spiking.search()
-    assert found.source.label == "not_tokens" and found.tokens == []
-    assert found.certificate.reason == found.source.reason
-    assert found.source.names[0] == "head.weight"
-    assert found.source.numbers["closure"] < 0.1
+    assert told[0] == told[1]
+    source, numbers, certificate = found.source, found.source.numbers, found.certificate
+    assert source.label == "not_tokens" and certificate.verdict == "not_explained"
+    assert len(found.tokens) == (1 if plants and not is_hooked else 0)
+    assert found.tokens or certificate.reason == source.reason, "and no token is looked for in the rest"
+    if is_hooked:
+        assert source.names[0] == "head.weight" and numbers["closure"] < 0.1
+    else:
+        assert source.names[0].startswith("blocks.") and numbers["others_norm"] > THRESHOLD
+        assert numbers["tokens_norm"] > THRESHOLD if plants else 0.1 < numbers["tokens_norm"] < THRESHOLD
 
 
 @pytest.mark.parametrize(

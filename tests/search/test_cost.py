@@ -4,12 +4,11 @@
 import pytest
 import torch
 
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
-from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
-from tests.bare import BareStep, Oracle, build, random_batch, shard
+from tests.bare import Oracle, build, random_batch
+from tests.search import spike_of, trained
 
 M = 4
 THRESHOLD = 4.0  # healthy norms are near 1
@@ -17,12 +16,11 @@ THRESHOLD = 4.0  # healthy norms are near 1
 
 def search(batch, threshold=THRESHOLD, dtype=torch.float32):
     """The finding in one process, with tracked norms, and its cost in f."""
-    step = BareStep(shard(build("tiny"), "plain", dtype), batch, M, dtype)
-    space, ranks, tracker = GradientSpace(step.model), Ranks(), NormTracker(0)
+    ranks, tracker = Ranks(), NormTracker(0)
     tracker.begin_mini_batch()
-    step.train(lambda: tracker.after_backward(space))
-    spike = Spike("fixed", space.norm(), threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
-    found = localize(step, space, ranks, spike, 1.0, tracker.increments(space, ranks, 1.0))
+    step, space = trained(batch, dtype, note=tracker.after_backward)
+    increments = tracker.increments(space, ranks, 1.0)
+    found = localize(step, space, ranks, spike_of(batch, space.norm(), threshold), 1.0, increments)
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.mixtures import LAYOUTS, markdown, measure
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
@@ -18,9 +17,10 @@ from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import _rehearsal_tau, _with_unlikely, localize
 from gradloc.search.limit import Limit
 from gradloc.search.task import SearchResult, Span, Task
-from tests.bare import BareStep, Loss, build, random_batch
+from tests.bare import Loss, build, random_batch
 from tests.bare.mixtures import mixture, problems
 from tests.bare.scenarios import search_planted
+from tests.search import spike_of, trained
 from tests.search import task_of as a_step
 
 
@@ -192,10 +192,8 @@ def test_a_rehearsal_s_threshold_is_half_the_norm_by_weight(weights, tau):
 
 
 def test_no_gathered_weights_outlive_a_search_that_fails_late(monkeypatch):
-    model = build("tiny")
-    batch = random_batch(model).planted({(3, 2): 1e4})
-    step, space, calls = BareStep(model, batch, 4), GradientSpace(model), []
-    step.train()
+    batch, calls = random_batch(build("tiny")).planted({(3, 2): 1e4}), []
+    step, space = trained(batch)
 
     def fail(*_):
         calls.clear()
@@ -204,9 +202,8 @@ def test_no_gathered_weights_outlive_a_search_that_fails_late(monkeypatch):
     monkeypatch.setattr("gradloc.search.find.try_cures", fail)
     monkeypatch.setattr(space, "reshard", lambda: calls.append("reshard"))
     norm = space.norm()
-    spike = Spike("fixed", norm, 20.0, 100.0, batch.num_tokens)
     with pytest.raises(PeerFailure):
-        localize(step, space, Ranks(), spike, 1.0)
+        localize(step, space, Ranks(), spike_of(batch, norm, 20.0), 1.0)
     assert calls == ["reshard"] and space.norm() == norm
 
 

@@ -44,7 +44,7 @@ def test_5_the_search_s_own_sketch_has_every_norm_under_its_bound_and_none_far_f
     task, exact, batch = hidden
     found = measure_norms(task(), [], k)
     estimates = torch.stack(found.norms)
-    assert found.confidence == 0.95 and (estimates * found.inflation >= exact * 0.999).all()
+    assert (estimates * found.inflation >= exact * 0.999).all()
     assert (estimates[exact == 0] == 0).all(), "what is no response token"
     loud = exact > 1e-3 * exact.max()
     ratios = (estimates / exact)[loud]
@@ -93,7 +93,7 @@ def test_5_estimates_somewhat_under_a_culprit_s_norm_are_verified_and_what_is_no
     estimates = [torch.zeros(part.shape, dtype=torch.float64) for part in map(made.prober.step.token_mask, range(4))]
     for index, norm in enumerate((40.0, 16.0, 10.6, 10.4)):  # a culprit has 15; 0.7 of that is enough
         estimates[index][0, 0] = norm
-    monkeypatch.setattr(sketches, "measure_norms", lambda *given: NormSketch(estimates, 2.0, 0.95))
+    monkeypatch.setattr(sketches, "measure_norms", lambda *given: NormSketch(estimates, 2.0))
     monkeypatch.setattr(type(made), "can_afford", lambda self, **cost: can_afford)
 
     def verify(task, span, threshold):

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Spike
 from gradloc.record import Certificate, PathEntry
 from gradloc.search.find import localize
 from gradloc.search.overflow import in_training_unit
 from gradloc.search.share import ShareMap
 from gradloc.search.task import SearchResult, Span
-from tests.bare import BareStep, Oracle, build, clip_gradient, random_batch
+from tests.bare import Oracle, build, random_batch
 from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
+from tests.search import spike_of, trained
 
 ONE = {(3, 5): 1.0}
 SCALES = [1e22, 1e37]
@@ -61,12 +60,11 @@ def test_so_is_one_of_either_rank_s(bare_world, layout):
 
 def test_a_backward_that_is_not_finite_by_itself_is_traced_as_before():
     model = build("tiny")
-    step = BareStep(model, random_batch(model), NUM_MICRO_BATCHES, loss=TERMS)
-    space, ranks = GradientSpace(model), Ranks()
+    batch = random_batch(model)
     model.head.weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    step.train()
-    assert not math.isfinite(float(clip_gradient(model, math.inf)))
-    finding = localize(step, space, ranks, Spike("non_finite", math.inf, 20.0, 100.0, 10), 1.0)
+    step, space = trained(batch, loss=TERMS, model=model)
+    assert not math.isfinite(space.norm())
+    finding = localize(step, space, Ranks(), spike_of(batch, math.inf, 20.0), 1.0)
     assert not finding.tokens and finding.certificate.verdict == "not_explained"
     assert (finding.num_forwards, finding.num_backwards) == (12, 12), "no pass in another unit"
 

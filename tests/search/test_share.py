@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.step import Recorded
 from gradloc.search.share import Readout, ShareMap, ShareMeasurement, _scatter, log_odds
-from tests.bare import BareStep, Oracle, Sharpened, build, random_batch, shard
+from tests.bare import Oracle, Sharpened, build, random_batch
+from tests.search import trained
 
 M, PLACE = 4, (5, 2)
 PLANTS = {
@@ -26,9 +26,7 @@ PLANTS = {
 
 def measured(batch, dtype=torch.float32, wanted=None, factor=1.0, **settings):
     """The map along the step's own gradient times this factor."""
-    step = BareStep(shard(build("tiny"), "plain", dtype), batch, M, dtype)
-    space = GradientSpace(step.model)
-    step.train()
+    step, space = trained(batch, dtype)
     direction = [part * factor for part in space.take()]
     prober = Prober(step, space, Ranks())
     is_half = dtype != torch.float32
@@ -253,9 +251,7 @@ def test_half_precision_lives_with_larger_errors_and_later_micro_batches_with_tw
 
 def response_of(slopes, moves):
     """How far log-odds move where tokens with these slopes move by so much."""
-    recorded = Recorded(rng=None, is_value=True)
-    recorded.log_prob = torch.zeros(1, len(slopes))
-    readout = Readout(recorded, torch.tensor([slopes]), None, is_half=False)
+    readout = Readout(recorded(torch.zeros(1, len(slopes)), is_value=True), torch.tensor([slopes]), None, is_half=False)
     (found,) = ShareMeasurement._response(SimpleNamespace(readouts=[readout]), ({0: (torch.tensor([moves]), None)}, {}))
     return found
 

@@ -5,13 +5,13 @@ import pytest
 
 from benchmarks.unrepeatable import SIZES, measure, problems
 from gradloc.core.certificate import Removal
-from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
-from tests.bare import BareStep, build, random_batch, shard
+from tests.bare import build, random_batch
 from tests.bare.noise import unrepeatable
 from tests.bare.scenarios import certify_unrepeatable
+from tests.search import trained
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
@@ -68,9 +68,7 @@ def test_where_a_tenth_does_not_decide_a_micro_batch_that_has_tokens_left_tells_
     rows = len(batch.labels) // 4
     whole = int(batch.mask[:rows].sum())
     culprits = [Token(0, 0, index) for index in range(whole)] + [Token(1, 0, 0), Token(2, 0, 0)]
-    step = BareStep(shard(model, "plain"), batch, 4)
-    space = GradientSpace(step.model)
-    step.train()
+    step, space = trained(batch, model=model)
     spike, prober = space.take(), Prober(step, space, Ranks())
     decided = Removal(prober, spike, 1.0, 10.0, 5.0, culprits).certify()
     assert decided.method == "recompute" and decided.verdict == "explained"
