@@ -139,7 +139,8 @@ class Recorded:
 
 
 def only(selected: torch.Tensor | None, coefficients: torch.Tensor) -> torch.Tensor:
-    """Coefficients (B, T) of the selected tokens, times their factors if ``selected`` holds factors; 0 elsewhere."""
+    """Coefficients (B, T) of the selected tokens, times their factors if ``selected`` holds factors; 0 elsewhere, where
+    they may be inf or NaN."""
     if selected is None:
         return coefficients
     if selected.is_floating_point():

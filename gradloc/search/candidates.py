@@ -15,6 +15,7 @@ import torch
 
 from ..core.certificate import is_subtracted
 from ..core.selection import Token, mask_without
+from ..core.tracker import median_size
 from .share import LIKELY, ShareMap, shrunk
 from .task import Span, Task, tokens_of
 
@@ -185,7 +186,7 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(sorted(named))]
         rows = _rows(task, shares.products.__getitem__, weights.__getitem__)
-        return [(median(weight), float(products.sum().abs())) for _, _, (products, weight) in rows]
+        return [(median_size([weight]), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
     ranks = task.prober.ranks
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
@@ -359,10 +360,9 @@ class Row:
         carried, whole = (float(values.sum().abs()) for values in (self.values[self.loud], self.values))
         if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * whole):
             return tokens
-        runs = [(start, end) for start, end in self._runs() if self.bound(start, end) >= self.least or end - start == 1]
+        runs = [(start, end) for start, end in self._runs() if end - start > 1 and self.bound(start, end) >= self.least]
         covered = {number for start, end in runs for number in range(start, end)}
         found = sorted(runs + [token for token in tokens if token[0] not in covered])
-        found = [(start, end) for start, end in found if end - start > 1 or start in self.loud]
         if not found and stands_out and self.total >= self.least:
             return [window(self.values)]
         return found
@@ -374,7 +374,7 @@ class Row:
         elevated = self.weights >= ELEVATED * self.typical
         if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
             return False
-        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median(self.weights):
+        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median_size([self.weights]):
             return False
         if _FEW < matters.sum() < 2 * len(self.loud) and self.total >= self.least:
             return True
@@ -409,12 +409,6 @@ def widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
         while end < len(hinted) and hinted[end]:
             end += 1
     return start, end
-
-
-def median(values: torch.Tensor) -> float:
-    """Median of what is not 0; 0 if all is."""
-    kept = values[values != 0]
-    return float(kept.median()) if len(kept) else 0.0
 
 
 def window(values: torch.Tensor) -> tuple[int, int]:

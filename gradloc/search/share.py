@@ -27,7 +27,7 @@ import torch
 
 from ..core.gradients import Gradient
 from ..core.probe import Prober
-from ..core.step import Outputs, Recorded
+from ..core.step import Outputs, Recorded, only
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
 _TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response
@@ -416,9 +416,9 @@ class Readout:
     def read(self, outputs: Outputs) -> torch.Tensor:
         """l_t, the loss that each token adds up to a constant: float64 (B, T)."""
         log_prob, entropy = outputs[:2]
-        read = _weighed(self.slope, self.scores(log_prob))
+        read = only(self.slope, self.scores(log_prob))
         if self._entropy is not None and entropy is not None:
-            read += _weighed(self._entropy, entropy.double())
+            read += only(self._entropy, entropy.double())
         return read
 
     def response(self, plus: Outputs, minus: Outputs | None) -> torch.Tensor:
@@ -437,11 +437,11 @@ class Readout:
         square = (self._log_prob * _ROUNDING).square() / 2
         if self._is_half and minus is not None:
             ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.log_prob)
-            square = square + _weighed(self.slope.square(), _scatter(*ups, self.slope != 0, part))
+            square = square + only(self.slope.square(), _scatter(*ups, self.slope != 0, part))
             up, down, before = plus[1], minus[1], self._recorded.entropy
             if self._entropy is not None and up is not None and down is not None and before is not None:
                 scatter = _scatter(up.double(), down.double(), before.double(), self._entropy != 0, part)
-                square = square + _weighed(self._entropy.square(), scatter)
+                square = square + only(self._entropy.square(), scatter)
         return torch.where(self._log_prob != 0, square, 0.0).sqrt()
 
     def scatter(self, plus: Outputs, minus: Outputs, still: Outputs) -> float:
@@ -484,8 +484,3 @@ def _scatter(
     own = torch.where(own.isfinite(), own, usual)
     usual = usual.clamp(min=1e-300)
     return torch.where(own > _STRAY**2 * usual, own, level * (own + _PRIOR * usual) / ((1 + _PRIOR) * usual))
-
-
-def _weighed(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The product, but 0 wherever the factor is: padding may hold inf or NaN."""
-    return torch.where(factor != 0, factor * value, 0.0)

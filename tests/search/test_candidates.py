@@ -21,7 +21,6 @@ from gradloc.search.candidates import (
     by_share,
     by_value,
     least_bound,
-    median,
     most_verified,
     non_finite,
     weighed,
@@ -387,7 +386,3 @@ def test_a_run_is_widened_by_hints_beside_it_and_a_token_is_not():
     assert widened(2, 5, hinted) == (0, 7) and widened(2, 3, hinted) == (2, 3)
     assert widened(3, 5, hinted) == (3, 7) and widened(2, 4, hinted) == (0, 4)
     assert widened(2, 4, [False, True, False, False, True, False]) == (1, 5)
-
-
-def test_a_median_is_of_what_is_not_zero():
-    assert median(torch.tensor([0.0, 5.0, 1.0, 0.0, 3.0])) == 3.0 and median(torch.zeros(3)) == 0.0
