@@ -42,14 +42,13 @@ class Candidate:
     num_tokens: float = 0.0
     """Of all ranks, where it takes some out of the loss; else 0."""
 
-    def record(self, step: Any, micro_batch: int, groups: Groups | None) -> Recorded:
-        """What this rank's micro-batch would have left under it; see :meth:`..core.step.OwnLoss.recorded_under`."""
+    def records(self, step: Any, groups: Groups | None, micro_batches: Sequence[int]) -> dict[int, Recorded]:
+        """What this rank's micro-batches would have left under it: :meth:`..core.step.OwnLoss.recorded_under`."""
         if not self.is_of_batch:
-            return step.recorded_under(micro_batch, self.settings)
-        tensors = step.tensors_under(self.name, micro_batch, groups)
-        if self.num_tokens:
-            tensors = {**tensors, NUM_TOKENS: torch.tensor(self.num_tokens)}
-        return step.recorded_under(micro_batch, {}, tensors)
+            return {index: step.recorded_under(index, self.settings) for index in micro_batches}
+        more = {NUM_TOKENS: torch.tensor(self.num_tokens)} if self.num_tokens else {}
+        tensors = ((index, step.tensors_under(self.name, index, groups)) for index in micro_batches)
+        return {index: step.recorded_under(index, {}, made | more) for index, made in tensors}
 
 
 def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> list[Candidate]:
@@ -92,7 +91,7 @@ def records_under(step: HostStep, ranks: Ranks, name: str, groups: Groups | None
     """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name. All
     ranks call this together."""
     (option,) = (option for option in candidates(step, ranks, groups) if option.name == name)
-    return ranks.agree(lambda: {index: option.record(step, index, groups) for index in range(step.num_micro_batches)})
+    return ranks.agree(lambda: option.records(step, groups, range(step.num_micro_batches)))
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
     forwards, backwards = prober.num_forwards, prober.num_backwards
 
     def compute(micro_batches: Sequence[int]) -> None:
-        prober.compute_recorded(
-            prober.ranks.agree(lambda: {i: option.record(prober.step, i, groups) for i in micro_batches})
-        )
+        prober.compute_recorded(prober.ranks.agree(lambda: option.records(prober.step, groups, micro_batches)))
 
     def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, beside the rest
         return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
@@ -208,7 +205,7 @@ def _outlook(sums: Sequence[float], shares: ShareMap | None) -> _Outlook | None:
 def _records(step: HostStep, option: Candidate, groups: Groups | None) -> list[Recorded]:
     """Of this rank's micro-batches; none where the loss cannot be asked so."""
     try:
-        return [option.record(step, index, groups) for index in range(step.num_micro_batches)]
+        return [*option.records(step, groups, range(step.num_micro_batches)).values()]
     except Exception as error:
         logger.info("gradloc: what %s would have done is not known: %s", option.line, error)
         return []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A norm that overflowed though every coefficient is finite, as with an advantage of 1e22: searched in another unit.
 
-docs/method.md, section 7. Only the certificate is measured in training's own unit, since a healthy gradient divided by
-1e37 would leave float32's range at its other end.
+docs/method.md, section 7. A unit that is a power of two changes no digit. Only the certificate is measured in
+training's own unit, since a healthy gradient divided by 1e37 would leave float32's range at its other end.
 """
 
 import math
