@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -271,10 +272,5 @@ def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> Non
 
 def _num_false(faults: list[int], begins: list[int]) -> int:
     """Stretches of fault, at most a horizon apart, without an explosion in them or within a horizon after them."""
-    stretches: list[list[int]] = []
-    for at in faults:
-        if stretches and at - stretches[-1][-1] <= HORIZON:
-            stretches[-1].append(at)
-        else:
-            stretches.append([at])
+    stretches = np.split(faults, np.flatnonzero(np.diff(faults) > HORIZON) + 1) if faults else []
     return sum(not any(s[0] <= begin <= s[-1] + HORIZON for begin in begins) for s in stretches)

@@ -12,7 +12,7 @@ from ...record.reading import read
 from ...record.store import plain
 from ...words.numbers import number, percent
 from ..pages import terminal
-from ..runs.buckets import read_steps, required
+from ..runs.buckets import read_steps
 from .buckets import chosen, save
 
 OUTPUTS = "quartile_analysis_outputs"
@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = read_steps(args.run_dir, "quartile_analysis", _from_record)
-    analyses, notes = required(*found, args.run_dir, "quartile")
+    analyses, notes = read_steps(args.run_dir, "quartile", _from_record)
     wanted = chosen(analyses, args.step)
     if args.json:
         print(json.dumps(plain({"steps": wanted, "notes": notes}), indent=1, allow_nan=False))

@@ -22,7 +22,7 @@ from ...words.text import one_line, plural, span, spoken, visible
 from ..figures import drawings
 from ..runs import tokens
 from ..runs.run import RunFolder, bundle_folder, read_actor, read_pictures, read_sequences
-from ..runs.tokens import Shades, shade
+from ..runs.tokens import shade
 
 CULPRITS = 40
 """Culprits written out per event; the rest are counted."""
@@ -114,16 +114,18 @@ def _facts(culprit: Culprit) -> dict[str, str]:
     numbers = culprit.cause.numbers.items()
     pairs = [*facts.items(), *((_in_words(name), value) for name, value in numbers if name not in _AMONG_FACTS)]
     known = {label: number(value) for label, value in pairs if value is not None}
-    return known if culprit.versions is None else {**known, "sampled by the weights of": _steps(culprit.versions)}
+    return (
+        known if culprit.versions is None else {**known, "sampled by the weights of": _each("step", *culprit.versions)}
+    )
 
 
-def _steps(versions: tuple[int, int]) -> str:
-    first, last = versions
-    return f"step {last}" if first == last else f"steps {first} to {last}"
+def _each(noun: str, first: int, last: int) -> str:
+    """``step 3``, ``steps 3 to 5``."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
 class EventView:
-    """What the template shows of one event; without ``add_tokens`` no drawings and no tokens."""
+    """What terminal, Markdown and page show of one event."""
 
     def __init__(self, event: Event, run: RunFolder):
         root = run.events_root or run.path
@@ -162,20 +164,14 @@ class EventView:
         """The command that replays the event; empty where there is no bundle."""
         self.layer_note = _layer_note(event)
         self.path, self.num_hidden_parts = tree(event.search)
-        self.sequences: list[tokens.TokenView] = []
-        self.shades: list[Shades] = []
-        self.siblings: list[tuple[str, list[tuple[str, ...]]]] = []
-        self.pictures: dict[str, str] = {}
-        self.token_note = self.picture_note = self.heat = self.layers = None
-        self.is_heat_whole = True
-        self.sparks: list[tuple[Any, str]] = []
 
-    def add_tokens(self, budget: int, shown: int) -> None:
-        """Adds the drawings, and the sequences token by token; ``token_note`` says why there are none.
 
-        The page can carry ``budget`` tokens of this event, and show ``shown`` of them at first.
-        """
-        event = self.event
+class EventPage(EventView):
+    """The same with drawings, and the sequences token by token; ``token_note`` says why there are none."""
+
+    def __init__(self, event: Event, run: RunFolder, budget: int, shown: int):
+        """The page can carry ``budget`` tokens of this event, and show ``shown`` of them at first."""
+        super().__init__(event, run)
         sequences, self.token_note = read_sequences(self.root, event)
         sequences = [_with_trusted_shares(event, sequence) for sequence in sequences]
         self.shades = shade(sequences)
@@ -185,8 +181,10 @@ class EventView:
         ]
         with_culprits = [view.sequence for view in self.sequences if view.culprits]
         pictures, self.picture_note = read_pictures(self.root, event, with_culprits, PICTURE_BYTES)
-        for name, content in pictures.items():
-            self.pictures[name] = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+        self.pictures = {
+            name: f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+            for name, content in pictures.items()
+        }
         self.siblings = _siblings(event, sequences)
         self.heat, self.is_heat_whole = drawings.heat_map(event)
         self.layers = drawings.layer_bars(event)
@@ -340,7 +338,7 @@ def context(event: Event, kinds: list[tuple[int, str, str]]) -> list[tuple[str, 
 def _sampled(versions: tuple[int, int], step: int | None) -> str:
     """By which weights, and by how many updates they lag: step n's own rollout has those of step n - 1."""
     behind = 0 if step is None else max(step - 1 - versions[1], 0)
-    return f"by the weights of {_steps(versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
+    return f"by the weights of {_each('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
 
 
 def _when(time: str | None) -> str | None:
@@ -395,17 +393,12 @@ class Node:
         if probe.phase in STAGES:
             return STAGES[probe.phase]
         if probe.phase == "rank" and probe.ranks:
-            return _interval("rank", probe.ranks)
+            return _each("rank", probe.ranks[0], probe.ranks[-1] - 1)
         if probe.tokens and probe.phase != "micro_batch":
-            return _interval("token", probe.tokens)
+            return _each("token", probe.tokens[0], probe.tokens[-1] - 1)
         if probe.phase in ("micro_batch", "") and probe.micro_batch is not None:
             return f"micro-batch {probe.micro_batch}"
         return probe.phase
-
-
-def _interval(noun: str, bounds: list[int]) -> str:
-    first, last = bounds[0], bounds[-1] - 1
-    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
 def tree(search: Search) -> tuple[list[Node], int]:

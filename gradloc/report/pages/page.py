@@ -34,7 +34,7 @@ from ..runs.diagnosis import Diagnosis, aftermath, diagnose
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .eventview import EventView, culprit_count, severity
+from .eventview import EventPage, culprit_count, severity
 from .exports import issue
 
 INLINE = 10
@@ -63,11 +63,10 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
     size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
-    views: dict[str, EventView] = {}
+    views: dict[str, EventPage] = {}
     payload: dict[str, Any] = {}
     for event in worst:
-        views[event.event_id] = view = EventView(event, run)
-        view.add_tokens(size // len(worst), shown)
+        views[event.event_id] = view = EventPage(event, run, size // len(worst), shown)
         run.notes += [view.token_note] if view.token_note else []
         payload[event.event_id] = {
             "issue": issue(view),
@@ -124,7 +123,7 @@ def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], 
     return made, len(analyses) - len(made)
 
 
-def _packed(view: EventView, payload: dict[str, Any]) -> str:
+def _packed(view: EventPage, payload: dict[str, Any]) -> str:
     """An event's article and its tokens, compressed; the browser unpacks it with DecompressionStream."""
     html = _environment().get_template("event.html").module.event_article(view, True)
     document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

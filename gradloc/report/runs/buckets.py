@@ -22,12 +22,8 @@ from ..logs import LoggedRun, read
 TERMS = ("task", "entropy", "kl")
 LOSSES = ("policy", "entropy", "kl", "total")
 ALL = "all"
-FOLDER = "gradient_analysis"
 _NAME = re.compile(r"grad_norm/(bucket_\d+|all)/(.+)")
 _COSINE = re.compile(r"grad_cosine/task/(bucket_\d+)/(bucket_\d+)")
-
-Found = tuple[dict[int, Any], list[str]]
-"""Analyses by step, and a sentence for each thing that could not be read."""
 
 
 @dataclass
@@ -72,25 +68,34 @@ def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | No
     return StepBuckets(step, {name: values[name] for name in [*buckets, ALL] if name in values}, cosines)
 
 
-def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> Found:
-    """The analyses in a run's folder, by step; raises ReportError when there is none.
+def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> tuple[dict[int, StepBuckets], list[str]]:
+    """The analyses in a run's folder; ``runs`` are what its logs tell, where they have been read.
 
-    ``runs`` are what the folder's logs tell, where they have been read.
+    See :func:`read_steps`.
     """
-    analyses, notes = read_steps(path, FOLDER, _from_record)
-    if not analyses:
-        with suppress(ReportError):  # there may be no log
-            analyses = _from_logs(path, read([path])[0] if runs is None else runs)
-    return required(analyses, notes, path, "gradient")
+    return read_steps(
+        path, "gradient", _from_record, lambda: _from_logs(path, read([path])[0] if runs is None else runs)
+    )
 
 
-def read_steps(path: Path, folder: str, parse: Callable[[dict], Any]) -> Found:
-    """What the trainer wrote into ``folder/step_<N>.json``; ``parse`` may say that a record holds nothing with None."""
+def read_steps(
+    path: Path, kind: str, parse: Callable[[dict], Any], from_logs: Callable[[], dict[int, Any]] = dict
+) -> tuple[dict[int, Any], list[str]]:
+    """What the trainer wrote into ``<kind>_analysis/step_<N>.json``; where it is nothing, what ``from_logs`` finds.
+
+    ``parse`` may say that a record holds nothing with None.
+
+    Returns:
+        The analyses in the order of their steps, and a sentence for each thing that could not be read.
+
+    Raises:
+        ReportError: when there is no analysis.
+    """
     if not path.is_dir():
         raise ReportError(f"{path} is not a folder: name the folder of a run.")
     analyses: dict[int, Any] = {}
     notes: list[str] = []
-    for file in _files(path, folder, "step_*.json"):
+    for file in _files(path, f"{kind}_analysis", "step_*.json"):
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
             analysis = parse(record)
@@ -98,11 +103,9 @@ def read_steps(path: Path, folder: str, parse: Callable[[dict], Any]) -> Found:
                 analyses[int(record["global_step"])] = analysis
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             notes.append(f"{file.name} cannot be read ({error}) and was left out.")
-    return analyses, notes
-
-
-def required(analyses: dict[int, Any], notes: list[str], path: Path, kind: str) -> Found:
-    """The analyses in order; raises ReportError when there is none."""
+    if not analyses:
+        with suppress(ReportError):  # there may be no log
+            analyses = from_logs()
     if not analyses:
         why = f" {notes[0]}" if notes else ""
         raise ReportError(
@@ -129,7 +132,7 @@ def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
             analysis = from_metrics(step, {name: values[at] for name, values in series.items()})
             if analysis is not None:
                 analyses.setdefault(step, analysis)
-    for file in _files(path, FOLDER, "group_rv_table_step_*.csv"):
+    for file in _files(path, "gradient_analysis", "group_rv_table_step_*.csv"):
         analysis = analyses.get(int(file.stem.rpartition("_")[2]))
         if analysis is not None:
             analysis.table = []

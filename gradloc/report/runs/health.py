@@ -171,12 +171,7 @@ def ranges(steps: Sequence[int], most: int = 5) -> str:
     >>> ranges((5, 8, 9, 10)), ranges(())
     ('5, 8-10', '')
     """
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1][1:] = [step]
-        else:
-            runs.append([step])
-    shown = ["-".join(map(str, run)) for run in runs[:most]]
-    rest = sum(run[-1] - run[0] + 1 for run in runs[most:])
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda at: at[1] - at[0])]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most]]
+    rest = sum(map(len, runs[most:]))
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

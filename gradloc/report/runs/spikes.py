@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import linear_regression, median
 
 from ...core.trigger import AdaptiveThreshold
@@ -176,16 +177,9 @@ class Explosion:
 
 def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
     """A segment's explosions, each with its kind as far as the norms alone tell it."""
-    groups: list[list[Judged]] = []
-    is_open = False
-    for step in judged:
-        if step.stands_out and is_open:
-            groups[-1].append(step)
-        elif step.stands_out:
-            groups.append([step])
-        is_open = step.stands_out
+    groups = [tuple(group) for stands_out, group in groupby(judged, lambda step: step.stands_out) if stands_out]
     is_begun = segment.before is None
-    found = [Explosion(segment, tuple(g), is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
+    found = [Explosion(segment, g, is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
     grown = growth(segment, judged)
     if grown is not None:
         within = range(grown.first, grown.steps[-1].step + 1)

@@ -9,7 +9,7 @@ import pytest
 from gradloc.record import Culprit, PathEntry, Search
 from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
-from gradloc.report.pages.eventview import LIMIT, cost, tree
+from gradloc.report.pages.eventview import LIMIT, tree
 from gradloc.report.runs import tokens
 from gradloc.report.runs.tokens import shade
 from tests.report.builder import make_culprit, make_path, make_sequence
@@ -25,27 +25,20 @@ def culprit(position: int) -> Culprit:
     return read(Culprit, make_culprit(position))
 
 
-def test_a_short_sequence_is_shown_whole_and_knows_its_own_culprits():
-    other = read(Culprit, make_culprit(5, rank=0))
-    made = tokens.view(sequence(8), [culprit(3), other], limit=1000, shown=1000)
-    assert [(p.kind, p.start, p.end) for p in made.pieces] == [("shown", 0, 8)]
-    assert made.carried == [(0, 8)] and made.culprits == [3]
-
-
-def test_a_long_sequence_folds_around_its_culprit():
-    made = tokens.view(sequence(2000), [culprit(1000)], limit=5000, shown=500)
-    assert [(p.kind, p.start, p.end) for p in made.pieces] == [
-        ("fold", 0, 940),
-        ("shown", 940, 1061),
-        ("fold", 1061, 2000),
-    ]
-
-
-def test_what_a_page_cannot_carry_is_counted_and_not_unfoldable():
-    made = tokens.view(sequence(30000), [culprit(15000)], limit=1000, shown=300)
-    kinds = [p.kind for p in made.pieces]
-    assert kinds == ["absent", "fold", "shown", "fold", "absent"]
-    assert sum(end - start for start, end in made.carried) <= 1000
+@pytest.mark.parametrize(
+    ("num", "place", "pieces"),
+    [
+        (8, 3, "shown 0-8"),
+        (2000, 1000, "fold 0-940, shown 940-1061, fold 1061-2000"),
+        (30000, 15000, "absent 0-12891, fold 12891-14940, shown 14940-15061, fold 15061-17110, absent 17110-30000"),
+    ],
+    ids=["whole", "folded", "more than a page carries"],
+)
+def test_a_sequence_is_shown_around_its_own_culprit(num, place, pieces):
+    stranger = read(Culprit, make_culprit(5, rank=0))
+    made = tokens.view(sequence(num), [culprit(place), stranger], limit=5000, shown=500)
+    assert ", ".join(f"{piece.kind} {piece.start}-{piece.end}" for piece in made.pieces) == pieces
+    assert made.culprits == [place]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -62,7 +55,7 @@ def test_pieces_cover_every_token_once_and_every_culprit_shows(seed):
     assert set(places) <= visible
     carried = {i for start, end in made.carried for i in range(start, end)}
     openable = {i for p in made.pieces if p.kind == "fold" for i in range(p.start, p.end)}
-    assert openable <= carried
+    assert openable <= carried and len(carried) <= limit
 
 
 def test_more_culprits_than_room_show_the_first_ones():
@@ -71,16 +64,10 @@ def test_more_culprits_than_room_show_the_first_ones():
 
 def test_a_sequence_without_tokens_or_text_is_no_obstacle():
     assert tokens.view(sequence(0, token_ids=[], tokens=[]), [], 100, 100).pieces == []
-    made = tokens.view(sequence(3, tokens=None), [culprit(1)], 100, 100)
-    assert made.text(1) == "<1001> "
-
-
-def test_a_run_that_kept_no_text_shows_positions_with_their_numbers():
-    found = sequence(20, tokens=None, token_ids=None)
-    made = tokens.view(found, [culprit(3)], 100, 100)
-    assert made.text(3) == "<position 3> "
-    assert [p.kind for p in made.pieces] == ["shown"]
-    assert tokens.payload(made, 0, shade([found]))["parts"][0]["i"] == []
+    for lacking, said in ({"tokens": None}, "<1001> "), ({"tokens": None, "token_ids": None}, "<position 1> "):
+        found = sequence(20, **lacking)
+        made = tokens.view(found, [culprit(1)], 100, 100)
+        assert tokens.payload(made, 0, shade([found]))["parts"][0]["t"][1] == said
 
 
 def test_the_share_shades_when_measured_and_the_coefficient_when_not():
@@ -88,23 +75,13 @@ def test_the_share_shades_when_measured_and_the_coefficient_when_not():
     assert shade([sequence(share=None)])[0].measure.name == "coefficient"
 
 
-def test_levels_keep_sign_scale_and_what_is_not_a_number():
+def test_levels_keep_sign_scale_what_is_not_a_number_and_the_sequence_s_length_and_do_not_blow_up_noise():
     shares = [1.0, -1.0, 0.25, 0.0, float("inf"), float("nan"), 0.01, -0.0001]
-    found = shade([sequence(8, share=shares)])[0]
-    assert found.levels == ["uapkzzlk"]
+    found = shade([sequence(10, share=shares), sequence(4, share=None)])[0]
+    assert found.levels == ["uapkzzlk--", "----"]
     assert found.ends == ("-100%", "100%")
-
-
-def test_noise_is_not_blown_up_to_full_colour():
-    flat = shade([sequence(4, log_prob=[-1.0] * 4, rollout_log_prob=[-1.0001] * 4)])
-    gap = next(s for s in flat if s.measure.name == "gap")
-    assert gap.levels == ["kkkk"]
-
-
-def test_shades_are_as_long_as_the_sequence_when_an_array_is_short():
-    found = shade([sequence(8, share=[0.5, 0.5]), sequence(4, share=None)])[0]
-    assert [len(levels) for levels in found.levels] == [8, 4]
-    assert found.levels[1] == "----"
+    noise = shade([sequence(4, log_prob=[-1.0] * 4, rollout_log_prob=[-1.0001] * 4)])
+    assert next(s for s in noise if s.measure.name == "gap").levels == ["kkkk"]
 
 
 def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
@@ -138,9 +115,7 @@ def outline(nodes):
 
 
 def test_parts_stand_under_the_part_that_holds_them():
-    roots, hidden = tree(Search(path=make_path()))
-    assert hidden == 0
-    assert outline(roots) == [
+    assert outline(tree(Search(path=make_path()))[0]) == [
         ("micro-batch 0", []),
         (
             "micro-batch 2",
@@ -165,8 +140,3 @@ def test_a_long_path_is_cut_and_counted():
 
 def test_a_path_of_an_unknown_phase_is_shown_by_its_name():
     assert outline(tree(Search(path=(PathEntry("closure", norm=1.0),)))[0]) == [("closure", [])]
-
-
-def test_the_cost_is_said_in_words():
-    found = Search(backwards=1, forwards=24, seconds=0.6557)
-    assert cost(found) == "1 backward pass, 24 forward passes, 0.656 s"
