@@ -28,10 +28,6 @@ UNTRUSTED = {
     "micro_batches": [[0.0, 0.01], [0.0, 0.0], [-0.05, 1.895]],
 }
 """Shares that do not add up."""
-UNTRUSTED_SAID = (
-    "The tokens' shares do not add up: their sum is 1.855 +- 0.12, not 1. "
-    "Norms are used instead; a share that is still shown was measured by its own backward."
-)
 
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
@@ -72,8 +68,11 @@ def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes
     return plain(culprit) | changes
 
 
-def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any) -> dict:
-    """An event's record with its verdict; its path is a small search."""
+def make_event(step: int = 5, /, culprits: list[dict] | None = None, **changes: Any) -> dict:
+    """An event's record with its verdict; its path is a small search.
+
+    Of a part that is a dict, what is given is changed; ``{}`` is none.
+    """
     event_id = f"step{step:06d}-epoch0-mini0"
     norm = 747.66
     made = Event(
@@ -108,19 +107,12 @@ def make_event(step: int = 5, culprits: list[dict] | None = None, **changes: Any
         batch=record.BatchStatistics(advantage=0.69, one_minus_prob=0.98, jacobian=9.8),
         folder=f"events/{event_id}",
     )
-    event = plain(made) | {"culprits": [make_culprit()] if culprits is None else culprits} | changes
+    event = plain(made) | {"culprits": [make_culprit()] if culprits is None else culprits}
+    for name, part in changes.items():
+        event[name] = event[name] | part if part and isinstance(part, dict) and event.get(name) else part
     if "verdict" not in changes:
         event["verdict"] = verdict_sentences(read(Event, event))
     return event
-
-
-def changed(step: int, /, **parts: Any) -> dict:
-    """The event's record with parts of it replaced; of a part that is a dict, what is given is changed, ``{}`` none."""
-    made = make_event(step)
-    for name, part in parts.items():
-        made[name] = made[name] | part if part and isinstance(part, dict) and made.get(name) else part
-    made["verdict"] = verdict_sentences(read(Event, made))
-    return made
 
 
 def make_path() -> tuple[record.PathEntry, ...]:

@@ -17,7 +17,7 @@ from gradloc.record.store import plain
 from gradloc.words.causes import RULES
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
-from tests.report.builder import REPO, changed, make_culprit
+from tests.report.builder import REPO, make_culprit, make_event
 from tests.search.test_beside import PLANT, THRESHOLD, Spiking
 
 GOLDEN = REPO / "tests" / "data" / "golden"
@@ -55,7 +55,7 @@ def event(name: str, step: int = 40, **changes: Any) -> dict:
         step, made = 412, searched()[name.removeprefix("searched: ")]
     else:
         made = parts(name)
-    record = changed(step, **made | {"run": {"trainer": "verl 0.9.1"} | made.get("run", {})} | changes)
+    record = make_event(step, **made | {"run": {"trainer": "verl 0.9.1"} | made.get("run", {})} | changes)
     place = [*CASES].index(name)
     return record | {"event_id": f"kind{place:03d}", "folder": f"events/kind{place:03d}"}
 

@@ -6,9 +6,6 @@ import random
 from pathlib import Path
 
 from gradloc import __version__
-from gradloc.record import Event
-from gradloc.record.reading import read
-from gradloc.words.story import verdict_sentences
 from tests.report.builder import make_culprit, make_event, make_metrics, make_sequence, write_run
 
 TEXT = (
@@ -82,16 +79,19 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
                 **({"advantage": 1.1} | facts),
             )
         )
-    event = make_event(step, culprits, run=MADE_BY, time=f"2026-08-12T03:{step % 60:02}:07Z")
-    event["trigger"].update(grad_norm=norm, kind="adaptive")
     verdict = source.choice(["explained"] * 6 + ["not_explained", "undecided"])
     after = 61.3 if verdict == "not_explained" else source.uniform(0.6, 1.6)
-    event["certificate"].update(norm_before=norm, norm_after=after, verdict=verdict, reason="")
     scale = min(1.0, 1.0 / norm)
     given = {"grad_clip": 1.0, "clip_scale": scale, "culprit_share": 0.98, "healthy_norm": after * scale}
-    event["consequence"] = given | {"last_checkpoint": f"checkpoints/math/global_step_{step // 50 * 50}"}
-    event["verdict"] = verdict_sentences(read(Event, event))
-    return event
+    return make_event(
+        step,
+        culprits,
+        run=MADE_BY,
+        time=f"2026-08-12T03:{step % 60:02}:07Z",
+        trigger={"grad_norm": norm, "kind": "adaptive"},
+        certificate={"norm_before": norm, "norm_after": after, "verdict": verdict, "reason": ""},
+        consequence=given | {"last_checkpoint": f"checkpoints/math/global_step_{step // 50 * 50}"},
+    )
 
 
 def _sequences(event: dict, tokens: list[str]) -> list[dict]:

@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report runs where there is neither torch nor a trainer."""
+"""Neither torch nor a trainer is imported for a report, so that it is made where they are not."""
 
+import json
 import subprocess
 import sys
 
-from tests.report.builder import REPO, make_event, make_metrics, write_run
+import pytest
 
-BLOCK = """
+from tests.report.builder import REPO, make_event, make_metrics, write_run
+from tests.report.test_check import ON, TRL
+
+ALONE = """
 import sys
 
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "verl", "trl", "ray", "tensordict", "transformers", "wandb"):
-            raise ImportError(f"{name} is not installed here")
-
-sys.meta_path.insert(0, Block())
 from gradloc.report.cli import main
-sys.exit(main(sys.argv[1:]))
+
+assert main(sys.argv[1:]) == 0
+assert not {"torch", "verl", "trl", "transformers", "ray", "tensordict", "wandb"} & sys.modules.keys()
 """
 
 
-def test_a_report_is_written_with_torch_and_trainers_absent(tmp_path):
-    folder = write_run(tmp_path / "run", [make_event()], metrics=make_metrics())
-    command = [sys.executable, "-c", BLOCK, str(folder), "-o", str(tmp_path / "report.html")]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+def run(*words, path=REPO):
+    environment = {"PYTHONPATH": f"{path}:{REPO}", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", ALONE, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_page_is_written(tmp_path):
+    run(write_run(tmp_path / "run", [make_event()], metrics=make_metrics()), "-o", tmp_path / "report.html")
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.full
+def test_configs_are_checked(patched_tree, tmp_path):
+    (tmp_path / "grpo.json").write_text(json.dumps(TRL))
+    for words in (ON, [tmp_path / "grpo.json"]):
+        run("check", *words, "--model", "7B", path=patched_tree)

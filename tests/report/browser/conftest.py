@@ -40,9 +40,7 @@ def hostile_page(tmp_path_factory):
 @pytest.fixture(scope="session")
 def long_run_page(tmp_path_factory):
     root = tmp_path_factory.mktemp("long")
-    events = [make_event(step) for step in range(1, 201)]
-    for event in events:
-        event["trigger"]["grad_norm"] = 60.0 + (event["step"]["global_step"] * 37) % 101
+    events = [make_event(step, trigger={"grad_norm": 60.0 + step * 37 % 101}) for step in range(1, 201)]
     return written(write_run(root, events, metrics=make_metrics(200, tuple(range(1, 201)))))
 
 
@@ -56,9 +54,8 @@ def largest_page(tmp_path_factory):
     events = []
     for step in range(1, 2001):
         culprits = [make_culprit(3 + 5 * index, token=f" t{step}x{index}") for index in range(8)]
-        events.append(make_event(step, culprits))
-        events[-1]["trigger"]["grad_norm"] = 100.0 + (step * 37) % 1013
-    events[500]["trigger"]["grad_norm"] = 1e6
+        norm = 1e6 if step == 501 else 100.0 + step * 37 % 1013
+        events.append(make_event(step, culprits, trigger={"grad_norm": norm}))
     sequences = {events[500]["event_id"]: [make_sequence(tokens=tokens)]}
     folder = write_run(root, events, sequences, make_metrics(2000, tuple(range(1, 2001))))
     start = time.process_time()  # whatever else the machine does

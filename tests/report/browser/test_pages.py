@@ -289,7 +289,7 @@ def test_the_live_page_shows_what_comes_and_stays_where_the_reader_is(driver, tm
         inside = "document.querySelector('iframe').contentWindow"
         wait(driver, f"return {inside}.document.querySelector('h1')?.textContent === 'One token made the step-5 spike'")
         driver.execute_script(f"{inside}.scrollTo({{top: 400, behavior: 'instant'}})")
-        worse = make_event(9, trigger=make_event()["trigger"] | {"grad_norm": 1e6})
+        worse = make_event(9, trigger={"grad_norm": 1e6})
         with (folder / "gradloc" / "events.jsonl").open("a") as file:
             file.write(json.dumps(worse) + "\n")
         follower.poll()

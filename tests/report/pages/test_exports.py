@@ -17,19 +17,9 @@ from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics
 from tests.report.long_run import MADE_BY
 
 
-@pytest.fixture
-def run(tmp_path):
+def test_csv_has_a_line_per_culprit_and_one_for_an_event_without_and_no_cell_starts_a_formula(tmp_path):
     culprits = [make_culprit(), make_culprit(5, token="=1+1", share="NaN")]
-    events = [make_event(1, culprits), make_event(2, [])]
-    return read_run(write_run(tmp_path, events, metrics=make_metrics()))
-
-
-def test_json_is_json_and_round_trips(run):
-    document = json.loads(exports.to_json(run, run.events))
-    assert document["run"] == "tests / report" and document["events"][0]["culprits"][1]["share"] == "NaN"
-
-
-def test_csv_has_a_line_per_culprit_and_one_for_an_event_without_and_no_cell_starts_a_formula(run):
+    run = read_run(write_run(tmp_path, [make_event(1, culprits), make_event(2, [])]))
     rows = list(csv.DictReader(io.StringIO(exports.to_csv(run, run.events))))
     assert [row["global_step"] for row in rows] == ["1", "1", "2"]
     assert json.loads(rows[0]["tokens"]) == " is" and rows[2]["tokens"] == ""
@@ -57,9 +47,8 @@ def test_markdown_text_is_literal():
     ("strategy", "line"), [("auto", "gradloc.search.max_steps=8"), ("bisect", "bisect_budget_steps=512")]
 )
 def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line):
-    certificate = make_event()["certificate"] | {"verdict": "undecided"}
-    search = make_event()["search"] | {"strategy": strategy, "status": "budget_exhausted"}
-    run = read_run(write_run(tmp_path, [make_event(certificate=certificate, search=search)]))
+    search = {"strategy": strategy, "status": "budget_exhausted"}
+    run = read_run(write_run(tmp_path, [make_event(certificate={"verdict": "undecided"}, search=search)]))
     text = exports.to_markdown(run, run.events)
     assert line in text and ("max_steps" in text) == (strategy == "auto")
 

@@ -56,8 +56,7 @@ def test_rows_prompts_and_data_sources_have_a_table_of_what_they_carry(plain, tm
     def part(name, share, rows):
         return {"name": name, "share": share, "share_error": 0.01, "num_rows": rows, "num_tokens": 7 * rows}
 
-    shares = make_event()["shares"] | {"rows": [part("6", 0.75, 1), part("4", -0.1, 1)]}
-    shares |= {"prompts": None, "sources": [part("<b>sums", 0.65, 2)]}
+    shares = {"rows": [part("6", 0.75, 1), part("4", -0.1, 1)], "sources": [part("<b>sums", 0.65, 2)]}
     text = rendered(tmp_path, make_event(shares=shares))
     cells = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>.*?</tr>", text)]
     assert ["6", "75% +- 1%", "1", "7"] in cells and ["4", "-10% +- 1%", "1", "7"] in cells
@@ -88,7 +87,7 @@ def test_shares_that_do_not_add_up_are_neither_shown_nor_shaded(tmp_path):
 def test_a_fold_tells_its_share_with_its_standard_error(tmp_path, plain):
     sequence = make_sequence(600, share=[0.001] * 600, share_error=[0.0003] * 600)
     text = rendered(tmp_path, make_event(), sequence=sequence)
-    assert re.search(r"⋯ \d+ tokens, [\d.]+% \+- [\d.]+% of the spike</button>", text)
+    assert "⋯ 536 tokens, 53.6% +- 0.69% of the spike</button>" in text  # 0.0003 sqrt(536)
     assert "+-" not in plain.partition("<main>")[2]
 
 
@@ -106,9 +105,9 @@ def test_the_page_reaches_for_nothing_and_allows_its_own_script_and_style_alone(
 
 
 def test_hostile_tokens_stand_on_the_page_as_text(tmp_path):
-    event = make_event(culprits=[make_culprit(token="".join(HOSTILE), prompt="<b>p</b>")])
-    event["run"]["experiment"], event["verdict"] = HOSTILE[0], HOSTILE[0] + HOSTILE[1]
-    event["search"]["stop_reason"] = "{{ 7 * 7 }}" + HOSTILE[0]
+    culprit = make_culprit(token="".join(HOSTILE), prompt="<b>p</b>")
+    said = {"run": {"experiment": HOSTILE[0]}, "verdict": HOSTILE[0] + HOSTILE[1]}
+    event = make_event(culprits=[culprit], search={"stop_reason": "{{ 7 * 7 }}" + HOSTILE[0]}, **said)
     text = rendered(tmp_path, event, sequence=make_sequence(tokens=HOSTILE, prompt=HOSTILE[0]))
     document = Document(text)
     assert document.tokens == VISIBLE == payload(text)["events"][event["event_id"]]["s"][0]["parts"][0]["t"]
@@ -117,8 +116,7 @@ def test_hostile_tokens_stand_on_the_page_as_text(tmp_path):
 
 
 def test_a_lone_surrogate_anywhere_does_not_keep_the_page_from_being_written(tmp_path):
-    event = make_event(culprits=[make_culprit(token="\ud800")], verdict="\ud800")
-    event["run"]["experiment"] = "x\udfff"
+    event = make_event(culprits=[make_culprit(token="\ud800")], verdict="\ud800", run={"experiment": "x\udfff"})
     output.write(tmp_path / "report.html", rendered(tmp_path, event, sequence=make_sequence(tokens=["\ud800"])))
     assert "\ufffd" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -189,9 +187,8 @@ def test_two_thousand_events_take_few_seconds_and_megabytes(tmp_path):
 
 
 def test_events_that_are_not_finite_are_drawn(tmp_path):
-    events = [make_event(step) for step in range(1, 4)]
-    for event, norm in zip(events, ("NaN", "Infinity", 1e12), strict=True):
-        event["trigger"] |= {"grad_norm": norm, "threshold": None}
+    norms = ("NaN", "Infinity", 1e12)
+    events = [make_event(at, trigger={"grad_norm": norm, "threshold": None}) for at, norm in enumerate(norms, 1)]
     drawn = payload(rendered(tmp_path, *events))
     assert [norm for _, norm, *_ in drawn["charts"]["run"]["marks"]] == [None, None, 1e12]
     assert [row["size"] for row in drawn["rows"]] == ["Infinity", "Infinity", 1e12]

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's metrics as columns, and where in its folder they are found."""
+"""A run's metrics, and where in its folder they are found."""
 
 import json
 import math
 
-from gradloc.report.logs.recording import MAX, MEAN, Metrics, build
+from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_event, make_metrics, write_run
-
-
-def test_rows_become_columns_with_none_where_a_step_lacks_a_metric():
-    metrics = build({2: {"b": 2.0}, 1: {"a": 1.0}}, "x")
-    assert metrics.steps == [1, 2] and metrics.series == {"a": [1.0, None], "b": [None, 2.0]}
-    assert metrics.get("c") == [None, None] and metrics.norm is None and not Metrics()
-    assert build({1: {MEAN: 1.0, MAX: 3.0}}, "x").norm == MAX and build({1: {MEAN: math.nan}}, "x").norm == MEAN
 
 
 def test_pythons_own_nan_and_values_that_are_no_numbers_are_no_obstacle(tmp_path):

@@ -23,8 +23,8 @@ def test_a_run_can_be_named_by_its_folder_its_events_folder_or_its_file(tmp_path
 
 
 def test_numbers_that_json_cannot_spell_become_floats(tmp_path):
-    event = make_event(culprits=[make_culprit(advantage="NaN", grad_norm="Infinity")])
-    event["trigger"]["grad_norm"] = "-Infinity"
+    culprit = make_culprit(advantage="NaN", grad_norm="Infinity")
+    event = make_event(culprits=[culprit], trigger={"grad_norm": "-Infinity"})
     found = read_run(write_run(tmp_path, [event])).events[0]
     assert math.isnan(found.culprits[0].advantage)
     assert (found.culprits[0].grad_norm, found.trigger.grad_norm) == (math.inf, -math.inf)
@@ -113,9 +113,7 @@ def test_what_is_missing_is_said(tmp_path):
     calm = read_run(write_run(tmp_path / "calm", [], metrics=make_metrics()))
     assert calm.notes == ["events.jsonl is empty: no spike was localized."]
     for trainer, way in (("verl 0.9.1", "trainer.logger"), ("trl 1.16.0", "trainer_state.json")):
-        event = make_event()
-        event["run"]["trainer"] = trainer
-        run = read_run(write_run(tmp_path / trainer, [event]))
+        run = read_run(write_run(tmp_path / trainer, [make_event(run={"trainer": trainer})]))
         assert len(run.events) == 1
         assert run.notes[0].startswith("No metrics were found beside the events") and way in run.notes[0]
 

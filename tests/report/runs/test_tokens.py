@@ -102,14 +102,6 @@ def test_turns_are_marked_and_what_a_tool_answered_is_told_apart():
     assert whole.turns == {} and not whole.left_out, "a single token that is left out, and padding, are no answer"
 
 
-def test_a_fold_s_share_has_its_standard_error_where_that_is_known():
-    places = {"share": [0.001] * 2000, "share_error": [0.0003] * 2000}
-    fold = tokens.view(sequence(2000, **places), [culprit(1000)], limit=5000, shown=500).pieces[0]
-    assert (fold.kind, fold.end, fold.share_text) == ("fold", 940, "94% +- 0.92%")  # 0.0003 sqrt(940)
-    known = tokens.view(sequence(2000, share=places["share"]), [culprit(1000)], limit=5000, shown=500).pieces[0]
-    assert known.share_text == "94%"
-
-
 def outline(nodes):
     return [(node.label, outline(node.children)) for node in nodes]
 
