@@ -228,6 +228,7 @@ def told_of_log(name: str, folder: Path) -> dict[str, str]:
     commands = [line.strip() for line in rest if line.startswith("    ")]
     body = target.read_text(encoding="utf-8").replace("<wbr>", "")
     todo = "".join(re.findall(r'<section class="card todo.*?</section>', body, re.S))
+    notes = body.partition('<aside class="notes"')[2].partition("</aside>")[0]
     chart = payload(body)["charts"]["run"]
     assert Document(body) and headline == first(r'<h1 class="headline">(.*?)</h1>', body)
     assert labels == [label for label in KINDS.values() if f", {label}</title>" in body]
@@ -244,14 +245,9 @@ def told_of_log(name: str, folder: Path) -> dict[str, str]:
         "about": facts(" ".join(line for line in rest if not line.startswith(("Kind: ", "    ")))),
         "do": "".join(commands),
         "marks": "; ".join(f"{step} {norm}: {facts(note)}" for step, norm, _, note in chart["marks"]),
-        "notes": facts(" ".join(found(r"<li>(.*?)</li>", first_part(r'<aside class="notes".*?</aside>', body)))),
+        "notes": facts(" ".join(found(r"<li>(.*?)</li>", notes))),
         "health": " ".join(sorted({*re.findall(r"(?<= )[\w.]+=\S+", health)})),
     }
-
-
-def first_part(pattern: str, text: str) -> str:
-    """The first match, with its markup."""
-    return next(iter(re.findall(pattern, text, re.S)), "")
 
 
 def run(*words: str) -> str:

@@ -13,6 +13,7 @@ from gradloc.report.runs.run import read_run
 from gradloc.words.numbers import number
 from tests import words
 from tests.report.builder import make_event, make_metrics, write_run
+from tests.report.logs.made import console
 
 
 def test_two_runs_are_put_side_by_side(tmp_path):
@@ -34,9 +35,7 @@ def test_two_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 def write_log(path, norms, seed=1):
     """A console log that begins with its settings, as verl prints them."""
-    lines = [f"{{'data': {{'seed': {seed}}}, 'actor': {{'lr': 1e-06}}}}"]
-    lines += [f"step:{at} - actor/grad_norm:{norm}" for at, norm in enumerate(norms, 1)]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(f"{{'data': {{'seed': {seed}}}, 'actor': {{'lr': 1e-06}}}}\n{console(norms)}\n")
     return path
 
 

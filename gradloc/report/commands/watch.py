@@ -73,11 +73,9 @@ class Follower:
     def _stamps(self) -> list[tuple[Path, int, int]]:
         stamps = []
         for file in [*files_of(self.path, depth=3), self.path, *filter(None, self._where[:1])]:
-            try:
+            with contextlib.suppress(OSError):  # a file that just went away
                 status = file.stat()
-            except OSError:
-                continue
-            stamps.append((file, status.st_size, status.st_mtime_ns))
+                stamps.append((file, status.st_size, status.st_mtime_ns))
         return stamps
 
 

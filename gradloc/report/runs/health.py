@@ -84,17 +84,13 @@ class RunHealth:
 
     def spans(self, most: int) -> list[Stretch]:
         """The run as at most so many spans; of more, the worst step of neighbours stands for all."""
-
-        def what(part: list[Judgement]) -> tuple[str, list[str]]:
-            worst = _worst(part)
-            return worst.state, [reason.name for reason in worst.reasons]
-
         size = max(-(-len(self.verdicts) // most), 1)
         parts = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
+        worsts = [(part[0].step, part[-1].step, _worst(part)) for part in parts]
         spans = []
-        for _, group in groupby(parts, key=what):
-            alike = list(group)
-            first, last, worst = alike[0][0].step, alike[-1][-1].step, _worst(alike[0])
+        for _, group in groupby(worsts, lambda part: (part[2].state, [reason.name for reason in part[2].reasons])):
+            (first, last, worst), *others = group
+            last = others[-1][1] if others else last
             when = f"Step {first}" if first == last else f"Steps {first}-{last}"
             why = " ".join(f"{reason.name}: {reason.sentence}" for reason in worst.reasons)
             spans.append(Stretch(first, last, worst.state, f"{when}: {worst.state}. {why}" if why else ""))

@@ -6,9 +6,6 @@ import time
 
 import pytest
 
-from gradloc.report import output
-from gradloc.report.pages import page
-from gradloc.report.runs.run import read_run
 from tests.report.browser.driving import shots, written
 from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, make_sequence, write_run
 
@@ -66,14 +63,10 @@ def largest_page(tmp_path_factory):
 @pytest.fixture(scope="session")
 def log_page(tmp_path_factory):
     """Of a log alone, with a spike that the run did not recover from."""
-    out = tmp_path_factory.mktemp("log") / "report.html"
-    output.write(out, page.render(read_run(REPO / "tests" / "data" / "logs" / "console" / "ray.log")))
-    return out
+    return written(REPO / "tests/data/logs/console/ray.log", tmp_path_factory.mktemp("log"))
 
 
 @pytest.fixture(scope="session")
 def demo_page(tmp_path_factory):
     """What the demo left behind, kept in examples/."""
-    out = tmp_path_factory.mktemp("demo") / "report.html"
-    output.write(out, page.render(read_run(REPO / "examples" / "demo")))
-    return out
+    return written(REPO / "examples/demo", tmp_path_factory.mktemp("demo"))

@@ -15,9 +15,10 @@ shots = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(shots)
 
 
-def written(folder):
-    out = folder / "report.html"
-    output.write(out, page.render(read_run(folder)))
+def written(run, folder=None):
+    """The page of a run, in the run's folder or another."""
+    out = (folder or run) / "report.html"
+    output.write(out, page.render(read_run(run)))
     return out
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with gradient analyses, written as the trainer and verl's file logger write them."""
+"""Runs with gradient analyses, written as the trainer writes them."""
 
 import json
 from pathlib import Path
@@ -50,13 +50,4 @@ def write_table(run: Path, step: int) -> Path:
     path = folder / f"group_rv_table_step_{step}.csv"
     rows = [f"{bucket},0,{deviation}" for bucket, deviations in DEVIATIONS.items() for deviation in deviations]
     path.write_text("\n".join(["bucket,group_id,reward_std", *rows]) + "\n")
-    return path
-
-
-def write_log(run: Path, steps: dict[int, dict]) -> Path:
-    """verl's ``file`` logger."""
-    run.mkdir(parents=True, exist_ok=True)
-    path = run / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "data": row}) for step, row in steps.items()]
-    path.write_text("\n".join(lines) + "\n")
     return path

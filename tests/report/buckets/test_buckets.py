@@ -11,7 +11,8 @@ import pytest
 from gradloc.report.commands import buckets
 from gradloc.report.figures.buckets import FIGURES
 from gradloc.report.runs.buckets import from_metrics, read_analyses
-from tests.report.buckets.builder import DEVIATIONS, metrics, write_log, write_record, write_table
+from tests.report.buckets.builder import DEVIATIONS, metrics, write_record, write_table
+from tests.report.builder import make_metrics, write_run
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +68,8 @@ def test_steps_are_listed_and_chosen_and_the_default_folder_is_the_guides(tmp_pa
 
 
 def test_a_run_without_our_files_is_read_from_verls_log(tmp_path):
-    write_log(tmp_path, {1: metrics(), 2: {"actor/grad_norm": 1.0}, 51: metrics(scale=2.0)})
+    steps = {1: metrics(), 2: {"actor/grad_norm": 1.0}, 51: metrics(scale=2.0)}
+    write_run(tmp_path, metrics=[{"step": step, "data": row} for step, row in steps.items()])
     write_table(tmp_path, 51)
     analyses, notes = read_analyses(tmp_path)
     assert list(analyses) == [1, 51]
@@ -167,7 +169,7 @@ def test_the_html_report_shows_the_same_figures(tmp_path, shown, monkeypatch):
     monkeypatch.setattr("gradloc.report.figures.buckets.FIGURES", drawn)  # one of them: drawing is most of the time
     for step in (1, 51):
         write_record(tmp_path, step)
-    write_log(tmp_path, {step: {"actor/grad_norm": 1.0 + step} for step in range(1, 60)})
+    write_run(tmp_path, metrics=make_metrics(60))
     shown(tmp_path, "-o", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "Gradient by reward variance" in text

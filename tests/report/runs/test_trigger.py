@@ -10,6 +10,7 @@ import pytest
 
 from gradloc.core.trigger import AdaptiveThreshold
 from gradloc.report.cli import main
+from tests.report.logs.made import console
 
 SERIES = Path(__file__).resolve().parents[3] / "docs" / "series"
 RNG = random.Random(3)
@@ -18,10 +19,11 @@ NORMS[30] = 54.25
 NORMS[35] = math.nan
 
 
-def write_log(path):
+@pytest.fixture
+def log(tmp_path):
     """A console log, which names the norm as verl does; what other formats hold, tests/report/logs reads."""
-    lines = [f"step:{i + 1} - actor/lr:1e-06 - actor/grad_norm:{norm} - x/y@1:0.5" for i, norm in enumerate(NORMS)]
-    path.write_text("\n".join(lines) + "\n")
+    path = tmp_path / "train.log"
+    path.write_text(console(NORMS) + "\n")
     return path
 
 
@@ -32,8 +34,8 @@ def trigger(path, *arguments):
     return json.loads(target.read_text())["steps"]
 
 
-def test_every_step_has_its_norm_and_the_verdict_of_the_training_rule(tmp_path):
-    steps, rule = trigger(write_log(tmp_path / "train.log")), AdaptiveThreshold()
+def test_every_step_has_its_norm_and_the_verdict_of_the_training_rule(log):
+    steps, rule = trigger(log), AdaptiveThreshold()
     assert [step["step"] for step in steps] == list(range(1, 41))
     for step, norm in zip(steps, NORMS, strict=True):
         assert float(step["norm"]) == pytest.approx(norm, nan_ok=True)
@@ -43,8 +45,7 @@ def test_every_step_has_its_norm_and_the_verdict_of_the_training_rule(tmp_path):
     assert [step["step"] for step in steps if step["spike"]] == [31, 36]
 
 
-def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(tmp_path, refused):
-    log = write_log(tmp_path / "train.log")
+def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(log, refused):
     steps = trigger(log, "--set", "gradloc.trigger.warmup=8", "--set", "floor=1.2", "--set", "cap=1.2")
     assert sum(step["spike"] for step in steps) > 2 and steps[8]["threshold"] is not None
     for wrong, said in (
