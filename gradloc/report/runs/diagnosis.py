@@ -214,15 +214,14 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
     last = worst.steps[-1].step
     for title, names, fall, rise in (*EFFECTS, _LOSS):
         known = next(filter(None, map(metrics.known, names)), [])
-        before = [value for at, value in known if at < worst.first][-_NEAR:]
-        near = [point for point in known if point[0] < worst.first][-_NEAR:]
-        near += [point for point in known if worst.first <= point[0] <= last]
+        before = [point for point in known if point[0] < worst.first][-_NEAR:]
+        near = before + [point for point in known if worst.first <= point[0] <= last]
         after = [point for point in known if point[0] > last][:_NEAR]
         change = _change(known, worst.first, fall, rise)
         if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
-            now = median(value for _, value in after[-AROUND:])
+            was, now = (median(value for _, value in part[-AROUND:]) for part in (before, after))
             is_worse = bool(change) and not change.endswith("came back")
-            made.append(Aftermath(title, (*near, *after), median(before[-AROUND:]), now, is_worse))
+            made.append(Aftermath(title, (*near, *after), was, now, is_worse))
     made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
     return made[:_CURVES]
 
@@ -280,7 +279,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str,
     if worst.kind == "lost" and worst.first == run.segments[0].first:
         return "Nothing before it is in the log: start anew.", ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
-    return resume(run, worst.first, "" if is_certain else "If the reward falls, ")
+    return _resume(run, worst.first, "" if is_certain else "If the reward falls, ")
 
 
 ON = "+gradloc=observe"
@@ -297,16 +296,10 @@ def turn_on(run: LoggedRun) -> str:
     return ON if run.trainer.startswith("verl") else ""
 
 
-def resume(run: LoggedRun, before: int, condition: str = "") -> tuple[str, str]:
-    """Where to resume from, and the line that does it.
+def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
+    """Where to resume from, and options or code that do it, empty where there are none.
 
-    Args:
-        run: as it was read.
-        before: the first step that must not be in the checkpoint.
-        condition: what the sentence begins with, such as "If the reward falls, ".
-
-    Returns:
-        A sentence; and options or code in the trainer's own words, empty where there are none.
+    ``before`` is the first step that must not be in the checkpoint; the sentence begins with the condition.
     """
     known = sorted(checkpoints(run))
     earlier = [path for step, path in known if step < before]

@@ -119,12 +119,10 @@ def judge(
     health = RunHealth()
     differences: list[str] = []
     for part in [metrics] if isinstance(metrics, Metrics) else metrics:
-        judged = []
         read = {name: values for name, values in part.series.items() if not name.startswith(_UNREAD)}
-        for index, step in enumerate(part.steps):
-            verdict = rules.observe(step, {name: values[index] for name, values in read.items()})
-            if verdict is not None:
-                judged.append(_in_own_words(verdict, part))
+        rows = ({name: values[at] for name, values in read.items()} for at in range(len(part.steps)))
+        observed = [rules.observe(step, row) for step, row in zip(part.steps, rows, strict=True)]
+        judged = [_in_own_words(verdict, part) for verdict in observed if verdict is not None]
         health.verdicts += judged
         differences += _differences(part, judged)
     known = [name for name in config.rule_names() if getattr(config, name) is not None]
