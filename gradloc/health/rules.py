@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules: which metric of verl's each one reads, how it measures it, what it says, and what people do about it.
-
-``docs/health.md`` names where each rule comes from.
+"""The rules, of the table ``words/health.ini``: which metric of verl's each one reads, how it measures it, what it
+says, and what people do about it. ``docs/health.md`` names where each rule comes from.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..words.advice import read_table
 from .config import HealthConfig
 from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Share, Streak, Value, Window
 
-GRAD_NORM = "actor/grad_norm"
-GRAD_NORMS = ("actor/grad_norm_max", GRAD_NORM)
+_TABLE = read_table("health.ini")
+
+
+def _metrics_of(rule: str) -> tuple[str, ...]:
+    return tuple(_TABLE[rule].get("reads", "").split())
+
+
+GRAD_NORMS, SCORES = _metrics_of("gradient_jump"), _metrics_of("reward_fall")
+ENTROPY, REFERENCE_KL = _metrics_of("entropy_fall"), _metrics_of("reference_kl_jump")
+(LENGTH,) = _metrics_of("length_rise")
 PG_LOSS = "actor/pg_loss"
-SCORES = ("critic/score/mean", "critic/rewards/mean")
-ENTROPY = ("actor/entropy", "actor/entropy_loss")
-REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty")
 ZERO_VARIANCE = "rollout/zero_variance_share"
-LENGTH = "response_length/mean"
 
 _ZERO = 1e-8
 _MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is normal
@@ -37,7 +41,9 @@ class Rule:
     """How: one of ``MEASURES``."""
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
-    is_strict: bool = False
+    do: tuple[str, ...]
+    """What people do about it: names of actions, whose sentences and config lines ``words.advice`` has."""
+    is_strict: bool
     """Whether a number at the limit is still within it, as in verl's alert rules."""
 
 
@@ -95,136 +101,20 @@ MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {
 }
 """What remembers the run for a rule, of the settings and the clip limit; None where it has nothing to hold on to."""
 
-_TIMES_START = (
-    "{metric} is {value} over the last {recent} steps, {found} times the {typical} of the start (limit {limit})."
+_READS = {"non_finite": _non_finite, "no_gradient": _no_gradient, "zero_variance": _zero_variance}
+
+RULES = tuple(
+    Rule(
+        name=name,
+        reads=_READS.get(name) or _first(*_metrics_of(name)),
+        measured=row["measured"],
+        sentence=row["says"],
+        do=tuple(row["do"].split()),
+        is_strict="strict" in row,
+    )
+    for name, row in _TABLE.items()
 )
-_TIMES_WINDOW = "{metric} is {value} over the last {recent} steps, {found} times its own median of {typical} ({limit})."
-_AT_STEP = "{metric} is {value} (limit {limit})."
-# verl's actor computes these during the update and replaces what the trainer had computed before it
-_IN_UPDATE = "{metric}, of the policy in the update against the rollout engine, is {value} (limit {limit})."
-
-RULES = (
-    Rule(
-        "gradient_jump",
-        _first(*GRAD_NORMS),
-        "jump",
-        "{metric} is {value} before clipping, {found} times its own median of {typical} (limit {limit} times).",
-    ),
-    Rule(
-        "spikes",
-        _first("gradloc/spikes"),
-        "value",
-        "GradLoc's trigger saw {found} spike(s) in this step; an event names tokens and cause (limit {limit}).",
-    ),
-    Rule(
-        "head_norm",
-        _first("gradloc/head_grad_norm"),
-        "jump",
-        "The output head's gradient norm is {value}, {found} times its own median of {typical} (limit {limit} times): "
-        "the policy moves at least that far.",
-    ),
-    Rule(
-        "clip_share",
-        _first(GRAD_NORM),
-        "share over the clip",
-        "{percent} of the last {clip_window} steps were over the clip limit of {typical} (limit {percent_limit}).",
-    ),
-    Rule("non_finite", _non_finite, "streak", "{metric} is not finite, {found} step(s) in a row (limit {limit})."),
-    Rule(
-        "no_gradient",
-        _no_gradient,
-        "streak",
-        "Gradient and policy loss are zero, {found} step(s) in a row (limit {limit}): nothing is learned.",
-    ),
-    Rule(
-        "reward_fall",
-        _first(*SCORES),
-        "fall",
-        "{metric} fell by {percent} (limit {percent_limit}), from {typical} to {value} (means of {recent} steps).",
-    ),
-    Rule("entropy_fall", _first(*ENTROPY), "against the start", _TIMES_START),
-    Rule("entropy_rise", _first(*ENTROPY), "against the start", _TIMES_START),
-    Rule(
-        "zero_variance",
-        _zero_variance,
-        "mean",
-        "{percent} of the prompts had one reward for all their rollouts, over {recent} steps (limit {percent_limit}).",
-    ),
-    Rule("policy_kl", _first("actor/ppo_kl"), "size", _AT_STEP),
-    Rule(
-        "reference_kl_jump",
-        _first(*REFERENCE_KL),
-        "jump",
-        "{metric} is {value}, {found} times its own median of {typical} (limit {limit} times).",
-    ),
-    Rule(
-        "clip_fraction",
-        _first("actor/pg_clipfrac"),
-        "mean",
-        "PPO's clip cut {percent} of the tokens off, over {recent} steps (limit {percent_limit}).",
-    ),
-    Rule("mismatch_kl", _first("rollout_corr/kl"), "size", _IN_UPDATE, is_strict=True),
-    Rule("mismatch_rise", _first("rollout_corr/k3_kl"), "against the start, if notable", _TIMES_START),
-    Rule("mismatch_chi2", _first("rollout_corr/chi2_token"), "value", _IN_UPDATE, is_strict=True),
-    Rule(
-        "mismatch_weight",
-        _first("rollout_corr/rollout_is_mean"),
-        "times away from 1",
-        "{metric} is {value}, {found} times away from 1 (limit {limit} times).",
-        is_strict=True,
-    ),
-    Rule("mismatch_spread", _first("rollout_corr/rollout_is_std"), "value", _AT_STEP, is_strict=True),
-    Rule("mismatch_sample_size", _first("rollout_corr/rollout_is_eff_sample_size"), "value", _AT_STEP, is_strict=True),
-    Rule("mismatch_veto", _first("rollout_corr/rollout_is_veto_fraction"), "value", _AT_STEP, is_strict=True),
-    Rule("mismatch_probs", _first("training/rollout_probs_diff_mean"), "value", _AT_STEP, is_strict=True),
-    Rule(
-        "truncation",
-        _first("response_length/clip_ratio"),
-        "mean",
-        "{percent} of the responses ended at the length limit, over {recent} steps (limit {percent_limit}).",
-    ),
-    Rule("length_rise", _first(LENGTH), "against the window", _TIMES_WINDOW),
-    Rule("length_fall", _first(LENGTH), "against the window", _TIMES_WINDOW),
-    Rule(
-        "aborted",
-        _first("response/aborted_ratio"),
-        "value",
-        "{percent} of the responses are empty (limit {percent_limit}).",
-        is_strict=True,
-    ),
-)
-
-_MISMATCH = ("weigh_tokens", "eager")
-_DRIFT = ("one_epoch", "clip_tokens", "smaller_steps")  # within the step, which the same metrics hold
-
-ADVICE: dict[str, tuple[str, ...]] = {
-    "gradient_jump": ("localize", "mask", "clip", "clip_layers"),
-    "spikes": ("mask", "clip_layers", "clip_tokens"),
-    "head_norm": ("one_epoch", "smaller_steps", "localize"),
-    "clip_share": ("clip_less", "smaller_steps", "clip_layers"),
-    "non_finite": ("localize", "keep_rollouts", "kl_mse", "fp32"),
-    "no_gradient": ("keep_rollouts", "smaller_steps", "more_rollouts", "warmer"),
-    "reward_fall": ("go_back", "smaller_steps", "use_kl", "cooler", "keep_rollouts"),
-    "entropy_fall": ("clip_higher", "kl_cov", "pay_entropy", "warmer"),
-    "entropy_rise": ("no_entropy", "smaller_steps", "clip_high", "localize"),
-    "zero_variance": ("warmer", "more_rollouts", "differing_groups"),
-    "policy_kl": _DRIFT,
-    "reference_kl_jump": ("kl_mse", "localize", "smaller_steps"),
-    "clip_fraction": ("one_epoch", "smaller_steps"),
-    "mismatch_kl": (*_DRIFT, *_MISMATCH),
-    "mismatch_rise": (*_MISMATCH, *_DRIFT),
-    "mismatch_chi2": ("localize", *_DRIFT, "drop_sequences", "eager"),
-    "mismatch_weight": _MISMATCH,
-    "mismatch_spread": ("truncate", "eager"),
-    "mismatch_sample_size": ("truncate", "eager"),
-    "mismatch_veto": ("veto_less", "eager"),
-    "mismatch_probs": ("eager", "weigh_tokens", "fp32"),
-    "truncation": ("longer", "keep_rollouts", "by_sequence"),
-    "length_rise": ("keep_rollouts", "longer", "by_sequence"),
-    "length_fall": ("keep_rollouts", "use_kl"),
-    "aborted": ("shorter_prompts", "keep_rollouts"),
-}
-"""What people do about each reason: names of actions, whose sentences and config lines ``words.advice`` has."""
+ADVICE = {rule.name: rule.do for rule in RULES}
 
 FROM_TRL = {
     "grad_norm": "actor/grad_norm",
