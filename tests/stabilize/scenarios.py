@@ -3,6 +3,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.stabilize import slow
-from tests.world.configs import StandIn
-from tests.world.harness import local_of, log_probs, make_batch, make_config, make_trainer
+from tests.world.harness import local_of, log_probs, make_batch, make_trainer
 from tests.world.spikes import plant
 
 STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
-LAYER_CLIP = f"{STABILIZE}.layer_clip"
 
 
 def gather(trainer: Any) -> dict[str, list[float]]:
@@ -71,7 +70,7 @@ def norms_of(gradient: dict[str, list[float]], group: str) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for name, part in gradient.items():
         values.setdefault(group_of(name, group), []).extend(part)
-    return {key: slow.norm(part) for key, part in values.items()}
+    return {key: math.hypot(*part) for key, part in values.items()}
 
 
 def clip_as_the_slow_version(
@@ -102,8 +101,8 @@ def clip_as_the_slow_version(
         "worst": worst,
         "untouched": untouched,
         "factors": [list(of_step.values()) for of_step in factors],
-        "norms": [slow.norm(of_step.values()) for of_step in norms],
-        "after": [slow.norm(norms_of(step["after"], group).values()) for step in seen],
+        "norms": [math.hypot(*of_step.values()) for of_step in norms],
+        "after": [math.hypot(*norms_of(step["after"], group).values()) for step in seen],
         "metrics": reported,
     }
 
@@ -194,27 +193,3 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
         "metrics": {key: values[0] for key, values in out["metrics"].items()},
         "num_changed": int((weights[batch.batch["response_mask"].bool()] != 1).sum()),
     }
-
-
-def update_without_rollout_log_probs(overrides: list[str], dump_dir: str) -> str:
-    """The sentence that refuses the batch."""
-    trainer = make_trainer(overrides, dump_dir)
-    try:
-        trainer.update(make_batch())
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
-
-
-def check_configs(cases: list[list[str]], dump_dir: str) -> list[Any]:
-    """Whether the trainer keeps a stabilizer's memory, or the refusal, for each list of overrides."""
-    from gradloc.adapters.verl07.trainer import build_trainer_hook
-
-    answers: list[Any] = []
-    for overrides in cases:
-        trainer = StandIn(config=make_config(overrides, dump_dir), tokenizer=None)
-        try:
-            answers.append(build_trainer_hook(trainer).stabilizers is not None)
-        except ValueError as refusal:
-            answers.append(str(refusal))
-    return answers

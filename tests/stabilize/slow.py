@@ -2,21 +2,13 @@
 """The slow obvious versions: plain Python over lists, sharing no code with what they check."""
 
 import math
-
-
-def norm(values):
-    """L2 norm of a list of floats."""
-    total = 0.0
-    for value in values:
-        total += value * value
-    return math.sqrt(total)
+from statistics import mean, median, variance
 
 
 def global_clip(norms, grad_clip):
     """The one factor of torch's global clip, for every layer."""
-    total = norm(norms.values())
-    factor = min(1.0, grad_clip / (total + 1e-6))
-    return {layer: factor for layer in norms}
+    total = math.hypot(*norms.values())
+    return dict.fromkeys(norms, min(1.0, grad_clip / (total + 1e-6)))
 
 
 def adagc(steps, *, factor, beta, warmup, grad_clip):
@@ -38,13 +30,6 @@ def adagc(steps, *, factor, beta, warmup, grad_clip):
     return answers
 
 
-def middle(values):
-    """The median."""
-    values = sorted(values)
-    half = len(values) // 2
-    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
-
-
 def zscore(steps, *, window, num_deviations, warmup, grad_clip):
     """Per step the factor of every layer, from robust deviations of the log-norms taken."""
     kept, flagged, answers = {}, {}, []
@@ -55,8 +40,8 @@ def zscore(steps, *, window, num_deviations, warmup, grad_clip):
             run = flagged.setdefault(layer, [])
             if number >= warmup:
                 recent = of_layer[-window:]
-                center = middle(recent)
-                sigma = max(1.4826 * middle([abs(value - center) for value in recent]), 0.05)
+                center = median(recent)
+                sigma = max(1.4826 * median([abs(value - center) for value in recent]), 0.05)
                 limit = math.exp(center + num_deviations * sigma)
                 factors[layer] = min(1.0, limit / norms[layer])
             taken = math.log(factors[layer] * norms[layer])
@@ -80,9 +65,7 @@ def skip_step(norms, *, window, num_deviations):
         if len(before) < window // 2 or not math.isfinite(value):
             answers.append(False)
             continue
-        mean = sum(before) / len(before)
-        variance = sum((other - mean) ** 2 for other in before) / (len(before) - 1)
-        answers.append(value > mean + num_deviations * math.sqrt(variance))
+        answers.append(value > mean(before) + num_deviations * math.sqrt(variance(before)))
     return answers
 
 
@@ -91,10 +74,10 @@ def token_weights(log_ratios, masks, *, level, mode, upper, lower):
     rows = []
     for log_ratio, mask in zip(log_ratios, masks, strict=True):
         counted = [value for value, is_counted in zip(log_ratio, mask, strict=True) if is_counted]
-        mean = sum(counted) / len(counted) if counted else 0.0
+        of_row = mean(counted) if counted else 0.0
         row = []
         for value in log_ratio:
-            ratio = math.exp(max(-20.0, min(20.0, mean if level == "geometric" else value)))
+            ratio = math.exp(max(-20.0, min(20.0, of_row if level == "geometric" else value)))
             weight = 1.0
             if upper is not None and ratio > upper:
                 weight = 0.0 if mode == "mask" else upper / ratio

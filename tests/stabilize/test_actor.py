@@ -212,12 +212,6 @@ def test_observing_a_spike_leaves_a_stabilized_run_as_it_would_have_been(world, 
         assert ours["norms"] == theirs["norms"]
 
 
-def test_a_batch_without_the_rollouts_log_probs_is_refused_on_every_rank(world, dump_dir):
-    given = dict(overrides=[*LOG_PROBS, f"{STABILIZE}.token_clip.mode=mask"], dump_dir=dump_dir)
-    for sentence in world.run("tests.stabilize.scenarios.update_without_rollout_log_probs", **given):
-        assert "need the rollout's log-probs, found none: set actor_rollout_ref.rollout" in sentence
-
-
 def test_a_run_under_safe_trains(world, dump_dir):
     given = dict(overrides=["+gradloc=safe"], dump_dir=dump_dir, num_steps=2, rollout_noise=0.3)
     for found in world.run("spikes.train", **given):
