@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of the analyses and the filter: read, defaulted, refused in a sentence that names them."""
 
-from types import SimpleNamespace
-
 import pytest
+from omegaconf import OmegaConf
 
 from gradloc.analysis.config import BucketSettings, QuartileSettings, check_geometry, geometry, read_if_on
 from gradloc.rollout_filter.config import read_filter
 
 
-class Section(SimpleNamespace):
-    """Behaves like a part of an OmegaConf config where the code under test needs it."""
-
-    def get(self, key, default=None):
-        return getattr(self, key, default)
-
-
 def make(trainer=(), rollout=(), actor=(), **rest):
-    return Section(
-        trainer=Section(**{"nnodes": 1, "n_gpus_per_node": 2, **dict(trainer)}),
-        data=Section(train_batch_size=16),
-        reward_model=Section(**rest),
-        actor_rollout_ref=Section(rollout=Section(**{"n": 4, **dict(rollout)}), actor=Section(**dict(actor))),
-    )
+    config = {
+        "trainer": {"nnodes": 1, "n_gpus_per_node": 2, **dict(trainer)},
+        "data": {"train_batch_size": 16},
+        "reward_model": rest,
+        "actor_rollout_ref": {"rollout": {"n": 4, **dict(rollout)}, "actor": dict(actor)},
+    }
+    return OmegaConf.create(config)
 
 
 def buckets_of(config):

@@ -8,25 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.report.cli import main
 from gradloc.report.logs.recording import build
 from gradloc.report.runs.health import judge, ranges
 from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
 from tests.report.builder import make_event, write_run
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
 @pytest.fixture
-def run_of(tmp_path, monkeypatch):
+def run_of(tmp_path):
     """A run's folder with the metrics of a recording, or with those that are given."""
-    monkeypatch.setenv("COLUMNS", "140")
 
-    def make(source, name="run"):
-        folder = tmp_path / name
-        folder.mkdir()
+    def make(source):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
         if isinstance(source, str):
             shutil.copy(RECORDINGS / f"{source}.jsonl", folder / "metrics.jsonl")
         else:
@@ -37,9 +34,8 @@ def run_of(tmp_path, monkeypatch):
     return make
 
 
-def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, capsys):
-    assert main(["health", str(run_of("spiking"))]) == 0
-    out = capsys.readouterr().out
+def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, shown):
+    out = shown("health", run_of("spiking"))
     assert "At the last step, 24: healthy. 1 of 24 steps was not healthy; the worst state" in out
     assert "step      1  ···················X····" in out
     assert "X gradient_jump  danger at step 20" in out
@@ -49,18 +45,16 @@ def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(r
     assert "\x1b[" not in out
 
 
-def test_advice_that_several_reasons_share_is_given_once(run_of, capsys):
-    assert main(["health", str(run_of("collapsed"))]) == 0
-    out = capsys.readouterr().out
+def test_advice_that_several_reasons_share_is_given_once(run_of, shown):
+    out = shown("health", run_of("collapsed"))
     assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and see above" in out
     assert "X no_gradient  danger, first at step 18; found at 12, 16-30" in out
 
 
-def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, capsys):
+def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, shown):
     rows = [(step, healthy(step)) for step in range(1, 31)]
     rows[-1][1].update({"actor/grad_norm_max": float("inf"), "rollout_corr/rollout_is_mean": 0.0})
-    assert main(["health", str(run_of(rows)), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(shown("health", run_of(rows), "--json"), parse_constant=pytest.fail)
     assert len(found["steps"]) == 30 and found["state"] == "warning"
     assert found["worst"] == {"state": "warning", "step": 30}
     reasons = {reason["name"]: reason for reason in found["steps"][-1]["reasons"]}
@@ -69,12 +63,11 @@ def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, capsys)
     assert set(found["advice"]) == set(reasons) and found["not_judged"] == []
 
 
-def test_thresholds_and_the_clip_limit_can_be_named(run_of, capsys):
-    folder = str(run_of("healthy"))
+def test_thresholds_and_the_clip_limit_can_be_named(run_of, shown):
+    folder = run_of("healthy")
 
     def states(*options):
-        assert main(["health", folder, "--json", *options]) == 0
-        steps = json.loads(capsys.readouterr().out)["steps"]
+        steps = json.loads(shown("health", folder, "--json", *options))["steps"]
         return {reason["name"] for step in steps for reason in step["reasons"]}
 
     assert states() == set()
@@ -95,53 +88,46 @@ def test_thresholds_and_the_clip_limit_can_be_named(run_of, capsys):
         (["--grad-clip", "nan"], "--grad-clip must be a norm or 0 for none, found nan."),
     ],
 )
-def test_a_wrong_option_is_refused_with_a_sentence(run_of, capsys, options, sentence):
-    assert main(["health", str(run_of("healthy")), *options]) == 2
-    assert sentence in capsys.readouterr().err
+def test_a_wrong_option_is_refused_with_a_sentence(run_of, refused, options, sentence):
+    assert sentence in refused("health", run_of("healthy"), *options)
 
 
-def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run_of, tmp_path, capsys):
-    assert main(["health", str(run_of([(1, {"val-core/acc": 0.5})]))]) == 2
-    assert "has no gradient norm" in capsys.readouterr().err
-    assert main(["health", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist: name a run's log, or the folder that holds it." in capsys.readouterr().err
+def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run_of, tmp_path, refused):
+    assert "has no gradient norm" in refused("health", run_of([(1, {"val-core/acc": 0.5})]))
+    told = "does not exist: name a run's log, or the folder that holds it."
+    assert told in refused("health", tmp_path / "nowhere")
     events = write_run(tmp_path / "events", [make_event()])
-    assert main(["health", str(events)]) == 2
-    assert "has no metrics that can be judged" in capsys.readouterr().err
+    assert "has no metrics that can be judged" in refused("health", events)
 
 
-def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, capsys):
-    assert main(["health", str(run_of([(7, healthy(7))]))]) == 0
-    out = capsys.readouterr().out
+def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, shown):
+    out = shown("health", run_of([(7, healthy(7))]))
     assert "Healthy throughout (1 step)." in out
     assert "The run has 1 step, and rules about its own history are silent for the first 10" in out
 
 
-def test_a_run_that_was_resumed_is_judged_with_what_its_later_values_replaced(run_of, capsys):
+def test_a_run_that_was_resumed_is_judged_with_what_its_later_values_replaced(run_of, shown):
     rows = [(step, healthy(step)) for step in [*range(1, 21), *range(16, 31)]]
     rows[17][1]["actor/ppo_kl"] = 5.0  # step 18 of the first try, which the second replaced
     folder = run_of(rows)
     metrics = read_run(folder).metrics
     assert [v.step for v in judge(metrics).verdicts] == list(range(1, 31))
     assert judge(metrics).num_unwell == 0
-    assert main(["health", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(shown("health", folder, "--json"))
     assert [step["step"] for step in found["steps"]] == [*range(1, 21), *range(18, 31)], "what is the same is told once"
     assert found["worst"] == {"state": "danger", "step": 18}
 
 
-def test_the_runs_own_monitor_may_have_had_other_thresholds(run_of, capsys):
+def test_the_runs_own_monitor_may_have_had_other_thresholds(run_of, shown):
     rows = [(step, {**healthy(step), "health/state": int(step == 4)}) for step in range(1, 21)]
-    assert main(["health", str(run_of(rows))]) == 0
-    out = capsys.readouterr().out
+    out = shown("health", run_of(rows))
     assert "The run's own monitor judged 1 of 20 steps differently (first: step 4)" in out
 
 
-def test_a_long_run_has_a_short_strip_in_which_no_danger_is_lost(run_of, capsys):
+def test_a_long_run_has_a_short_strip_in_which_no_danger_is_lost(run_of, shown):
     rows = [(step, healthy(step)) for step in range(1, 2001)]
     rows[1234][1]["actor/ppo_kl"] = 5.0
-    assert main(["health", str(run_of(rows))]) == 0
-    out = capsys.readouterr().out
+    out = shown("health", run_of(rows))
     strip = [line for line in out.splitlines() if line.startswith("step ")]
     assert len(strip) <= 5 and sum(line.count("X") for line in strip) == 1
     assert "7 steps to a mark" in out
@@ -171,14 +157,17 @@ def test_ranges_name_the_first_and_count_the_rest():
     assert ranges((1, 2, 3, 7, 9, 11, 13, 20, 21)) == "1-3, 7, 9, 11, 13 and 2 more"
 
 
-def page_of(folder, tmp_path):
-    out = tmp_path / "report.html"
-    assert main([str(folder), "-o", str(out)]) == 0
-    return out.read_text(encoding="utf-8")
+@pytest.fixture
+def page_of(shown, tmp_path):
+    def page(folder):
+        shown(folder, "-o", tmp_path / "report.html")
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return page
 
 
-def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, tmp_path):
-    text = page_of(run_of("collapsed"), tmp_path)
+def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, page_of):
+    text = page_of(run_of("collapsed"))
     payload = json.loads(re.search(r'id="payload">(.*?)</script>', text)[1])
     bands = payload["charts"]["run"]["bands"]
     notes = [note for _, _, _, note in bands if note]
@@ -188,7 +177,6 @@ def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, tmp_path
     assert "<code>data.max_response_length=4096</code>" in text
 
 
-def test_a_page_without_metrics_has_no_strip(tmp_path):
-    folder = write_run(tmp_path / "run", [make_event()])
-    text = page_of(folder, tmp_path)
+def test_a_page_without_metrics_has_no_strip(tmp_path, page_of):
+    text = page_of(write_run(tmp_path / "run", [make_event()]))
     assert '"bands":[]' in text and "The run's health" not in text

@@ -7,7 +7,6 @@ import pytest
 
 from gradloc.record import analysis
 from gradloc.record.store import plain
-from gradloc.report.cli import main
 from gradloc.report.commands import buckets
 from tests.world.events import validate
 
@@ -88,13 +87,12 @@ def write(run, made):
     return path
 
 
-def test_each_step_gets_a_table_and_a_figure(tmp_path, capsys):
+def test_each_step_gets_a_table_and_a_figure(tmp_path, shown):
     for step in (1, 51):
         write(tmp_path, record(step))
     out = tmp_path / "out"
-    assert main(["quartiles", str(tmp_path), "--output-dir", str(out)]) == 0
+    said = shown("quartiles", tmp_path, "--output-dir", out)
     assert {path.name for path in out.iterdir()} == {"quartiles_step_1.png", "quartiles_step_51.png"}
-    said = capsys.readouterr().out
     assert "Step 51: 100 tokens in quarters of the probabilities; gradient norm 1.2" in said
     assert "rank correlation with 1-π: 0.93" in said
     assert "q1 only: gradient 0.9, step 0.9; changes against all tokens': r = 0.9" in said
@@ -103,23 +101,21 @@ def test_each_step_gets_a_table_and_a_figure(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_same_run_gives_the_same_bytes_and_svg_on_request(tmp_path):
+def test_the_same_run_gives_the_same_bytes_and_svg_on_request(tmp_path, shown):
     write(tmp_path / "run", record())
     for name in ("one", "two"):
-        out = str(tmp_path / name)
-        main(["quartiles", str(tmp_path / "run"), "--output-dir", out, "--format", "svg"])
+        shown("quartiles", tmp_path / "run", "--output-dir", tmp_path / name, "--format", "svg")
     (one,), (two,) = ((tmp_path / name).iterdir() for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
     assert one.read_bytes().startswith(b"<?xml")
 
 
-def test_json_prints_the_numbers_and_draws_nothing(tmp_path, capsys, monkeypatch):
+def test_json_prints_the_numbers_and_draws_nothing(tmp_path, shown, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = record()
     made["whole"]["norm"] = made["quartiles"][0]["norm"] = "NaN"
     write(tmp_path / "run", made)
-    assert main(["quartiles", "run", "--json"]) == 0
-    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    (step,) = json.loads(shown("quartiles", "run", "--json"))["steps"]
     assert step["global_step"] == 1 and step["whole"]["norm"] == "NaN"
     assert step["updates"]["lowest"]["own_changes"]["agreement"]["correlation"] == 0.9
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -160,46 +156,41 @@ def without_movement(made):
 
 @pytest.mark.parametrize("spoil", [without_steps, with_nothing, with_an_empty_quartile, without_movement])
 @pytest.mark.parametrize("split", ["range", pytest.param("quantile", marks=pytest.mark.slow)])
-def test_whatever_there_is_is_drawn_and_told(tmp_path, capsys, split, spoil):
+def test_whatever_there_is_is_drawn_and_told(tmp_path, shown, split, spoil):
     made = record()
     made["split"] = split
     spoil(made)
     write(tmp_path, made)
-    assert main(["quartiles", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 0
+    said = shown("quartiles", tmp_path, "--output-dir", tmp_path / "out")
     assert (tmp_path / "out" / "quartiles_step_1.png").stat().st_size > 1000
-    said = capsys.readouterr().out
     if spoil is without_steps:
         assert "q1 only: the gradient's norm is NaN, so no step was taken" in said
     if spoil in (with_nothing, with_an_empty_quartile):
         assert "q4 only: no gradient, no update" in said
 
 
-def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, capsys):
+def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, shown):
     write(tmp_path, record(1))
     broken = write(tmp_path, record(51))
     broken.write_text(broken.read_text()[:100])
     other = write(tmp_path, record(52))
     other.write_text(json.dumps({**record(52), "quartiles": []}))
-    assert main(["quartiles", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    said = shown("quartiles", tmp_path, "--output-dir", tmp_path / "out")
     assert "note: step_51.json cannot be read" in said
     assert "note: step_52.json cannot be read (0 quartiles)" in said
     assert "Step 1: 100 tokens" in said
 
 
 @pytest.mark.parametrize(
-    "arguments, sentence",
+    "folder, options, sentence",
     [
-        (["@run", "--step", "2"], "step 2 was not analysed: there are 1."),
-        (["@empty"], "holds no quartile analysis: none was due, or trainer.quartile_analysis_mode"),
-        (["@run/nothing"], "is not a folder: name the folder of a run."),
+        ("run", ["--step", "2"], "step 2 was not analysed: there are 1."),
+        ("empty", [], "holds no quartile analysis: none was due, or trainer.quartile_analysis_mode"),
+        ("nowhere", [], "is not a folder: name the folder of a run."),
     ],
     ids=["no such step", "no analysis", "no folder"],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, capsys, arguments, sentence):
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, refused, folder, options, sentence):
     write(tmp_path / "run", record())
     (tmp_path / "empty").mkdir()
-    for word in ("run", "empty"):
-        arguments = [text.replace(f"@{word}", str(tmp_path / word)) for text in arguments]
-    assert main(["quartiles", *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refused("quartiles", tmp_path / folder, *options)
