@@ -58,41 +58,20 @@ def test_a_rule_about_the_runs_own_history_is_silent_in_the_warm_up(trouble):
     assert all(trouble.rule not in named(verdict) for verdict in verdicts)
 
 
-STRICT = {
-    # verl's documentation says > and <: at the limit all is well
-    "mismatch_kl": ("rollout_corr/kl", 0.1),
-    "mismatch_chi2": ("rollout_corr/chi2_token", 1.0),
-    "mismatch_weight": ("rollout_corr/rollout_is_mean", 2.0),
-    "mismatch_spread": ("rollout_corr/rollout_is_std", 1.0),
-    "mismatch_sample_size": ("rollout_corr/rollout_is_eff_sample_size", 0.3),
-    "mismatch_veto": ("rollout_corr/rollout_is_veto_fraction", 0.1),
-    "mismatch_probs": ("training/rollout_probs_diff_mean", 0.01),
-    "aborted": ("response/aborted_ratio", 0.05),
-}
+STRICT = (
+    "mismatch_kl", "mismatch_chi2", "mismatch_weight", "mismatch_spread", "mismatch_sample_size", "mismatch_veto",
+    "mismatch_probs", "aborted",
+)  # fmt: skip
+"""verl's documentation says > and <: at the limit all is well."""
+METRICS = {trouble.rule: next(iter(trouble.metrics)) for trouble in TROUBLES}
 
 
-@pytest.mark.parametrize("rule", STRICT)
-def test_verls_alert_rules_are_silent_at_the_limit_and_speak_just_beyond(rule):
-    metric, limit = STRICT[rule]
-    beyond = math.nextafter(limit, -1 if rule == "mismatch_sample_size" else 9)
-    at, over = run([{**healthy(1), metric: limit}, {**healthy(2), metric: beyond}])
-    assert rule not in named(at) and rule in named(over)
-
-
-@pytest.mark.parametrize(
-    ("rule", "metric", "limit"),
-    [
-        ("policy_kl", "actor/ppo_kl", 0.1),
-        ("spikes", "gradloc/spikes", 1.0),
-        ("clip_fraction", "actor/pg_clipfrac", 0.3),
-        ("zero_variance", "rollout/zero_variance_share", 0.75),
-        ("truncation", "response_length/clip_ratio", 0.25),
-    ],
-)
-def test_the_other_limits_belong_to_the_state(rule, metric, limit):
-    at = run([{**healthy(step), metric: limit} for step in range(1, 6)])[-1]
-    under = run([{**healthy(step), metric: limit * 0.99} for step in range(1, 6)])[-1]
-    assert named(at).get(rule) == "warning" and rule not in named(under)
+@pytest.mark.parametrize("rule", [*STRICT, "policy_kl", "spikes", "clip_fraction", "zero_variance", "truncation"])
+def test_verls_alert_rules_are_silent_at_the_limit_and_all_others_speak(rule):
+    limit, ends = getattr(HealthConfig(), rule)[0], (-math.inf, math.inf)
+    under, over = (math.nextafter(limit, end) for end in (ends[::-1] if rule == "mismatch_sample_size" else ends))
+    last = [run([{**healthy(s), METRICS[rule]: value} for s in range(1, 6)])[-1] for value in (under, limit, over)]
+    assert [rule in named(verdict) for verdict in last] == [False, rule not in STRICT, True]
 
 
 @pytest.mark.parametrize(("weight", "is_odd"), [(0.5, False), (0.49, True), (2.1, True)])
@@ -102,7 +81,7 @@ def test_the_mean_weight_counts_on_both_sides_of_one(weight, is_odd):
 
 
 def test_norms_are_logged_before_clipping_so_one_above_the_limit_is_no_trouble_by_itself():
-    rows = [{**healthy(step), "actor/grad_norm": 3.0, "actor/grad_norm_max": 3.2} for step in range(1, 60)]  # noqa: E501
+    rows = [{**healthy(step), "actor/grad_norm": 3.0, "actor/grad_norm_max": 3.2} for step in range(1, 60)]
     verdicts = run(rows)
     assert [named(verdict) for verdict in verdicts[:19]] == [{}] * 19  # the window is not full yet
     assert all(named(verdict) == {"clip_share": "warning"} for verdict in verdicts[19:])
