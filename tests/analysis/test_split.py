@@ -13,9 +13,22 @@ def actor(**settings):
     return [f"actor_rollout_ref.actor.{key}={value}" for key, value in settings.items()]
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_dir, mode):
-    for out in world.run(RUN + "split", overrides=actor(loss_agg_mode=mode), dump_dir=dump_dir):
+def of_loss(*modes):
+    return {mode: [f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"] for mode in modes}
+
+
+SPLITS = {
+    **{mode: actor(loss_agg_mode=mode) for mode in AGGREGATIONS},
+    **of_loss("gspo", "clip_cov", "kl_cov", "geo_mean"),
+    "fsdp1": actor(strategy="fsdp"),
+    "dynamic micro-batches": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
+    "one micro-batch": actor(ppo_micro_batch_size_per_gpu=8),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_dir, case):
+    for out in world.run(RUN + "split", overrides=SPLITS[case], dump_dir=dump_dir):
         assert out["training_norm"] > 0.01
         assert out["total_error"] < 1e-5
         assert out["task_error"] < 1e-5
@@ -23,29 +36,6 @@ def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_di
         assert max(out["slow_errors"]) < 1e-5
         assert out["weights"] == pytest.approx([1.0, 1.0, 1.0])
         assert out["loss_sum"] == pytest.approx(out["loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("loss_mode", ["gspo", "clip_cov", "kl_cov", "geo_mean"])
-def test_parts_add_up_whatever_the_policy_loss(world, dump_dir, loss_mode):
-    overrides = [f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}"]
-    out = world.run(RUN + "split", overrides=overrides, dump_dir=dump_dir)[0]
-    assert out["total_error"] < 1e-5
-    assert out["task_error"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        actor(strategy="fsdp"),
-        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
-        actor(ppo_micro_batch_size_per_gpu=8),
-    ],
-    ids=["fsdp1", "dynamic micro-batches", "one micro-batch"],
-)
-def test_parts_add_up_however_the_batch_is_sharded_and_cut(world, dump_dir, overrides):
-    out = world.run(RUN + "split", overrides=overrides, dump_dir=dump_dir)[0]
-    assert out["total_error"] < 1e-5
-    assert out["loss_sum"] == pytest.approx(out["loss"], rel=1e-5)
 
 
 def test_a_rank_without_a_row_of_the_bucket_keeps_its_peers_company(world, dump_dir):

@@ -7,23 +7,14 @@ import tempfile
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from gradloc.adapters.verl07.trainer import TrainerHook, clip_limit
 from gradloc.adapters.verl_common.trainer import build_monitor
 from gradloc.health import HealthConfig
 from gradloc.health.monitor import Monitor
+from tests.health.test_monitor import TWO, batch_of
 from verl import DataProto
-
-
-def proto_of(rewards):
-    """A batch of 3 tokens a row; ``rewards`` are (uid, sum of the row's scores)."""
-    scores = torch.zeros(len(rewards), 3)
-    scores[:, -1] = torch.tensor([score for _, score in rewards])
-    uids = np.array([uid for uid, _ in rewards], dtype=object)
-    tensors = {"token_level_scores": scores, "response_mask": torch.ones(len(rewards), 3)}
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
 def config_of(**changes):
@@ -51,11 +42,13 @@ def clip_and_comparing(**changes):
 def checkpointed(folder):
     """The last judged step in a checkpoint, which verl saves before the step has its metrics."""
     hook = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))
+    batch = batch_of(TWO)
+    batch = DataProto.from_dict(batch.tensors, {"uid": np.array(batch.labels["uid"], dtype=object)})
     kept = []
     for step in range(1, 5):
         if step == 3:
             hook.save(folder)
-        hook.after_step(proto_of([("a", 1.0), ("a", 0.0)]), {"actor/grad_norm": 0.5}, step)
+        hook.after_step(batch, {"actor/grad_norm": 0.5}, step)
     with open(f"{folder}/gradloc.json") as file:
         kept.append(json.load(file)["health"]["judge"]["last_step"])
     resumed = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))

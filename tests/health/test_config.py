@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of trainer.health: one default, one row in the docs, one sentence when wrong."""
 
-import importlib
 import json
 import re
 from dataclasses import asdict
@@ -9,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.report.runs.health import HealthConfig
+from gradloc.health.config import HealthConfig
+from gradloc.health.rules import ADVICE
 from gradloc.words.advice import ACTIONS, actions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "health.md").read_text()
-ADVICE = importlib.import_module("gradloc.health.rules").ADVICE
-
 LINES = sorted({line for names in ADVICE.values() for _, line in actions_of(names, "verl 0.7.0")})
 ASKED = {
     "default": ("ppo_trainer", []),

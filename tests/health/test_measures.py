@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each measure against its definition written out over the whole history, and against chance."""
 
-import importlib
 import random
 from statistics import fmean, median
 
 import pytest
 
-measures = importlib.import_module("gradloc.health.measures")
+from gradloc.health import measures
 
 
 def values(seed, count=160):

@@ -6,37 +6,38 @@ import pytest
 
 from gradloc.mismatch import columns, judge
 
-from .model import ROWS, TOKENS, VOCABULARY, Rollout, Sampler, generate, moved, score, weights
+from .model import ROWS, TOKENS, VOCABULARY, Rollout, Sampler, Weights, generate, moved, score, weights
 
-MODEL = weights()
+MODEL, RANDOM = weights(), np.random.default_rng(5)
+ADAPTER = RANDOM.standard_normal((48, 4)) @ RANDOM.standard_normal((4, 48)) * 0.03
 
 
-def named(made: Rollout, trainer: np.ndarray, mask=None, ids=None, **known) -> str:
-    ids = made.ids if ids is None else ids
-    return judge(columns(made.told, trainer, mask, ids=ids, group=made.group, **known)).name
+def scored(made: Rollout, model: Weights = MODEL, temperature: float = 1.0) -> np.ndarray:
+    return score(model, made.prompts, made.ids, temperature)
+
+
+def named(made: Rollout, trainer: np.ndarray, mask=None) -> str:
+    return judge(columns(made.told, trainer, mask, ids=made.ids, group=made.group)).name
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_two_kernels_of_one_model_are_noise(seed):
     made = generate(weights(seed), seed)
-    assert named(made, score(weights(seed), made.prompts, made.ids)) == "noise"
+    assert named(made, scored(made, weights(seed))) == "noise"
 
 
-def test_the_engines_old_weights_are_a_stale_policy():
-    made = generate(MODEL)
-    assert named(made, score(moved(MODEL, 0.02), made.prompts, made.ids)) == "stale"
-
-
-def test_an_update_that_reached_one_matrix_of_three_is_another_set_of_weights():
-    made = generate(moved(MODEL, 0.25, names=("embed",)))
-    assert named(made, score(moved(MODEL, 0.25), made.prompts, made.ids)) == "other_weights"
-
-
-def test_a_base_that_is_served_for_its_adapter_is_another_set_of_weights():
-    random = np.random.default_rng(5)
-    adapter = random.standard_normal((48, 4)) @ random.standard_normal((4, 48)) * 0.03
-    made = generate(MODEL)
-    assert named(made, score({**MODEL, "mix": MODEL["mix"] + adapter}, made.prompts, made.ids)) == "other_weights"
+@pytest.mark.parametrize(
+    ("engine", "trainer", "kind"),
+    [
+        (MODEL, moved(MODEL, 0.02), "stale"),
+        (moved(MODEL, 0.25, names=("embed",)), moved(MODEL, 0.25), "other_weights"),
+        (MODEL, {**MODEL, "mix": MODEL["mix"] + ADAPTER}, "other_weights"),
+    ],
+    ids=["the engine's are old", "an update that reached one matrix of three", "a base that is served for its adapter"],
+)
+def test_two_sets_of_weights_are_a_stale_policy_or_others(engine, trainer, kind):
+    made = generate(engine)
+    assert named(made, scored(made, trainer)) == kind
 
 
 @pytest.mark.parametrize("lag", [-1, 1])
@@ -46,7 +47,7 @@ def test_log_probs_off_by_one_after_a_tools_turn_are_a_shift(lag):
     mask = np.arange(TOKENS) != begins[:, None]  # the tool's own
     moved_on = np.where(np.arange(TOKENS) > begins[:, None], np.roll(made.told, lag, 1), made.told)
     mask[:, [0, -1]] = False
-    trainer = score(MODEL, made.prompts, made.ids)
+    trainer = scored(made)
     verdict = judge(columns(moved_on, trainer, mask, ids=made.ids))
     assert verdict.name == "shift"
     assert verdict.evidence["shift"]["lag"] == lag
@@ -55,21 +56,15 @@ def test_log_probs_off_by_one_after_a_tools_turn_are_a_shift(lag):
 
 def test_text_that_was_tokenized_anew_is_named():
     made = generate(MODEL)
-    random, told, ids = np.random.default_rng(3), [], []
-    for row, log_probs in zip(made.ids, made.told, strict=True):  # two or three pairs become one token each
+    random, ids = np.random.default_rng(3), []
+    for row in made.ids:  # two or three pairs become one token each
         pairs = set(random.choice(range(5, TOKENS - 5, 2), random.integers(2, 4), replace=False).tolist())
-        ids.append(
-            [
-                (row[at] + row[at + 1]) % VOCABULARY if at in pairs else row[at]
-                for at in range(TOKENS)
-                if at - 1 not in pairs
-            ]
-        )
-        told.append(log_probs)
+        merged = {at: (row[at] + row[at + 1]) % VOCABULARY for at in pairs}
+        ids.append([merged.get(at, row[at]) for at in range(TOKENS) if at - 1 not in pairs])
     width = min(map(len, ids))
     ids = np.array([row[:width] for row in ids])
-    again = Rollout(made.prompts, ids, np.array(told)[:, :width], made.group)
-    assert named(again, score(MODEL, made.prompts, ids)) == "never_sampled"
+    again = Rollout(made.prompts, ids, made.told[:, :width], made.group)
+    assert named(again, scored(again)) == "never_sampled"
 
 
 @pytest.mark.parametrize("filled", [0.0, np.nan, -1.0])
@@ -82,30 +77,31 @@ def test_a_tools_text_in_the_loss_is_never_sampled(filled):
         tool[row, begin : begin + 6] = True
     ids = np.where(tool, random.integers(VOCABULARY, size=tool.shape), made.ids)
     told = np.where(tool, filled, score(MODEL, made.prompts, ids, order=np.arange(48)[::-1]))
-    assert named(Rollout(made.prompts, ids, told, made.group), score(MODEL, made.prompts, ids)) == "never_sampled"
+    mixed = Rollout(made.prompts, ids, told, made.group)
+    assert named(mixed, scored(mixed)) == "never_sampled"
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.3])
 @pytest.mark.parametrize("is_raw", [False, True])
 def test_a_temperature_on_one_side_is_named(temperature, is_raw):
     made = generate(MODEL, sampler=Sampler(temperature, is_raw=is_raw))
-    assert named(made, score(MODEL, made.prompts, made.ids, temperature if is_raw else 1.0)) == "temperature"
+    assert named(made, scored(made, temperature=temperature if is_raw else 1.0)) == "temperature"
     if not is_raw:
-        assert named(made, score(MODEL, made.prompts, made.ids, temperature)) == "noise", "the same on both sides"
+        assert named(made, scored(made, temperature=temperature)) == "noise", "the same on both sides"
 
 
 @pytest.mark.parametrize("top_p", [0.8, 0.95])
 def test_a_top_p_sampler_is_named_and_its_kept_mass_is_the_mean_ratio(top_p):
     sampler = Sampler(top_p=top_p)
     made = generate(MODEL, sampler=sampler)
-    verdict = judge(columns(made.told, score(MODEL, made.prompts, made.ids), ids=made.ids))
+    verdict = judge(columns(made.told, scored(made), ids=made.ids))
     assert verdict.name == "truncated"
     assert verdict.ratio == pytest.approx(np.mean(sampler.masses), rel=0.01), "as in the tables of TRL #6789 and #7269"
 
 
 def test_prompts_in_an_old_cache_are_named():
     made = generate(MODEL, cached=moved(MODEL, 0.6))
-    verdict = judge(columns(made.told, score(MODEL, made.prompts, made.ids), ids=made.ids, group=made.group))
+    verdict = judge(columns(made.told, scored(made), ids=made.ids, group=made.group))
     assert verdict.name == "few_rows"
     assert verdict.evidence["few_rows"]["early_over_late"] > 1.5
 
@@ -119,7 +115,7 @@ def test_rows_that_differ_as_they_are_laid_out_are_padding(layout):
         "padding_in_batches_of_8": (prompt.reshape(-1, 8).max(1)[rows // 8] - prompt) / 100,
     }[layout]
     noise = np.random.default_rng(9).standard_normal(made.told.shape) * by[:, None]
-    trainer = score(MODEL, made.prompts, made.ids) + noise * -np.expm1(made.told)
+    trainer = scored(made) + noise * -np.expm1(made.told)
     verdict = judge(columns(made.told, np.minimum(trainer, 0), ids=made.ids, group=made.group, prompt=prompt))
     assert verdict.name == "padding" and verdict.evidence["padding"][layout] > 0.85
 
@@ -130,18 +126,18 @@ def test_a_shift_beside_a_temperature_is_named_with_it(lag):
     made.told[:] = np.roll(made.told, lag, 1)
     mask = np.ones(made.ids.shape, bool)
     mask[:, [0, -1]] = False
-    assert set(named(made, score(MODEL, made.prompts, made.ids), mask).split(" + ")) == {"shift", "temperature"}
+    assert set(named(made, scored(made), mask).split(" + ")) == {"shift", "temperature"}
 
 
 def test_a_bound_of_the_engine_beside_a_temperature_is_a_tail():
     made = generate(MODEL, sampler=Sampler(1.3))
     made.told[:] = np.maximum(made.told, -7.0)
     assert (made.told == -7.0).mean() > 0.01
-    assert set(named(made, score(MODEL, made.prompts, made.ids)).split(" + ")) == {"temperature", "tail"}
+    assert set(named(made, scored(made)).split(" + ")) == {"temperature", "tail"}
 
 
 def test_cut_sampling_by_other_weights_cannot_be_told():
     made = generate(MODEL, sampler=Sampler(top_p=0.9))
-    trainer = score(moved(MODEL, 0.1), made.prompts, made.ids)
+    trainer = scored(made, moved(MODEL, 0.1))
     verdict = judge(columns(made.told, trainer, ids=made.ids, group=made.group))
     assert verdict.name == "cannot tell" and "there is more" in verdict.why_not

@@ -12,19 +12,13 @@ from gradloc.stabilize.config import LayerClipConfig, SkipStepConfig, StabilizeC
 from gradloc.stabilize.memory import StabilizerMemory, build_memory
 from gradloc.stabilize.stabilizer import Stabilizer
 
-NAMES = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"]
-
 
 @pytest.fixture
 def model():
-    model = torch.nn.Module()
-    for name in NAMES:
-        at = model
-        for part in name.split(".")[:-1]:
-            at.add_module(part, getattr(at, part, torch.nn.Module()))
-            at = getattr(at, part)
-        at.add_module(name.split(".")[-1], torch.nn.Linear(2, 2, bias=False))
-    return model
+    """Two layers, named as language models' are, and a head."""
+    Named, linear = torch.nn.ModuleDict, lambda: torch.nn.Linear(2, 2, bias=False)
+    layers = torch.nn.ModuleList(Named({"mlp": Named({"up_proj": linear()})}) for _ in range(2))
+    return Named({"model": Named({"layers": layers}), "lm_head": linear()})
 
 
 def fill(model, *norms):

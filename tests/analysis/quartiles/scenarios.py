@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.analysis.scenarios import TERMS, flat, norm, run_probe
+from tests.analysis.scenarios import TERMS, flat, norm, run_probe, training_step
 from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.harness import part as ours
 from tests.world.oracle import token_gradients
@@ -106,8 +106,6 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
 
 def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """How far the parts miss the whole, and the whole that verl's own update computes."""
-    from tests.analysis.scenarios import training_step
-
     trainer = make_trainer(TERMS + overrides, dump_dir)
     batch = make_batch()
     training, _ = training_step(trainer, batch)
@@ -134,8 +132,7 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
     before = plain_log_probs(trainer, model, batch)
     out = {"before": float((torch.from_numpy(fast["before"]) - before)[mask].abs().max())}
     for name, chosen in (("all", range(4)), ("lowest", [0]), ("highest", [3]), ("none", [])):
-        twin = copy.deepcopy(model)
-        steps = copied_optimizer(twin, optimizer)
+        twin, steps = copy.deepcopy((model, optimizer))
         inside = [gradients[place] for place in gradients if quartiles[place] in chosen]
         part = sum(inside, torch.zeros_like(next(iter(gradients.values()))))
         clipped = take_step(twin, steps, part, trainer.grad_clip)
@@ -164,12 +161,6 @@ def take_step(model, optimizer, gradient: torch.Tensor, clip: float) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return float(found)
-
-
-def copied_optimizer(model, optimizer):
-    twin = torch.optim.AdamW(model.parameters(), lr=optimizer.param_groups[0]["lr"])
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return twin
 
 
 def fail_during_update(dump_dir: str) -> dict[str, bool]:
