@@ -134,7 +134,10 @@ _SEEDS_APART = 1_000_003  # between the draws of two steps: a prime above any se
 
 
 class BucketAnalysis(Reporter):
-    """Splits the gradient by term of the loss and by bucket of reward deviation; ``prepare`` as in ``Analyses``."""
+    """Splits the gradient by term of the loss and by bucket of reward deviation.
+
+    ``prepare``: (seed) -> a batch of its own, which no update will see.
+    """
 
     name, prefix = "gradient_analysis", "grad_analysis"
     settings: BucketSettings
@@ -206,45 +209,6 @@ class QuartileReporter(Reporter):
             **self._about(global_step, ranks[0], start),
         )
         return self._write(record, quartile_metrics(record)).metrics
-
-
-class Analyses:
-    """Split the gradient that a batch is about to cause, by bucket, by quartile or both; None: that one is off.
-
-    ``prepare``: (seed) -> a batch for the analysis by bucket that no update will see.
-    """
-
-    def __init__(
-        self,
-        run: AnalysisRun,
-        buckets: BucketSettings | None,
-        quartiles: QuartileSettings | None,
-        prepare: Callable[[int], AnalysisBatch],
-    ):
-        self.trackers = run.trackers
-        self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
-        self.buckets = None if buckets is None else BucketAnalysis(buckets, run, prepare)
-
-    def analyse(
-        self,
-        seen: Callable[[str], AnalysisBatch],
-        global_step: int,
-        metrics: dict[str, Any],
-        timing_raw: dict[str, float],
-    ) -> bool:
-        """Analyse where the step is due, and return whether the run is to end here.
-
-        The step's ``metrics`` and ``timing_raw`` are added to. ``seen``: (the setting of an analysis) -> the training
-        batch as it sees it.
-        """
-        for reporter in filter(None, (self.quartiles, self.buckets)):
-            was_due = reporter.run(seen(f"trainer.{reporter.name}_mode"), global_step, metrics, timing_raw)
-            if was_due and reporter.settings.exit_after:
-                metrics["training/global_step"] = global_step
-                metrics["trainer/exited_after_gradient_analysis"] = 1.0
-                metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
-                return True
-        return False
 
 
 # ---- on disk, and in W&B

@@ -14,8 +14,6 @@ from tests.stabilize import slow
 from tests.world.harness import local_of, log_probs, make_batch, make_trainer
 from tests.world.spikes import plant
 
-STABILIZE = "actor_rollout_ref.actor.gradloc.stabilize"
-
 
 def gather(trainer: Any) -> dict[str, list[float]]:
     """The whole gradient in ``.grad`` over all ranks: parameter name -> plain list."""

@@ -3,12 +3,9 @@
 
 import pytest
 
+from tests.stabilize.test_actor import ACTOR, FSDP1, LOG_PROBS, STABILIZE
 from tests.world.events import read_events
 
-ACTOR = "actor_rollout_ref.actor"
-STABILIZE = f"{ACTOR}.gradloc.stabilize"
-LOG_PROBS = ["actor_rollout_ref.rollout.calculate_log_probs=true"]
-FSDP1 = [f"{ACTOR}.strategy=fsdp"]
 ON = [f"{ACTOR}.grad_norm_threshold=640"]
 CLIPS = {
     "token_clip masks above": ["token_clip.mode=mask", "token_clip.upper=2.0"],

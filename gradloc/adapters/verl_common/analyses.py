@@ -15,20 +15,20 @@ from torch.nn.functional import pad
 
 from ...analysis.actor import Rows, cut_runs
 from ...analysis.config import check_geometry, geometry
-from ...analysis.reporter import Analyses, AnalysisBatch, AnalysisRun
+from ...analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, QuartileReporter
 from ...core.step import Outputs, RngState
 from ...loop.batch import BatchView
 from ...rollout_filter.choose import advantage_scale, kept_groups
 from ...rollout_filter.groups import groups_of
 from .losses import aggregation_of
-from .needs import BUCKETS, refuse_pictures
+from .needs import BUCKETS, QUARTILES, refuse_pictures
 from .trainer import WorkersUpdate
 
 FILLER = -1
 """What a tensor of ours holds in rows that only fill up the ranks."""
 
 
-class VerlAnalyses(Analyses):
+class VerlAnalyses:
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
     ``settings`` are from :func:`~.needs.analyses_in`; what is found is written under ``root``.
@@ -44,8 +44,10 @@ class VerlAnalyses(Analyses):
 
     def __init__(self, config: Any, root: str, settings: tuple):
         buckets, quartiles, self.chosen = settings
-        self._config = config
-        super().__init__(_run_of(config, root), buckets, quartiles, self._separate)
+        self._config, run = config, _run_of(config, root)
+        self.trackers = run.trackers
+        self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
+        self.buckets = None if buckets is None else BucketAnalysis(buckets, run, self._separate)
 
     def check_data(self, num_prompts: int) -> None:
         """Refuse an analysis batch that so many could not make: see :func:`~...analysis.config.check_geometry`."""
@@ -103,7 +105,16 @@ class VerlAnalyses(Analyses):
             return False
         self.update, self._last_step = update, update.trainer.global_steps
         with ExitStack() as self.afterwards:
-            return self.analyse(lambda feature: self.seen(update, feature), self._last_step, metrics, timing_raw)
+            for feature, reporter in ((QUARTILES, self.quartiles), (BUCKETS, self.buckets)):
+                if reporter is None:
+                    continue
+                was_due = reporter.run(self.seen(update, feature), self._last_step, metrics, timing_raw)
+                if was_due and reporter.settings.exit_after:
+                    metrics["training/global_step"] = self._last_step
+                    metrics["trainer/exited_after_gradient_analysis"] = 1.0
+                    metrics["timing_s/gradient_analysis"] = timing_raw["gradient_analysis"]
+                    return True
+        return False
 
     def scale_advantages(self, update: WorkersUpdate) -> None:
         """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
