@@ -69,8 +69,8 @@ ACTIONS = {
 def verl_of(trainer: str | None) -> str | None:
     """Which of :data:`VERLS` a record's trainer is.
 
-    >>> verl_of("verl 0.9.1"), verl_of("verl 0.7.0.dev1"), verl_of(None)
-    ('0.9', '0.7', None)
+    >>> [verl_of(trainer) for trainer in ("verl 0.9.1", "verl 0.10.0.dev0", "verl 0.7.1", "trl 1.16.0", None)]
+    ['0.9', '0.9', '0.7', None, None]
     """
     version = re.match(r"verl (\d+)\.(\d+)", trainer or "")
     if not version:
@@ -223,13 +223,9 @@ def _loop_setting(line: str) -> str | None:
     >>> _loop_setting("actor_rollout_ref.actor.gradloc.search.max_steps=8")
     'Watch(..., search={"max_steps": 8})'
     """
-    name, _, value = line.partition("=")
-    block, _, key = name.removeprefix(f"{_GRADLOC}.").partition(".")
-    if not name.startswith(f"{_GRADLOC}.") or block not in _BLOCKS_IN_TRL or key == "checkpoint":
+    if ".checkpoint=" in line:
         return None
-    if (block, key) == ("action", "mode"):
-        return f'Watch(..., action="{value}")'
-    return f'Watch(..., {block}={{"{key}": {_python(value)}}})'
+    return _own_setting(line, 'Watch(..., action="{value}")', 'Watch(..., {block}={{"{key}": {python}}})')
 
 
 # ---- TRL's settings
@@ -273,12 +269,17 @@ def _trl_setting(override: str) -> str | None:
     name, _, value = override.partition("=")
     if name in _IN_TRL:
         return f"{_IN_TRL[name]}={_python(value)}"
+    return _own_setting(override, 'gradloc="{value}"', 'gradloc={{"{block}": {{"{key}": {python}}}}}')
+
+
+def _own_setting(override: str, mode: str, other: str) -> str | None:
+    """A setting of ours in a trainer's form, that of ``action.mode`` in its own; None where it is the trainer's."""
+    name, _, value = override.partition("=")
     block, _, key = name.removeprefix(f"{_GRADLOC}.").partition(".")
     if not name.startswith(f"{_GRADLOC}.") or block not in _BLOCKS_IN_TRL:
         return None
-    if (block, key) == ("action", "mode"):
-        return f'gradloc="{value}"'
-    return f'gradloc={{"{block}": {{"{key}": {_python(value)}}}}}'
+    form = mode if (block, key) == ("action", "mode") else other
+    return form.format(block=block, key=key, value=value, python=_python(value))
 
 
 def _python(value: str) -> str:

@@ -88,9 +88,11 @@ class Evidence:
         event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
-        advantage, teacher = number(first.advantage, 3), number(first.teacher_log_prob, 3)
-        pulled = f"The teacher's ({teacher})" if event.is_distilled else f"Advantage ({advantage})"
-        pulled = f"Loss weight ({number(first.loss_weight, 3)})" if event.is_supervised else pulled
+        pull, pulled = "advantage", f"Advantage ({number(first.advantage, 3)})"
+        if event.is_supervised:
+            pull, pulled = "loss weight", f"Loss weight ({number(first.loss_weight, 3)})"
+        elif event.is_distilled:
+            pull, pulled = "distance from the teacher", f"The teacher's ({number(first.teacher_log_prob, 3)})"
         probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
         numbers = {
             "reward": first.reward,
@@ -123,16 +125,9 @@ class Evidence:
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),
-            "pull": _pull(event),
+            "pull": pull,
             "Pull": pulled,
         }
-
-
-def _pull(event: Event) -> str:
-    """What the loss pulls a token with."""
-    if event.is_distilled:
-        return "distance from the teacher"
-    return "loss weight" if event.is_supervised else "advantage"
 
 
 def _distance(one: float | None, other: float | None) -> float:

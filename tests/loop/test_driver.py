@@ -14,7 +14,7 @@ from gradloc.core.trigger import Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.wire import RankReport
-from gradloc.record import Run
+from gradloc.record import Run, Step
 from tests.watch.loops import PLANT, SPIKE, TAU, batches, flat
 from tests.watch.test_harmless import events_in
 from tests.watch.test_semantics import Loop
@@ -93,22 +93,6 @@ def test_spikes_that_no_event_is_written_of_are_named_with_what_limits_them(tmp_
     caplog.clear()
     update(made, 13)
     assert not caplog.text
-
-
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    made, resumed = driver(tmp_path, warmup=2, window=8), driver(tmp_path, warmup=2, window=8)
-    for step in range(1, 6):
-        update(made, step)
-    resumed.load_state(json.loads(json.dumps(made.state())))
-    ours, theirs = (each.before_update([16], 6) for each in (made, resumed))
-    assert (ours.thresholds, ours.typical) == (theirs.thresholds, theirs.typical) and ours.typical
-    made._quiet_until = 9
-    resumed.load_state(json.loads(json.dumps(made.state())))
-    assert resumed.before_update([16], 8).max_events == 0, "a cooldown goes on, too"
-    old = {name: value for name, value in made.state().items() if name not in ("scale", "quiet_until")}
-    resumed = driver(tmp_path)
-    resumed.load_state(old)
-    assert resumed.before_update([16], 6).typical == {}, "a checkpoint from before there was one"
 
 
 def test_abort_ends_the_run_with_the_verdict_and_takes_no_step(tmp_path):
@@ -228,16 +212,22 @@ def test_the_rehearsal_is_at_its_step_and_each_update_has_a_number(maker):
     assert not of(maker(), 0).force and of(made).settings is made.settings
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_its_histories_and_its_count(maker):
-    made, resumed = maker(warmup=2, window=8, max_events=3), maker(warmup=2, window=8, max_events=3)
+def test_a_run_goes_on_from_its_checkpoint_with_its_histories_its_count_and_its_cooldown(maker):
+    made, resumed, older = (maker(warmup=2, window=8, cooldown_steps=2) for _ in range(3))
+    for step in range(1, 6):
+        update(made, step)
+    for norm in (1.0, 2.0):
+        of(made, 6, stage="low")
+        made.learn([norm], 1)
+    state = json.loads(json.dumps(made.state()))
+    resumed.load_state(state)
+    assert [of(resumed, step).max_events for step in (8, 9)] == [0, 1] and resumed.num_events == 2
     for stage in ("", "low"):
-        for norm in (1.0, 2.0):
-            of(made, stage=stage)
-            made.learn([norm], 1)
-    resumed.load_state(json.loads(json.dumps(made.state())))
-    assert resumed.num_events == 4 and of(resumed, 9).max_events == 0
-    for stage in ("", "low"):
-        assert of(resumed, stage=stage).thresholds == of(made, stage=stage).thresholds != [None]
+        ours, theirs = (of(each, 9, stage=stage) for each in (made, resumed))
+        assert (ours.thresholds, ours.typical) == (theirs.thresholds, theirs.typical)
+        assert ours.thresholds != [None] and ours.typical
+    older.load_state({name: value for name, value in state.items() if name not in ("scale", "quiet_until")})
+    assert older.before_update([16], 6).typical == {}, "a checkpoint from before there was one"
 
 
 def test_an_update_s_policy_says_of_each_optimizer_step_whether_and_where_it_spikes(maker):
@@ -249,7 +239,5 @@ def test_an_update_s_policy_says_of_each_optimizer_step_whether_and_where_it_spi
     rehearsal = found.spike(0.75, 0)
     assert (rehearsal.kind, rehearsal.threshold, rehearsal.num_tokens) == ("forced", None, 100)
     assert found.spike(1.5, 0).kind == "fixed", "what spikes is no rehearsal"
-    place = found.place(3)
-    assert (place.global_step, place.epoch, place.mini_batch, place.num_mini_batches) == (3, 1, 1, 2)
-    assert place.stage == "low"
+    assert found.place(3) == Step(global_step=3, epoch=1, mini_batch=1, num_mini_batches=2, stage="low")
     assert of(maker(tau=10.0)).spike(0.5, 0) is None

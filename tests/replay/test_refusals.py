@@ -9,43 +9,28 @@ import torch
 from gradloc.core.forecast import Memory
 from tests.replay.conftest import edit_meta, edit_tensors
 
-
-def _drop(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def _set(name, value):
-    return lambda tensors: tensors.update({name: value(tensors[name])})
-
-
 TENSORS = {
-    "no coefficients": (_drop("log_prob_coefficients"), "batch.safetensors has no tensor log_prob_coefficients."),
+    "no coefficients": (
+        lambda t: t.pop("log_prob_coefficients"),
+        "batch.safetensors has no tensor log_prob_coefficients.",
+    ),
     "a shape mismatch": (
-        _set("log_prob_coefficients", lambda t: t[:, :-1]),
+        lambda t: t.update(log_prob_coefficients=t["log_prob_coefficients"][:, :-1]),
         "log_prob_coefficients must have the shape (4, 12), found (4, 11).",
     ),
     "another number of rows": (
-        _set("input_ids", lambda t: t[:-1]),
+        lambda t: t.update(input_ids=t["input_ids"][:-1]),
         "input_ids must be (rows, prompt + response) and response_mask (rows, response), found (3, 17) and (4, 12).",
     ),
     "an empty response mask": (
-        _set("response_mask", torch.zeros_like),
+        lambda t: t["response_mask"].zero_(),
         "response_mask is empty in all of layout, so there is no token to look at.",
     ),
     "tokens that the model does not know": (
-        _set("input_ids", lambda t: t + 50),
+        lambda t: t["input_ids"].add_(50),
         "is not the event's: it knows tokens 0 to 95, and the bundle holds token",
     ),
 }
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_make_a_batch(bundle, models, replay, name):
-    change, sentence = TENSORS[name]
-    edit_tensors(bundle, change)
-    _is_refused(replay(bundle, models / "model"), sentence)
-
-
 META = {
     "an older bundle": (
         lambda m: m.update(schema_version=1),
@@ -77,10 +62,11 @@ META = {
 }
 
 
-@pytest.mark.parametrize("name", META)
-def test_a_description_that_contradicts_itself(bundle, models, replay, name):
-    change, sentence = META[name]
-    edit_meta(bundle, change)
+@pytest.mark.parametrize("name", [*TENSORS, *META])
+def test_tensors_that_make_no_batch_and_a_description_that_contradicts_itself(bundle, models, replay, name):
+    change, sentence = (TENSORS | META)[name]
+    edit = edit_tensors if name in TENSORS else edit_meta
+    edit(bundle, change)
     _is_refused(replay(bundle, models / "model"), sentence)
 
 

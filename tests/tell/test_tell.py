@@ -81,13 +81,10 @@ def test_a_hostile_token_stays_on_the_line_and_in_its_row(token):
 
 def test_the_command_opens_the_event_as_it_is_printed(tmp_path, capsys):
     root = tmp_path / "a run's folder"
-    store = EventStore(str(root))
     found = event()
-    store.append(found)
+    EventStore(str(root)).append(found)
     Teller(NotifyConfig(), root).tell([(found, "")], 5)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == f"gradloc: {announcement(found)}"
-    command = second.removeprefix("gradloc: ")
+    command = capsys.readouterr().out.splitlines()[1].removeprefix("gradloc: ")
     assert command == opening_command(found, root) and str(root) in shlex.split(command)
     arguments = [sys.executable, "-m", "gradloc.report", *shlex.split(command)[1:]]
     shown = subprocess.run(arguments, cwd=REPO, capture_output=True, text=True)
@@ -115,10 +112,8 @@ def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, c
     teller.trackers = {"file": Kept()}
     teller.tell([(event(), "")], 6)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(";")[0].split("(")[0] for line in lines] == [
-        "gradloc: telling tensorboard failed ",
-        "gradloc: telling file failed ",
-    ]
+    told = [line.partition("(")[0] for line in lines]
+    assert told == [f"gradloc: telling {name} failed " for name in ("tensorboard", "file")]
     assert "No space left on device" in lines[1] and not caplog.records[1].exc_info
     ((data, step),) = Kept.told
     assert step == 6 and "One token made the step-5 spike." in data
@@ -129,8 +124,8 @@ def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, c
 
 
 @pytest.fixture
-def server():
-    """A webhook on this machine: keeps what it is sent; answers by path, and not at all on /hang."""
+def server(monkeypatch):
+    """A webhook on this machine, at ``env:HOOK``: keeps what it is sent; answers by path, not at all on /hang."""
     received, release = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -151,17 +146,21 @@ def server():
     thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     found.received, found.url = received, f"http://127.0.0.1:{found.server_port}"
+    monkeypatch.setenv("HOOK", found.url)
     yield found
     release.set()
     found.shutdown()
     found.server_close()
 
 
+def hooked(tmp_path, **settings):
+    return Teller(NotifyConfig(webhook="env:HOOK", **settings), tmp_path)
+
+
 def tell(tmp_path, *events, **settings):
-    teller = Teller(NotifyConfig(**{"min_interval_s": 0, **settings}), tmp_path)
+    teller = Teller(NotifyConfig(**settings), tmp_path)
     teller.tell([(one, "") for one in events or [event()]], 5)
     teller.finish()
-    return teller
 
 
 @pytest.mark.parametrize("place", ["env:HOOK", "file:{}/hook"])
@@ -176,9 +175,8 @@ def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch, place):
     assert message["path"].startswith(str(tmp_path)) and message["global_step"] == 5
 
 
-def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server, monkeypatch):
-    monkeypatch.setenv("HOOK", server.url)
-    teller = Teller(NotifyConfig(min_interval_s=300, webhook="env:HOOK"), tmp_path)
+def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server):
+    teller = hooked(tmp_path)
     for step in (5, 6, 7):
         teller.tell([(event(), "")], step)
     teller.finish()
@@ -187,7 +185,7 @@ def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server, monkeypa
 
 def test_after_an_alert_that_failed_the_next_event_is_told_at_once(tmp_path, server, monkeypatch):
     monkeypatch.setenv("HOOK", f"{server.url}/broken")
-    teller = Teller(NotifyConfig(min_interval_s=300, webhook="env:HOOK"), tmp_path)
+    teller = hooked(tmp_path)
     teller.tell([(event(), "")], 5)
     teller.finish()
     monkeypatch.setenv("HOOK", f"{server.url}/whole")
@@ -196,9 +194,8 @@ def test_after_an_alert_that_failed_the_next_event_is_told_at_once(tmp_path, ser
     assert server.received[-1][0] == "/whole"
 
 
-def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, monkeypatch, capsys):
-    monkeypatch.setenv("HOOK", server.url)
-    teller = Teller(NotifyConfig(min_interval_s=0, webhook="env:HOOK"), tmp_path)
+def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, capsys):
+    teller = hooked(tmp_path)
     teller.tell([(event(), "OSError: [Errno 28] No space left on device")], 5)
     teller.finish()
     first, second = capsys.readouterr().out.splitlines()
@@ -234,7 +231,7 @@ def test_a_webhook_that_fails_is_one_line_without_its_url(tmp_path, server, monk
 
 def test_a_webhook_that_hangs_holds_nobody_up(tmp_path, server, monkeypatch):
     monkeypatch.setenv("HOOK", f"{server.url}/hang")
-    teller = Teller(NotifyConfig(webhook="env:HOOK", min_interval_s=0, timeout_s=15), tmp_path)
+    teller = hooked(tmp_path, min_interval_s=0, timeout_s=15)
     started = time.monotonic()
     for step in range(40):  # more than may wait
         teller.tell([(event(), "")], step)
@@ -286,8 +283,7 @@ def wait_for_the_end_of(pid: int) -> None:
 
 
 def test_alerts_are_rare_and_say_what_they_stand_for(tmp_path, server, monkeypatch):
-    monkeypatch.setenv("HOOK", server.url)
-    teller = Teller(NotifyConfig(webhook="env:HOOK", min_interval_s=300), tmp_path)
+    teller = hooked(tmp_path)
     for seconds, number in ((0, 1), (10, 2), (299, 1), (301, 1)):
         monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda seconds=seconds: seconds))
         teller.tell([(event(), "")] * number, 5)
@@ -319,10 +315,8 @@ def test_what_does_not_fit_is_left_out_in_one_line(caplog):
     gate.set()
     background.finish()
     assert done == [0, 1]
-    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == [
-        "job 2 is left out",
-        "job 3 is left out",
-    ]
+    said = [record.getMessage().split(":")[1] for record in caplog.records]
+    assert said == [" job 2 is left out", " job 3 is left out"]
 
 
 def test_finish_waits_no_longer_than_it_may():

@@ -16,7 +16,6 @@ from gradloc.words.advice import (
     lines_of,
     sampling_cut,
     trl_settings,
-    verl_of,
 )
 from gradloc.words.causes import MEANINGS, RULES
 from gradloc.words.cures import MILDEST_FIRST, is_measured
@@ -30,13 +29,10 @@ def test_every_line_for_0_7_composes_builds_and_is_read(single):
 
 
 def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
-    given = {name for names in ADVICE.values() for name in names}
-    given |= {name for meaning in MEANINGS.values() for name in meaning.do}
-    given |= {name for rule in RULES for name in rule.do}
-    given |= {*MILDEST_FIRST}
-    assert not (given | {"more_probes"}) ^ set(ACTIONS), "name these in a do or in MILDEST_FIRST, or in actions.ini"
-    for action in ACTIONS.values():
-        assert action.do.endswith(".")
+    lists = [*ADVICE.values(), *(each.do for each in (*MEANINGS.values(), *RULES)), MILDEST_FIRST, ["more_probes"]]
+    given = {name for names in lists for name in names}
+    assert not given ^ set(ACTIONS), "name these in a do or in MILDEST_FIRST, or in actions.ini"
+    assert all(action.do.endswith(".") for action in ACTIONS.values())
     assert all(any(lines_of(name, trainer) for trainer in ("verl 0.7", "verl 0.9", "trl", LOOP)) for name in ACTIONS)
     assert lines_of("mask", LOOP) == {"": 'Watch(..., action="mask")'} and lines_of("gspo", LOOP) == {}
 
@@ -62,25 +58,10 @@ def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
     assert actions_of(["old", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
 
 
-@pytest.mark.parametrize(
-    ("trainer", "verl"),
-    [("verl 0.9.1", "0.9"), ("verl 0.10.0.dev0", "0.9"), ("verl 0.7.1", "0.7"), ("trl 1.16.0", None), (None, None)],
-)
-def test_a_trainer_is_of_the_verl_that_its_lines_are_for(trainer, verl):
-    assert verl_of(trainer) == verl
-
-
 def test_what_a_run_has_already_is_known_where_its_config_is():
     actor = {"ppo_epochs": 1, "policy_loss": {"loss_mode": "gspo"}, "use_kl_loss": True, "optim": None}
-    for name, holds in {
-        "one_epoch": True,
-        "gspo": True,
-        "use_kl": True,
-        "plain_loss": False,
-        "smaller_steps": False,
-    }.items():
-        (line,) = lines_of(name, "verl 0.7.0").values()
-        assert in_force(line, actor) == holds, name
+    names = ("one_epoch", "gspo", "use_kl", "plain_loss", "smaller_steps")
+    assert [in_force(lines_of(name, "verl 0.7.0")[""], actor) for name in names] == [True, True, True, False, False]
     assert not in_force("trainer.resume_mode=resume_path", actor), "of the actor alone"
 
 

@@ -98,8 +98,7 @@ def test_a_reader_is_told_of_what_was_measured_and_of_what_the_cause_calls_for()
 
 
 @pytest.mark.parametrize("cure", MILDEST_FIRST)
-def test_every_setting_has_a_line_that_is_read_and_causes_that_there_are(cure):
-    assert any(cure in of.cures for of in MEANINGS.values()), "name it in a cause's cures: words/causes.ini"
+def test_every_setting_has_a_line_that_is_read(cure):
     told = {trainer: lines_of(cure, trainer).get("") for trainer in ("verl 0.7.0", "verl 0.9.1", "trl 1.16.0")}
     assert any(told.values()) and all(settings_in(line, trainer) for trainer, line in told.items() if line)
 
