@@ -154,14 +154,12 @@ def sampling_cut(settings: Mapping[str, Any], trainer: str | None) -> str:
     prefix = "" if is_trl(trainer) else f"{_ROLLOUT}."
     if is_trl(trainer) and "num_generations" not in settings:
         return ""
-    known: dict[str, Any] = {name: settings.get(f"{prefix}{name}") for name in ("top_p", "top_k", "min_p")}
     off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value <= 0, "min_p": lambda value: value <= 0}
     on = []
-    for name, value in known.items():
-        try:
-            on += [] if off[name](float(value)) else [f"{prefix}{name}={value}"]
-        except (TypeError, ValueError):
-            continue
+    for name, is_off in off.items():
+        value: Any = settings.get(f"{prefix}{name}")
+        with suppress(TypeError, ValueError):
+            on += [] if is_off(float(value)) else [f"{prefix}{name}={value}"]
     if not on:
         return ""
     return (
@@ -283,7 +281,13 @@ def _own_setting(override: str, mode: str, other: str) -> str | None:
 
 
 def _python(value: str) -> str:
+    found = parsed(value)
+    return json.dumps(found) if isinstance(found, str) else repr(found)
+
+
+def parsed(value: str) -> Any:
+    """An override's value: a number, true, false or null, else its text."""
     try:
-        return repr(json.loads(value))
+        return json.loads(value)
     except ValueError:
-        return json.dumps(value)
+        return value

@@ -3,11 +3,10 @@
 docs/cures.md; their lines are in the table of actions, what each is for in the table of causes."""
 
 import ast
-import json
 from typing import Any
 
 from ..record import Cured, Event
-from .advice import ACTIONS, is_trl, lines_of
+from .advice import ACTIONS, is_trl, lines_of, parsed
 from .causes import meaning_of
 from .numbers import bounded, number, percent
 
@@ -43,7 +42,7 @@ def settings_in(line: str, trainer: str) -> dict[str, Any]:
         name, _, value = override.partition("=")
         for block in _BLOCKS:
             name = name.removeprefix(block)
-        found[name] = _parsed(value)
+        found[name] = parsed(value)
     return found
 
 
@@ -81,13 +80,6 @@ def _outcome(cured: Cured) -> str:
         return f"{do} The norm would be {norm}, too near the threshold to say."
     least = "" if cured.forwards else "at least "
     return f"{do} The norm would still be {least}{norm}."
-
-
-def _parsed(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def is_measured(name: str, trainer: str) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -187,16 +188,11 @@ def test_every_appearance_of_a_culprit_is_masked_however_few_events_may_be_writt
 
 @pytest.mark.parametrize("mode", ["skip", "abort"])
 def test_a_spike_that_no_event_is_written_of_is_not_trained_on_either_and_needs_no_search(mode, monkeypatch):
-    run, searches, localize = Run(mode), 0, loop_localizer.localize
-
-    def search(*args, **way):
-        nonlocal searches
-        searches += 1
-        return localize(*args, **way)
-
+    run, search = Run(mode), Mock(wraps=loop_localizer.localize)
     monkeypatch.setattr(loop_localizer, "localize", search)
     train(run, PLANT, max_events=1)
-    assert outcomes(run) == [(0, mode, True), (4, mode, False), (8, mode, False)] and searches == 1
+    assert outcomes(run) == [(0, mode, True), (4, mode, False), (8, mode, False)]
+    search.assert_called_once()
 
 
 def test_where_the_number_of_searches_is_limited_masking_falls_back_to_skipping():
@@ -222,14 +218,8 @@ def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
 
 
 def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(caplog, monkeypatch):
-    calls = 0
-
-    def failing(*_, **__):
-        nonlocal calls
-        calls += 1
-        raise RuntimeError("made to fail")
-
-    monkeypatch.setattr(loop_localizer, "localize", failing)
+    search = Mock(side_effect=RuntimeError("made to fail"))
+    monkeypatch.setattr(loop_localizer, "localize", search)
     run, plain = Run("mask"), Run()
     for number in range(4):
         torch.manual_seed(number)
@@ -237,18 +227,15 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
         torch.manual_seed(number)
         assert plain.step(PLANT, is_watched=False) == norm
         assert same(run.gradient(), plain.gradient())
-    assert calls == run.localizer.num_failures == 3 and run.localizer.events == []
+    assert search.call_count == run.localizer.num_failures == 3 and run.localizer.events == []
     assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
 
 
 def test_a_record_that_fails_costs_itself_and_not_the_search(caplog, monkeypatch):
     masked, failed = Run("mask"), Run("mask")
     norm = masked.step(PLANT)
-
-    def failing(*_):
-        raise torch.OutOfMemoryError("no memory for the record")
-
-    monkeypatch.setattr(loop_localizer, "raw_event", failing)
+    full = torch.OutOfMemoryError("no memory for the record")
+    monkeypatch.setattr(loop_localizer, "raw_event", Mock(side_effect=full))
     assert failed.step(PLANT) == norm and same(failed.gradient(), masked.gradient()), "masked all the same"
     assert failed.localizer.num_failures == 1 and failed.localizer.events == [] and "for the record" in caplog.text
     (outcome,) = failed.localizer.outcomes
@@ -274,26 +261,18 @@ def test_a_long_search_says_every_half_minute_that_it_goes_on(caplog, monkeypatc
 
 @pytest.mark.parametrize("place", ["gradloc.core.gradients.GradientSpace.local_squares", f"{MODULE}.median_size"])
 def test_no_memory_for_what_is_only_noted_ends_nothing(caplog, monkeypatch, place):
-    def full(*_):
-        raise torch.OutOfMemoryError("no room")
-
     plain, run = Run(), Run()
     norm = plain.step({}, is_watched=False)
-    monkeypatch.setattr(place, full)
+    monkeypatch.setattr(place, Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert run.step({}) == norm and same(run.gradient(), plain.gradient())
     run.localizer.report()
     assert run.localizer.num_failures == 0 and "no memory to" in caplog.text
 
 
 def test_an_optimizer_s_state_that_does_not_come_back_ends_the_process(monkeypatch, caplog):
-    def full(room):
-        raise torch.OutOfMemoryError("no room for the state")
-
-    def ended(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(loop_localizer.Room, "close", full)
-    monkeypatch.setattr(loop_localizer.os, "_exit", ended)
+    full = torch.OutOfMemoryError("no room for the state")
+    monkeypatch.setattr(loop_localizer.Room, "close", Mock(side_effect=full))
+    monkeypatch.setattr(loop_localizer.os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         Run().step(PLANT)
     assert "does not fit back onto the device" in caplog.text and "it ends now" in caplog.text

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -315,13 +316,10 @@ def test_a_bundle_has_the_listed_rows_one_after_the_other():
     "error", [OSError(28, "No space left on device"), ValueError("odd")], ids=lambda e: type(e).__name__
 )
 def test_only_what_is_not_known_of_disks_comes_with_its_traceback(error, caplog, monkeypatch):
-    def fail(*_):
-        raise error
-
     writer = EventWriter.__new__(EventWriter)
     writer.num_failures, writer.store, writer.tokenizer = 2, SimpleNamespace(root="there"), None
     writer.evidence = SimpleNamespace(context_tokens=0)
-    monkeypatch.setattr("gradloc.loop.writer.DriverSide", fail)
+    monkeypatch.setattr("gradloc.loop.writer.DriverSide", Mock(side_effect=error))
     event = SimpleNamespace(step=SimpleNamespace(**make_event()["step"]))
     with caplog.at_level(logging.ERROR):
         found, why = writer.write(SimpleNamespace(event=event), None, {})
