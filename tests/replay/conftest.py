@@ -56,14 +56,15 @@ def bundle(event, tmp_path):
 
 
 @pytest.fixture
-def replay(single):
-    """``replay(bundle, model, *options)`` in one process: its exit code and output."""
+def replay(single, tmp_path):
+    """``replay(bundle, model, *options)`` in one process: its exit code, output and ``record``."""
+    out = tmp_path / "out.json"
 
-    def run(*argv, patches=None, ranks=single):
-        argv = [str(argument) for argument in argv]
-        if len(argv) > 1 and not argv[1].startswith("-"):
-            argv.insert(1, "--model")
-        return ranks.run("tests.replay.scenarios.run_replay", argv=argv, patches=patches or {})[0]
+    def run(bundle, model, *options, patches=None):
+        out.unlink(missing_ok=True)
+        argv = [str(argument) for argument in (bundle, "--model", model, "--json", out, *options)]
+        (done,) = single.run("tests.replay.scenarios.run_replay", argv=argv, patches=patches or {})
+        return done | {"record": json.loads(out.read_text()) if out.exists() else None}
 
     return run
 

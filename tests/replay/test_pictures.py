@@ -16,10 +16,9 @@ def test_an_event_with_pictures_is_replayed_with_them(world, single, replay, tmp
     world.run("tests.world.models.vision.train", overrides=full, dump_dir=str(tmp_path / "events"), advantage=1e4)
     single.run("tests.world.models.vision.save_model", folder=str(tmp_path / "model"))
     (bundle,) = (tmp_path / "events" / "events").iterdir()
-    out = tmp_path / "out.json"
-    done = replay(bundle, tmp_path / "model", "--json", out)
+    done = replay(bundle, tmp_path / "model")
     assert (done["code"], done["err"]) == (0, ""), done["out"]
-    record, meta = json.loads(out.read_text()), json.loads((bundle / "meta.json").read_text())
+    record, meta = done["record"], json.loads((bundle / "meta.json").read_text())
     assert record["verdict"] == "same" and record["weights"]["verdict"] == "same"
     assert record["norm"]["replay"] == pytest.approx(meta["event"]["trigger"]["grad_norm"], rel=1e-5)
 

@@ -35,13 +35,12 @@ SLOW = ("dynamic micro-batches", "a loss that draws random numbers", "factors on
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * (run in SLOW)) for run in RUNS])
-def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(event, models, replay, tmp_path, run):
+def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm(event, models, replay, run):
     noise = 1.0 if "calculate_log_probs" in str(RUNS[run]) else None
     bundle = event(f"full, {run}", overrides=(FULL, *RUNS[run]), rollout_noise=noise)
-    out = tmp_path / "out.json"
-    done = replay(bundle, models / "model", "--json", out)
+    done = replay(bundle, models / "model")
     assert (done["code"], done["err"]) == (0, "")
-    record, meta = json.loads(out.read_text()), json.loads((bundle / "meta.json").read_text())
+    record, meta = done["record"], json.loads((bundle / "meta.json").read_text())
     assert record["verdict"] == "same"
     assert record["weights"]["verdict"] == "same"
     assert record["micro_batches"]["is_whole_step"]
@@ -54,13 +53,13 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     assert record["certificate"]["verdict"] == "explained"
 
 
-def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(bundle, models, replay, tmp_path):
-    done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
+def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says_so(bundle, models, replay):
+    done = replay(bundle, models / "model")
     assert done["code"] == 0
     assert "2 micro-batches (a part of the step; only its gradient is replayed)" in done["out"]
     assert done["out"].endswith("The same culprits as in the event.\n")
     assert re.search(r"certificate  explained: [\d.]+ \(within [\d.e-]+\) without the culprits;", done["out"])
-    (culprit,) = json.loads((tmp_path / "out.json").read_text())["culprits"]
+    (culprit,) = done["record"]["culprits"]
     assert (culprit["rank"], culprit["positions"]) == (0, [3])
     assert culprit["replay"]["grad_norm"] == pytest.approx(culprit["event"]["grad_norm"], rel=1e-5)
 
@@ -120,19 +119,18 @@ def test_other_weights_are_named_by_the_fingerprint(bundle, models, replay, prin
     assert "evidence.checkpoint=before_step saves them" in replay(bundle, models / "other")["out"]
 
 
-def test_other_culprits_than_the_events_end_with_1(bundle, models, replay, tmp_path):
+def test_other_culprits_than_the_events_end_with_1(bundle, models, replay):
     edit_meta(bundle, lambda meta: meta["event"]["culprits"][0].update(positions=[0]))
-    done = replay(bundle, models / "model", "--json", tmp_path / "out.json")
+    done = replay(bundle, models / "model")
     assert done["code"] == 1
     assert done["out"].endswith("NOT the same culprits as in the event.\n")
-    before, now = json.loads((tmp_path / "out.json").read_text())["culprits"]
+    before, now = done["record"]["culprits"]
     assert (before["positions"], before["replay"]) == ([0], None)
     assert (now["positions"], now["event"]) == ([3], None)
 
 
-def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, replay, tmp_path):
-    replay(bundle, models / "model", "--oracle", "--json", tmp_path / "out.json")
-    record = json.loads((tmp_path / "out.json").read_text())
+def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, replay):
+    record = replay(bundle, models / "model", "--oracle")["record"]
     oracle, (culprit,) = record["oracle"], record["culprits"]
     assert (oracle["recall"], oracle["false_positives"], oracle["missed"]) == (1.0, [], [])
     record["certificate"].update(norm_after="NaN", error_bound="Infinity")  # as JSON spells them
@@ -146,24 +144,20 @@ def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, repla
 
     edit_tensors(bundle, plant_another)
     edit_meta(bundle, lambda m: m["actor"]["gradloc"]["search"].update(max_culprits=1))
-    replay(bundle, models / "model", "--oracle", "--json", tmp_path / "out.json")
-    oracle = json.loads((tmp_path / "out.json").read_text())["oracle"]
+    oracle = replay(bundle, models / "model", "--oracle")["record"]["oracle"]
     assert (oracle["num_culprits"], oracle["recall"]) == (2, 0.5)
     assert oracle["missed"] == [[1, 1, 0, 1]]
 
 
-def test_a_gradient_that_was_not_finite_is_traced_again(event, models, replay, tmp_path):
-    done = replay(event("nan", plants=[(10, 3, float("nan"))]), models / "model", "--json", tmp_path / "out.json")
+def test_a_gradient_that_was_not_finite_is_traced_again(event, models, replay):
+    done = replay(event("nan", plants=[(10, 3, float("nan"))]), models / "model")
     assert done["code"] == 0, done
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert record["norm"] == {"event": "NaN", "replay": "NaN"}
-    assert record["verdict"] == "same"
+    assert done["record"]["norm"] == {"event": "NaN", "replay": "NaN"}
+    assert done["record"]["verdict"] == "same"
 
 
 def test_half_precision_computes_as_fsdp_does(event, models, replay):
     overrides = (f"{A}fsdp_config.dtype=bfloat16", FULL)
     done = replay(event("bf16", overrides=overrides), models / "model")
     assert done["code"] == 0, done
-    event_norm, replay_norm = done["out"].split("norm         event ")[1].split(", ")[:2]
-    event_norm, replay_norm = event_norm.replace(",", ""), replay_norm.replace(",", "")
-    assert float(event_norm) == pytest.approx(float(replay_norm.split()[1]), rel=1e-3)
+    assert done["record"]["norm"]["event"] == pytest.approx(done["record"]["norm"]["replay"], rel=1e-3)
