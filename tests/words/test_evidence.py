@@ -6,7 +6,6 @@ import math
 import pytest
 
 from gradloc.words.next_step import FACTS, Evidence
-from gradloc.words.story import verdict_sentences
 from tests.report.builder import make_culprit
 from tests.words import event
 
@@ -60,14 +59,3 @@ def test_the_pull_is_the_teacher_s_the_weight_or_the_advantage():
 @pytest.mark.parametrize(("advantage", "is_punished"), [(-0.5, True), (0.0, False), (0.5, False), (None, False)])
 def test_a_token_is_punished_by_a_negative_advantage(advantage, is_punished):
     assert FACTS["punished"](Evidence(event(culprits=[make_culprit(advantage=advantage)]))) == is_punished
-
-
-def test_a_step_s_own_cause_has_a_norm_without_it_where_that_was_measured():
-    cause = {"label": "not_tokens", "reason": "x", "numbers": {}, "names": [], "places": []}
-    told = {}
-    for method in ("none", "recompute"):
-        certificate = {"method": method, "norm_after": 3.25, "error_bound": 0.0, "verdict": "undecided"}
-        for of in (cause, None):
-            said = verdict_sentences(event(culprits=[], cause=of, certificate=certificate))
-            told[method, of is not None] = "3.25" in said
-    assert [key for key, is_told in told.items() if is_told] == [("recompute", True)]
