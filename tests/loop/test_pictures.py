@@ -59,10 +59,8 @@ def test_at_most_768_pixels_a_side_are_drawn(width, shown):
 
 
 def test_what_is_not_known_or_too_much_is_said():
-    assert drawn({"audio_features": torch.ones(3)}) == (
-        [],
-        "Its inputs (audio_features) hold no picture in a layout that is known here.",
-    )
+    unknown = "Its inputs (audio_features) hold no picture in a layout that is known here."
+    assert drawn({"audio_features": torch.ones(3)}) == ([], unknown)
     with mock.patch.object(pictures, "_MAX_DRAWN", 100):
         found, note = drawn({"pixel_values": torch.rand(2, 3, 64, 64)})
     assert not found and note.startswith("2 of 2 pictures are left out: those of one event may take")

@@ -26,7 +26,7 @@ from gradloc.loop.writer import (
 )
 from gradloc.mismatch.verdict import FLOOR
 from gradloc.record import BatchStatistics, Coefficients, Culprit, Event, Ratios, Run, Shares, StepCause, Trigger
-from gradloc.record.bundle import BundleMeta
+from gradloc.record.bundle import BundleEntry, BundleMeta
 from gradloc.record.bundle import Sequence as SequenceRecord
 from tests.report.builder import make_event
 
@@ -292,10 +292,7 @@ def test_a_sequence_is_kept_up_to_its_end_with_what_the_batch_says_of_each_token
 
 def test_a_bundle_has_the_listed_rows_one_after_the_other():
     tensors, layout, note = bundle_tensors(raw_of(), batch_of())
-    assert note is None and [(entry.rank, entry.micro_batch, entry.rows) for entry in layout] == [
-        (0, 0, (0, 2)),
-        (1, 2, (2, 3)),
-    ]
+    assert note is None and layout == (BundleEntry(0, 0, (0, 2)), BundleEntry(1, 2, (2, 3)))
     assert torch.equal(tensors["responses"], batch_of().tensors["responses"][[2, 0, 1]])
     # each rank pads to its own longest
     assert tensors["log_prob_coefficients"].tolist() == [*C[:2].tolist(), [*C[2, :6].tolist(), 0.0, 0.0]]
