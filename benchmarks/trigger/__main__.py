@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table
 from benchmarks.trigger import series
 from benchmarks.trigger.rules import RULES, Rule
-from benchmarks.trigger.series import Kind
+from benchmarks.trigger.series import Maker
 
 GROWTHS = (1.25, 1.5, 2.0)
 MINI_BATCHES = (1, 4, 8, 16)
@@ -62,10 +62,10 @@ def measure(num_seeds: int, files: list[Path], command: str) -> dict[str, Any]:
         "healthy": [],
         "collapses": [],
     }
-    for number, kind in enumerate(series.HEALTHY):
-        scores = {name: score_kind(kind, number, make, seeds) for name, make in RULES.items()}
-        run["healthy"].append({"name": kind.name, "rules": scores})
-        progress.step(kind.name)
+    for number, (kind, series_of) in enumerate(series.HEALTHY.items()):
+        scores = {name: score_kind(series_of, number, make, seeds) for name, make in RULES.items()}
+        run["healthy"].append({"name": kind, "rules": scores})
+        progress.step(kind)
     for number, (growth, size) in enumerate(collapses):
         scores = {name: score_collapse(growth, size, number, make, seeds) for name, make in RULES.items()}
         run["collapses"].append({"growth": growth, "mini_batches": size, "after": series.NUM_AFTER, "rules": scores})
@@ -97,14 +97,14 @@ def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
     return found
 
 
-def score_kind(kind: Kind, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict[str, Any]:
+def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict[str, Any]:
     """False flags on the healthy series, misses on the same with spikes planted; medians and means over seeds.
 
     A false flag is a flagged mini-batch; they are counted per 1,000 trainer steps.
     """
     flags, misses = [], {size: [] for size in SIZES}
     for seed in seeds:
-        healthy = kind.make(np.random.default_rng([number, seed]))
+        healthy = kind(np.random.default_rng([number, seed]))
         is_flagged = healthy.norms > thresholds(make(), healthy.norms)
         flags.append(1000 * is_flagged.sum() / len(is_flagged))
         planted, factors = series.plant(healthy, np.random.default_rng([number, seed, 1]), RATE, FIRST)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules that are compared. Each is asked for a threshold before every norm and told the norm after it."""
 
-import bisect
 import math
 from collections import deque
+from statistics import median
 
 from gradloc.core.history import NormHistory
 from gradloc.core.trigger import AdaptiveThreshold
@@ -118,19 +118,12 @@ class Multiple(Rule):
     def __init__(self, factor: float = 10.0, window: int = 64, warmup: int = 16):
         self._factor, self._warmup = factor, warmup
         self._norms: deque[float] = deque(maxlen=window)
-        self._ordered: list[float] = []
 
     def threshold(self, position: int) -> float | None:
-        count = len(self._ordered)
-        if count < self._warmup:
-            return None
-        return self._factor * 0.5 * (self._ordered[(count - 1) // 2] + self._ordered[count // 2])
+        return self._factor * median(self._norms) if len(self._norms) >= self._warmup else None
 
     def observe(self, norm: float) -> None:
-        if len(self._norms) == self._norms.maxlen:
-            self._ordered.pop(bisect.bisect_left(self._ordered, self._norms[0]))
         self._norms.append(norm)
-        bisect.insort(self._ordered, norm)
 
 
 RULES = {"gradloc": Adaptive, "before": Pooled, "ZClip": ZClip, "OLMo": SkipStep, "10 x median": Multiple}

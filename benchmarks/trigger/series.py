@@ -9,6 +9,7 @@ planted on those only, since ten times almost nothing is no spike.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -29,20 +30,22 @@ class Series:
     """(steps,)"""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One kind of series, made from a random generator."""
-
-    name: str
-    make: Callable[[np.random.Generator], Series]
+Maker = Callable[[np.random.Generator], Series]
+"""What makes one kind of series."""
+_STEP = np.arange(STEPS)[:, None]
 
 
 def _noise(rng: np.random.Generator, sigma: float = SIGMA, size: int = 1) -> np.ndarray:
     return np.exp(sigma * rng.standard_normal((STEPS, size)))
 
 
-def _plain(name: str, factors: Callable[[np.random.Generator], np.ndarray]) -> Kind:
-    return Kind(name, lambda rng: Series(factors(rng), np.ones(STEPS, dtype=bool)))
+def _plain(factors: Callable[[np.random.Generator], np.ndarray]) -> Maker:
+    return lambda rng: Series(factors(rng), np.ones(STEPS, dtype=bool))
+
+
+def _shaped(shape: np.ndarray) -> Maker:
+    """Noise around norms (steps or 1, mini-batches)."""
+    return _plain(lambda rng: _noise(rng, size=shape.shape[1]) * shape)
 
 
 def _autoregressive(rng: np.random.Generator, innovation: float, memory: float = 0.95) -> np.ndarray:
@@ -54,57 +57,38 @@ def _autoregressive(rng: np.random.Generator, innovation: float, memory: float =
     return np.exp(level)[:, None]
 
 
-def _trend(rate: float) -> Callable[[np.random.Generator], np.ndarray]:
-    return lambda rng: _noise(rng) * rate ** np.arange(STEPS)[:, None]
+def _student(rng: np.random.Generator, scale: float) -> np.ndarray:
+    return np.exp(scale * rng.standard_t(3, (STEPS, 1)))
 
 
-def _shift(factor: float) -> Callable[[np.random.Generator], np.ndarray]:
-    return lambda rng: _noise(rng) * np.where(np.arange(STEPS) < STEPS // 2, 1.0, factor)[:, None]
+def _hard(rng: np.random.Generator, factor: float) -> np.ndarray:
+    return _noise(rng) * np.where(rng.random((STEPS, 1)) < 0.1, factor, 1.0)
 
 
-def _profile(factors: list[float]) -> Callable[[np.random.Generator], np.ndarray]:
-    return lambda rng: _noise(rng, size=len(factors)) * np.array(factors)
-
-
-def _hard(share: float, factor: float) -> Callable[[np.random.Generator], np.ndarray]:
-    return lambda rng: _noise(rng) * np.where(rng.random((STEPS, 1)) < share, factor, 1.0)
-
-
-def _two_kinds(share: float, factor: float) -> Kind:
+def _two_kinds(share: float, factor: float) -> Maker:
     def make(rng: np.random.Generator) -> Series:
         is_low = rng.random(STEPS) < share
         return Series(_noise(rng) * np.where(is_low, factor, 1.0)[:, None], ~is_low)
 
-    return Kind(f"{share:.0%} of steps x {factor}", make)
+    return make
 
 
-def _ramp(size: int) -> list[float]:
-    return list(np.linspace(1.0, 3.0, size))
-
-
-HEALTHY = [
-    *(_plain(f"lognormal {sigma}", lambda rng, sigma=sigma: _noise(rng, sigma)) for sigma in (0.1, 0.2, 0.3)),
-    *(
-        _plain(f"AR(0.95), innovations {size}", lambda rng, size=size: _autoregressive(rng, size))
-        for size in (0.05, 0.1, 0.2)
-    ),
-    *(
-        _plain(f"Student t3 x {scale}", lambda rng, scale=scale: np.exp(scale * rng.standard_t(3, (STEPS, 1))))
-        for scale in (0.1, 0.2, 0.3)
-    ),
-    _plain("decay of 1 % a step", _trend(0.99)),
-    _plain("growth of 1 % a step", _trend(1.01)),
-    _plain("level x 2 half-way", _shift(2.0)),
-    _plain("level x 0.1 half-way", _shift(0.1)),
-    *(_plain(f"{size} mini-batches, ramp 1 to 3", _profile(_ramp(size))) for size in (2, 4, 8, 16)),
-    *(_plain(f"second of 2 mini-batches x {factor:g}", _profile([1.0, factor])) for factor in (2.0, 4.0)),
-    *(_plain(f"last of 4 mini-batches x {factor:g}", _profile([1.0, 1.0, 1.0, factor])) for factor in (2.0, 4.0)),
-    _plain("10 % hard batches x 3", _hard(0.1, 3.0)),
-    _plain("10 % hard batches x 4", _hard(0.1, 4.0)),
-    _two_kinds(0.6, 0.01),
-    _two_kinds(0.6, 0.1),
-    _two_kinds(0.8, 0.01),
-]
+HEALTHY: dict[str, Maker] = {
+    **{f"lognormal {sigma}": _plain(partial(_noise, sigma=sigma)) for sigma in (0.1, 0.2, 0.3)},
+    **{f"AR(0.95), innovations {size}": _plain(partial(_autoregressive, innovation=size)) for size in (0.05, 0.1, 0.2)},
+    **{f"Student t3 x {scale}": _plain(partial(_student, scale=scale)) for scale in (0.1, 0.2, 0.3)},
+    "decay of 1 % a step": _shaped(0.99**_STEP),
+    "growth of 1 % a step": _shaped(1.01**_STEP),
+    **{f"level x {factor} half-way": _shaped(np.where(_STEP < STEPS // 2, 1.0, factor)) for factor in (2, 0.1)},
+    **{f"{size} mini-batches, ramp 1 to 3": _shaped(np.linspace([1.0], [3.0], size).T) for size in (2, 4, 8, 16)},
+    **{f"second of 2 mini-batches x {factor}": _shaped(np.array([[1.0, factor]])) for factor in (2, 4)},
+    **{f"last of 4 mini-batches x {factor}": _shaped(np.array([[1.0, 1.0, 1.0, factor]])) for factor in (2, 4)},
+    **{f"10 % hard batches x {factor}": _plain(partial(_hard, factor=factor)) for factor in (3, 4)},
+    "60% of steps x 0.01": _two_kinds(0.6, 0.01),
+    "60% of steps x 0.1": _two_kinds(0.6, 0.1),
+    "80% of steps x 0.01": _two_kinds(0.8, 0.01),
+}
+"""Each kind by its name."""
 
 
 def collapse(rng: np.random.Generator, growth: float, size: int) -> np.ndarray:

@@ -10,13 +10,12 @@ from benchmarks.trigger.rules import RULES, Multiple
 
 
 def kind(name):
-    (number,) = [number for number, entry in enumerate(series.HEALTHY) if entry.name == name]
-    return series.HEALTHY[number], number
+    return series.HEALTHY[name], list(series.HEALTHY).index(name)
 
 
 def test_a_spike_is_planted_on_steps_with_a_gradient_and_nothing_else_is_touched():
     two_kinds, number = kind("60% of steps x 0.01")
-    healthy = two_kinds.make(np.random.default_rng(number))
+    healthy = two_kinds(np.random.default_rng(number))
     planted, factors = series.plant(healthy, np.random.default_rng(0), rate=0.2, first=64)
     assert set(np.unique(factors)) == {1.0, 3.0, 10.0, 100.0}
     assert np.array_equal(planted, healthy.norms * factors)
@@ -40,7 +39,7 @@ def test_over_ten_times_the_median_is_counted_apart_from_the_others():
 
 @pytest.mark.slow
 def test_the_command_writes_every_rule_and_kind_and_the_seeds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(series, "HEALTHY", [kind("lognormal 0.2")[0]])
+    monkeypatch.setattr(series, "HEALTHY", {"lognormal 0.2": kind("lognormal 0.2")[0]})
     assert main(["--seeds", "1", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "trigger.md").read_text()
     assert text in capsys.readouterr().out
