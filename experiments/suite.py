@@ -243,6 +243,11 @@ def read_steps(folder: Path, name: str) -> dict[int, dict]:
     return found
 
 
+def table_of(rows: list[dict[str, str]]) -> Table:
+    """Of rows by column, at least one."""
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
+
+
 def as_text(table: Table) -> str:
     """For a terminal."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

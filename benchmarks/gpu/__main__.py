@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,46 +58,37 @@ STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A part's cells, each by its name and what measures it."""
     least = min(parsed.tokens)
-
-    def on(attention: str, tokens: int) -> Callable[..., Callable[[], dict[str, Any]]]:
-        made: list[Bench] = []
-
-        def measured(measure: Callable[..., dict[str, Any]], *given: Any) -> Callable[[], dict[str, Any]]:
-            def run() -> dict[str, Any]:
-                if not made:
-                    made.append(Bench(parsed.size, attention, tokens, parsed.dtype, device))
-                with attended(attention, is_deterministic=False):
-                    return made[0].told() | measure(made[0], *given)
-
-            return run
-
-        return measured
-
     if part == "head":
         yield "head", lambda: cells.head_cell(parsed.size, device)
-    elif part == "two" and "RANK" not in os.environ:
+    if part == "two" and "RANK" not in os.environ:
         yield "two", lambda: cells.two_cell(device, parsed.size, least, parsed.out)
-    elif part == "cells":
-        for attention in parsed.attention or attentions(device):
-            for tokens in parsed.tokens:
-                measured = on(attention, tokens)
-                yield f"{attention} {tokens} repeats", measured(cells.repeat_cell)
-                for plant in PLANTS:
-                    yield f"{attention} {tokens} {plant}", measured(cells.spike_cell, plant)
-    else:
-        measured = on("sdpa", least)
-        if part == "first":
-            yield "tracker", measured(cells.tracker_cell)
-            yield "repeats", measured(cells.repeat_cell)
-            for plant in ("single_10", "three"):
-                yield plant, measured(cells.spike_cell, plant)
-        elif part == "room":
-            for number in range(1, len(WAYS)):
-                yield f"way {number}", measured(cells.room_cell, number)
-        elif part == "mask":
-            yield "mask", measured(cells.mask_cell)
-        elif part == "syncs":
-            yield "syncs", measured(cells.syncs_cell)
+    repeats = {"repeats": (cells.repeat_cell,)}
+    spikes = {plant: (cells.spike_cell, plant) for plant in PLANTS}
+    on_a_bench: dict[str, dict[str, tuple[Any, ...]]] = {
+        "first": {
+            "tracker": (cells.tracker_cell,),
+            **repeats,
+            **{name: spikes[name] for name in ("single_10", "three")},
+        },
+        "room": {f"way {number}": (cells.room_cell, number) for number in range(1, len(WAYS))},
+        "mask": {"mask": (cells.mask_cell,)},
+        "syncs": {"syncs": (cells.syncs_cell,)},
+        "cells": repeats | spikes,
+    }
+    attentions_of = {"cells": parsed.attention or attentions(device)}
+    for attention in attentions_of.get(part, ["sdpa"]):
+        for tokens in parsed.tokens if part == "cells" else [least]:
+            bench = cache(partial(Bench, parsed.size, attention, tokens, parsed.dtype, device))
+            where = f"{attention} {tokens} " if part == "cells" else ""
+            for name, measured in on_a_bench.get(part, {}).items():
+                yield where + name, partial(_on, bench, *measured)
+
+
+def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What a cell says, and its bench, which the first one makes."""
+    made = bench()
+    with attended(made.attention, is_deterministic=False):
+        return made.told() | measure(made, *given)
 
 
 def main(arguments: list[str] | None = None) -> int:

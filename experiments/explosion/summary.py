@@ -153,8 +153,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
     every = [reading for reading, _ in found]
     draw(every, twins, folder / "summary.png")
-    rows = [cells(reading, twins.get(reading.name)) for reading in every]
-    return [[list(rows[0]), *(list(row.values()) for row in rows)]]
+    return [suite.table_of([cells(reading, twins.get(reading.name)) for reading in every])]
 
 
 def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:

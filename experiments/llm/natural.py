@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import suite
-from experiments.llm.wild import cause, finite, largest, number, read, text
+from experiments.llm.wild import NORM, REWARD, cause, finite, largest, number, read, text
 
 MODES = ("observe", "mask", "skip", "heal", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
@@ -39,13 +39,13 @@ def record(found: list[suite.Run]) -> dict[str, Any]:
     """
     runs, events = [], []
     for folder, cell in found:
-        run = read(folder, cell)
+        steps, own = read(folder)
         arm, _, mode = cell["arm"].rpartition("-")
         arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
         place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
-        told = {"minutes": round(run.seconds / 60, 1), "norms": list(run.norms.values()), "rewards": run.rewards}
-        runs.append({**place, **told})
-        events += [{**place, **summary(event)} for event in run.events]
+        norms, rewards = [float(data[NORM]) for data in steps.values()], [data[REWARD] for data in steps.values()]
+        runs.append({**place, "minutes": round(cell["seconds"] / 60, 1), "norms": norms, "rewards": rewards})
+        events += [{**place, **summary(event)} for event in own]
     return {"command": "./run_experiment.sh wild-long", "runs": runs, "events": events}
 
 

@@ -9,30 +9,15 @@ It prints one table of all of them and writes it to `summary.md` in the first. S
 import statistics
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments import suite
 from experiments.cpu.verdict import read_events
 
-HEADER = [
-    "arm",
-    "seed",
-    "steps",
-    "minutes",
-    "norm: median",
-    "largest (step)",
-    "reward: first, last",
-    "tokens an answer",
-    "events",
-    "first event: norm / threshold",
-    "named",
-    "cause",
-    "norm without",
-    "certificate",
-    "done",
-]
+NORM, REWARD, LENGTH = "actor/grad_norm_max", "critic/score/mean", "response_length/mean"
+TOLD = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]
+"""Columns about a run's first event."""
 LEGEND = """\
 norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
 arm's own measure. tokens an answer: their mean in the first and the last step. named: how many tokens, in how many
@@ -41,59 +26,38 @@ without: what the certificate measured without what is named, which is the norm 
 run did about it."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run's readings."""
-
-    arm: str
-    seed: int | None
-    seconds: float
-    """Of the whole run, its start included."""
-    norms: dict[int, float]
-    """By step: the largest of its updates."""
-    rewards: list[float]
-    lengths: list[float]
-    """By step: the answers' mean number of tokens."""
-    events: list[dict]
-
-
-def read(folder: Path, cell: dict) -> Run:
-    """Reads a run's folder.
+def read(folder: Path) -> tuple[dict[int, dict], list[dict]]:
+    """A run's metrics by step, and its events.
 
     Raises:
         ExperimentError: if its metrics are missing or cut off, or hold no step.
     """
-    steps = suite.read_steps(folder, "actor/grad_norm_max")
-    return Run(
-        cell["arm"],
-        cell["seed"],
-        cell["seconds"],
-        {step: float(data["actor/grad_norm_max"]) for step, data in steps.items()},
-        [data["critic/score/mean"] for data in steps.values()],
-        [data["response_length/mean"] for data in steps.values()],
-        read_events(folder / "gradloc" / "events.jsonl"),
-    )
+    return suite.read_steps(folder, NORM), read_events(folder / "gradloc" / "events.jsonl")
 
 
-def row(run: Run) -> list[str]:
-    """One run's cells, in the order of `HEADER`."""
-    worst = max(run.norms, key=lambda step: run.norms[step])
-    cells = [
-        run.arm,
-        "config's" if run.seed is None else str(run.seed),
-        str(len(run.norms)),
-        f"{run.seconds / 60:.1f}",
-        number(statistics.median(run.norms.values())),
-        f"{number(run.norms[worst])} ({worst})",
-        f"{number(run.rewards[0])}, {number(run.rewards[-1])}",
-        f"{number(run.lengths[0])}, {number(run.lengths[-1])}",
-        str(len(run.events)),
-    ]
-    return [*cells, *(tell(run.events[0]) if run.events else ["no event", *["-"] * 5])]
+def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
+    """One run's, by column."""
+    steps, events = read(folder)
+    norms = {step: float(data[NORM]) for step, data in steps.items()}
+    rewards, lengths = ([data[name] for data in steps.values()] for name in (REWARD, LENGTH))
+    worst = max(norms, key=lambda step: norms[step])
+    told = tell(events[0]) if events else ["no event", *["-"] * (len(TOLD) - 1)]
+    return {
+        "arm": cell["arm"],
+        "seed": "config's" if cell["seed"] is None else str(cell["seed"]),
+        "steps": str(len(norms)),
+        "minutes": f"{cell['seconds'] / 60:.1f}",
+        "norm: median": number(statistics.median(norms.values())),
+        "largest (step)": f"{number(norms[worst])} ({worst})",
+        "reward: first, last": f"{number(rewards[0])}, {number(rewards[-1])}",
+        "tokens an answer": f"{number(lengths[0])}, {number(lengths[-1])}",
+        "events": str(len(events)),
+        **dict(zip(TOLD, told, strict=True)),
+    }
 
 
 def tell(event: dict) -> list[str]:
-    """An event's cells."""
+    """An event's cells, in the order of `TOLD`."""
     trigger, certificate, culprits = (event[key] for key in ("trigger", "certificate", "culprits"))
     step = event["step"]["global_step"]
     return [
@@ -146,7 +110,7 @@ def number(value: float | str | None) -> str:
 
 def make(runs: list[suite.Run], _folder: Path) -> list[suite.Table]:
     """One table of all runs."""
-    return [[HEADER, *(row(read(*run)) for run in runs)]]
+    return [suite.table_of([cells(*run) for run in runs])]
 
 
 def main(argv=None) -> int:
