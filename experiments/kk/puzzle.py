@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puzzles: who is there, what each says, and the one way in which that can be.
 
-Every person is a knight, whose statement is true, or a knave, whose statement is false. A SAT solver (python-sat)
-counts the ways; a puzzle has exactly one. A statement is a tuple, in the notation of the Knights-and-Knaves data set
-(Xie et al., arXiv 2410.23123): `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
+Every person is a knight, whose statement is true, or a knave, whose statement is false. All ways are tried,
+128 for seven people; a puzzle has exactly one. A statement is a tuple, in the notation of the Knights-and-Knaves data
+set (Xie et al., arXiv 2410.23123): `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
 `("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` are made of others.
 """
 
 import ast
+import itertools
 import random
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ SIMPLE = "simple"
 """The kind of a statement that is a leaf."""
 KINDS = (SIMPLE, SIMPLE, "not", *MANY, *BINARY)
 """What is said, each as likely as the others; a simple claim twice as likely."""
+MOST = 16
+"""People of a puzzle that is checked: twice as many are 65 thousand times the work."""
 PATIENCE = 10_000
 """Drawings without a new puzzle after which there are taken to be no more."""
 
@@ -46,6 +49,8 @@ def parse(text: str) -> tuple:
         raise ExperimentError(f"{text!r:.60} is not a tuple of statements.") from None
     if not isinstance(found, tuple) or not found:
         raise ExperimentError(f"{text!r:.60} is not a tuple of statements.")
+    if len(found) > MOST:
+        raise ExperimentError(f"{text!r:.60} has {len(found)} statements, and at most {MOST} can be checked.")
     for statement in found:
         check(statement, len(found))
     return found
@@ -91,16 +96,19 @@ def english(statement: tuple, names: list[str]) -> str:
     return {"and": " and ", "or": " or ", "<=>": " if and only if "}[kind].join(said)
 
 
-def formula(statement: tuple):
-    """The statement as a pysat formula over atoms 1 ... n; atom i + 1: person i is a knight."""
-    from pysat.formula import And, Atom, Equals, Implies, Neg, Or
+def holds(statement: tuple, knights: tuple[bool, ...]) -> bool:
+    """Whether a statement is true where these people are knights.
 
+    >>> holds(("->", ("lying", 1), ("telling-truth", 0)), (False, True))
+    True
+    """
     kind, *parts = statement
     if kind in LEAVES:
-        atom = Atom(parts[0] + 1)
-        return atom if kind == "telling-truth" else Neg(atom)
-    made = {"not": Neg, "and": And, "or": Or, "->": Implies, "<=>": Equals}[kind]
-    return made(*(formula(part) for part in parts))
+        return knights[parts[0]] == (kind == "telling-truth")
+    truths = [holds(part, knights) for part in parts]
+    if kind == "->":
+        return not truths[0] or truths[1]
+    return {"not": not truths[0], "and": all(truths), "or": any(truths), "<=>": truths[0] == truths[-1]}[kind]
 
 
 @dataclass(frozen=True)
@@ -125,28 +133,14 @@ class Puzzle:
         return found[0]
 
 
-def solutions(said: tuple[tuple, ...], limit: int = 2) -> list[tuple[bool, ...]]:
-    """Up to `limit` ways to be knights and knaves that fit what is said; True is a knight.
+def solutions(said: tuple[tuple, ...]) -> list[tuple[bool, ...]]:
+    """All ways to be knights and knaves that fit what is said; True is a knight.
 
     >>> solutions((("lying", 1), ("and", ("telling-truth", 0), ("telling-truth", 1))))
     [(True, False)]
     """
-    from pysat.formula import And, Atom, Equals, Formula
-    from pysat.solvers import Solver
-
-    # Atoms keep their numbers in a table of the library's, which would grow with every puzzle.
-    Formula.cleanup()
-    people = [Atom(i + 1) for i in range(len(said))]
-    claim = And(*(Equals(p, formula(s)) for p, s in zip(people, said, strict=True)))
-    claim.clausify()
-    found = []
-    with Solver(bootstrap_with=list(claim)) as solver:
-        while len(found) < limit and solver.solve():
-            model = set(solver.get_model())
-            found.append(tuple(person.name in model for person in people))
-            # Not this way again; variables that stand for parts of a statement follow from people.
-            solver.add_clause([-p.name if p.name in model else p.name for p in people])
-    return found
+    ways = itertools.product((True, False), repeat=len(said))
+    return [way for way in ways if all(holds(s, way) == is_knight for s, is_knight in zip(said, way, strict=True))]
 
 
 def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> tuple:

@@ -79,7 +79,6 @@ def test_on_two_nodes_both_spikes_are_found_and_everything_lies_where_the_docs_s
 
 @pytest.mark.slow
 def test_knights_and_knaves_run_an_arm_and_end_in_a_table_and_a_plot(patched_tree, tmp_path):
-    pytest.importorskip("pysat")
     pytest.importorskip("ray")
     run_dir = tmp_path / "runs"
     arguments = ["--arms", "ar-lopti", "--seeds", "1", "demo.steps=2"]

@@ -3,7 +3,6 @@
 
 import pytest
 
-pytest.importorskip("pysat")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 import pyarrow  # noqa: E402

@@ -3,12 +3,11 @@
 
 import pytest
 
-pytest.importorskip("pysat")
 pytest.importorskip("transformers")
 
 from experiments.cpu import material  # noqa: E402
 from experiments.kk import language  # noqa: E402
-from tests.experiments.kk.conftest import every_solution  # noqa: E402
+from gradloc.rewards import kk  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +24,11 @@ def test_every_text_survives_the_tokenizer_and_fits_the_demos_lengths(tokenizer)
         assert len(question) + 2 <= 40 and len(sentence) + 1 <= 36
 
 
-def test_the_sentence_that_is_taught_scores_full(kk):
+def test_the_sentence_that_is_taught_scores_full():
     for exercise in language.pool():
         row = language.to_row(0, exercise, "train")
         truth = row["reward_model"]["ground_truth"]
         assert kk.compute_score(exercise.sentence, truth)["score"] == 3.0
-        assert every_solution(exercise.puzzle.said) == [exercise.puzzle.solution]
 
 
 def test_nobody_is_trained_on_the_puzzles_of_the_validation():

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("pysat")
-
-from experiments.kk import puzzle, wording  # noqa: E402
+from experiments.kk import puzzle, wording
+from gradloc.rewards import kk
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
@@ -26,7 +25,7 @@ def truth(one):
     return wording.to_row(0, one, "test")["reward_model"]["ground_truth"]
 
 
-def score(kk, text, ground_truth=TRUTH):
+def score(text, ground_truth=TRUTH):
     found = kk.compute_score(text, ground_truth)
     assert found["acc"] + found["wrong_answer"] + found["format_error"] == 1.0
     return found["score"]
@@ -34,41 +33,41 @@ def score(kk, text, ground_truth=TRUTH):
 
 @PROPERTY
 @given(one=any_puzzle, thoughts=any_thoughts)
-def test_the_generated_solution_scores_full(kk, one, thoughts):
+def test_the_generated_solution_scores_full(one, thoughts):
     text = wording.response(thoughts, wording.answer(one))
-    assert score(kk, text, truth(one)) == 3.0
+    assert score(text, truth(one)) == 3.0
 
 
 @PROPERTY
 @given(one=any_puzzle, data=st.data())
-def test_any_flipped_role_scores_the_answer_error(kk, one, data):
+def test_any_flipped_role_scores_the_answer_error(one, data):
     flipped = data.draw(st.sets(st.integers(0, len(one.names) - 1), min_size=1))
     lines = wording.answer(one).splitlines()
     swap = {"knight": "knave", "knave": "knight"}
     for i in flipped:
         *rest, role = lines[i].split()
         lines[i] = " ".join([*rest, swap[role]])
-    assert score(kk, wording.response("hm", "\n".join(lines)), truth(one)) == -0.5
+    assert score(wording.response("hm", "\n".join(lines)), truth(one)) == -0.5
 
 
 @PROPERTY
 @given(one=any_puzzle, data=st.data())
-def test_a_person_left_out_or_named_twice_scores_the_unreadable_answer(kk, one, data):
+def test_a_person_left_out_or_named_twice_scores_the_unreadable_answer(one, data):
     lines = wording.answer(one).splitlines()
     i = data.draw(st.integers(0, len(lines) - 1))
     for answer in (lines[:i] + lines[i + 1 :], [*lines, lines[i]]):
-        assert score(kk, wording.response("hm", "\n".join(answer)), truth(one)) == -1.0
+        assert score(wording.response("hm", "\n".join(answer)), truth(one)) == -1.0
 
 
 @PROPERTY
 @given(one=any_puzzle, tag=st.sampled_from(TAGS), place=st.floats(0, 1), add=st.booleans())
-def test_a_tag_missing_or_twice_scores_the_format_error(kk, one, tag, place, add):
+def test_a_tag_missing_or_twice_scores_the_format_error(one, tag, place, add):
     text = wording.response("hm", wording.answer(one))
     at = int(place * len(text))
     broken = text[:at] + tag + text[at:] if add else text.replace(tag, "")
     # An insertion within a tag that makes no second one of it leaves one tag less.
     assume([broken.count(tag) for tag in TAGS] != [1, 1, 1, 1])
-    assert score(kk, broken, truth(one)) == -3.0
+    assert score(broken, truth(one)) == -3.0
 
 
 @pytest.mark.parametrize(
@@ -95,16 +94,16 @@ def test_a_tag_missing_or_twice_scores_the_format_error(kk, one, tag, place, add
         ("", -3.0),
     ],
 )
-def test_the_published_values(kk, text, expected):
-    assert score(kk, text) == expected
+def test_the_published_values(text, expected):
+    assert score(text) == expected
 
 
-def test_a_solution_about_nobody_is_refused(kk):
+def test_a_solution_about_nobody_is_refused():
     with pytest.raises(ValueError, match="experiments.kk.generate --check"):
         kk.compute_score(RIGHT, {"solution_text_format": ""})
 
 
-def test_verl_calls_it_by_names(kk):
+def test_verl_calls_it_by_names():
     given = {"data_source": "kk_logic2", "extra_info": None, "ground_truth": TRUTH}
     assert kk.score(solution_str=RIGHT, **given)["score"] == 3.0
     assert kk.score(solution_str="", **given)["format_error"] == 1.0
