@@ -27,6 +27,8 @@ from benchmarks.localization.tables import markdown
 from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, write
 
 SCHEMA_VERSION = 1
+CHOICES = ("sweep", "scenario", "dtype")
+"""Of a cell, by which a part of the plan can be chosen."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,11 +116,8 @@ def _kept(out: Path) -> list[Record]:
 
 
 def _is_wanted(cell: Cell, parsed: argparse.Namespace) -> bool:
-    if parsed.sweep and cell.sweep not in parsed.sweep:
-        return False
-    if parsed.scenario and cell.scenario not in parsed.scenario:
-        return False
-    if parsed.dtype and cell.dtype not in parsed.dtype:
+    chosen = {name: getattr(parsed, name) for name in CHOICES}
+    if any(values and getattr(cell, name) not in values for name, values in chosen.items()):
         return False
     return parsed.device == "cpu" or cell.ranks <= torch.cuda.device_count()
 
@@ -134,10 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=2, help="likewise")
     add("--resume", action="store_true", help="keep the cells that the record in --out has")
     add("--seeds", type=int, default=3, help="of the full battery")
-    add("--sweep", action="append", help="only this sweep (repeatable)")
-    add("--scenario", action="append", help="only this scenario (repeatable)")
-    add("--dtype", action="append", help="only what computes in this (repeatable)")
-    add("--strategy", action="append", help="only this strategy (repeatable)")
+    for name in (*CHOICES, "strategy"):
+        add(f"--{name}", action="append", help=f"only this {name} (repeatable)")
     add("--threads", type=int, default=1, help="of the process that prepares cells")
     add("--cache", type=Path, default=REPO / ".gradloc" / "benchmarks")
     return made

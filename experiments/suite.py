@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.catalog import Arm, Experiment
+from experiments.catalog import Experiment
 from experiments.errors import ExperimentError, UsageError
 
 RECORD = "suite.json"
@@ -58,20 +58,20 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
     if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
         raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
     numbers = list(dict.fromkeys(map(int, chosen))) or [None]
-    return [new_cell(known[name], seed, given) for name in dict.fromkeys(names) for seed in numbers]
-
-
-def new_cell(arm: Arm, seed: int | None, given: list[str]) -> Cell:
-    """A run that has not begun; with no seed the config's own stands."""
-    return {
-        "arm": arm.name,
-        "meaning": arm.meaning,
-        "seed": seed,
-        "folder": arm.name if seed is None else f"{arm.name}-seed{seed}",
-        "overrides": [*arm.overrides, *([] if seed is None else [f"seed={seed}"]), *given],
-        "exit_code": None,
-        "seconds": None,
-    }
+    return [
+        {
+            "arm": arm.name,
+            "meaning": arm.meaning,
+            "seed": seed,
+            "folder": arm.name if seed is None else f"{arm.name}-seed{seed}",
+            # with no seed the config's own stands
+            "overrides": [*arm.overrides, *([] if seed is None else [f"seed={seed}"]), *given],
+            "exit_code": None,
+            "seconds": None,
+        }
+        for arm in (known[name] for name in dict.fromkeys(names))
+        for seed in numbers
+    ]
 
 
 def run(

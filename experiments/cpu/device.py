@@ -18,21 +18,14 @@ import torch.distributed.fsdp
 
 def complete_torch_cpu() -> None:
     """Adds to `torch.cpu` what verl expects of every device module; memory counts are 0."""
-
-    def zero(*_args, **_kwargs) -> int:
-        return 0
-
+    counts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     additions = {
+        **dict.fromkeys((*counts, "reset_peak_memory_stats"), lambda *_, **__: 0),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "empty_cache": lambda: None,
-        "memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_allocated": zero,
-        "max_memory_reserved": zero,
-        "reset_peak_memory_stats": zero,
         "ipc_collect": lambda: None,
         "mem_get_info": lambda *_: (0, 0),
         "get_device_name": lambda *_: "cpu",

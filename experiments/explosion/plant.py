@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from experiments.cpu import fault
 from experiments.generation import sample
+from gradloc.checks import require
 
 RECORD = "planted.jsonl"
 """The file, within a run's folder, with one line for each step at which something was planted."""
@@ -62,11 +63,10 @@ class Settings:
                 f"explosion.warning_step must be at least 1 and before explosion.spike_step, found "
                 f"{self.warning_step} and {self.spike_step}."
             )
-        if self.num_stale < 1:
-            raise ValueError(f"explosion.num_stale must be at least 1, found {self.num_stale}.")
+        require(self.num_stale >= 1, "explosion.num_stale", "at least 1", self.num_stale)
         for name in ("warning_probability", "old_probability", "sure"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"explosion.{name} must be between 0 and 1, found {getattr(self, name)}.")
+            value = getattr(self, name)
+            require(0 < value < 1, f"explosion.{name}", "between 0 and 1", value)
 
     @property
     def probabilities(self) -> dict[int, float]:

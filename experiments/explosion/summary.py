@@ -191,19 +191,16 @@ def done(reading: Reading, step: int) -> str:
     """What the run's safeguards did at a step, as far as its metrics say."""
     metrics = reading.steps[step]
     norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
-    deeds = []
-    if metrics.get("gradloc/mask"):
-        deeds.append("step without the culprit")
-    if metrics.get("gradloc/heal"):
-        deeds.append("step under another setting")
-    if metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"):
-        deeds.append("step skipped")
-    if metrics.get("gradloc/layer_clip/scale_min", 1.0) < 1:
-        deeds.append(f"layers scaled by down to {number(metrics['gradloc/layer_clip/scale_min'])}")
-    if metrics.get("gradloc/token_clip/share", 0.0) > 0:
-        deeds.append("token left out")
-    if metrics.get("actor/pg_clipfrac", 0.0) > 0:
-        deeds.append("ratios clipped")
+    scale = metrics.get("gradloc/layer_clip/scale_min", 1.0)
+    can_be_done = {
+        "step without the culprit": metrics.get("gradloc/mask"),
+        "step under another setting": metrics.get("gradloc/heal"),
+        "step skipped": metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"),
+        f"layers scaled by down to {number(scale)}": scale < 1,
+        "token left out": metrics.get("gradloc/token_clip/share", 0.0) > 0,
+        "ratios clipped": metrics.get("actor/pg_clipfrac", 0.0) > 0,
+    }
+    deeds = [deed for deed, is_done in can_be_done.items() if is_done]
     if not deeds and norm > limit:
         deeds.append(f"scaled by {number(limit / norm)}")
     return ", ".join(deeds) or "nothing"

@@ -124,8 +124,12 @@ def _others(node: ast.AST) -> Iterator[str]:
             yield "continue"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield "pass"
-        case ast.stmt() if isinstance(node, DELETED):
+        case ast.stmt() if isinstance(node, DELETED) and not _is_docstring(node):
             yield "pass"
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -141,17 +145,11 @@ def _conditions(node: ast.AST) -> list[ast.expr]:
 def _left_out(node: ast.AST) -> list[ast.AST | None]:
     match node:
         case ast.FunctionDef():
-            return [*node.decorator_list, node.returns, *_docstrings(node)]
+            return [*node.decorator_list, node.returns]
         case ast.ClassDef():
-            return [*node.decorator_list, *_docstrings(node)]
+            return list(node.decorator_list)
         case ast.arg() | ast.AnnAssign():
             return [node.annotation]
-        case ast.Module():
-            return _docstrings(node)
         case ast.keyword(arg="strict"):  # of zip: an assertion
             return [node.value]
     return []
-
-
-def _docstrings(node: Any) -> list[ast.AST | None]:
-    return [child for child in node.body if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)]

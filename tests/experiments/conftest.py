@@ -26,6 +26,17 @@ def write_suite(folder: Path, **exit_codes: int) -> None:
     (folder / "suite.json").write_text(json.dumps({"experiment": "any", "cells": cells}))
 
 
+def write_lines(path: Path, entries: Iterable[Any]) -> None:
+    """A file with a line of JSON for each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def write_steps(folder: Path, steps: Iterable[dict[str, Any]]) -> None:
+    """A run's metrics, from step 1 on."""
+    write_lines(folder / "metrics.jsonl", ({"step": step, "data": data} for step, data in enumerate(steps, 1)))
+
+
 def composer(world, folder: Path, variables: dict[str, str], **given: Any) -> Callable[..., dict[str, Any]]:
     """``compose(name, overrides, variables)``: an experiment's config, made once, in a rank that has imported verl.
 

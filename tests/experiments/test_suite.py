@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments with arms: what is run in which order, and how it ends."""
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from experiments import suite
 from experiments.catalog import Arm, Experiment
 from experiments.errors import ExperimentError, UsageError
-from tests.experiments.conftest import write_suite
+from tests.experiments.conftest import write_lines, write_suite
 
 DUEL = Experiment(
     "duel",
@@ -171,6 +170,5 @@ def test_a_summary_of_what_cannot_be_read_is_one_sentence(tmp_path, capsys, code
 
 def test_lines_of_one_step_are_joined(tmp_path):
     lines = [(1, {"norm": 2.0}), (1, {"verdict": "a sentence"}), (2, {"verdict": "another"})]
-    text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
+    write_lines(tmp_path / "metrics.jsonl", ({"step": step, "data": data} for step, data in lines))
     assert suite.read_steps(tmp_path, "norm") == {1: {"norm": 2.0, "verdict": "a sentence"}}

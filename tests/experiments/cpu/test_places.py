@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from experiments.cpu import places
+from tests.experiments.conftest import write_lines
 from tests.experiments.cpu.test_verdict import EVENT, PLANTED
 
 
@@ -26,7 +27,7 @@ def suite_dir(tmp_path):
     (bundle / "meta.json").write_text(json.dumps({"checkpoint": str(weights)}))
     last = str(tmp_path / "spike" / "global_step_3")
     event = {**EVENT, "folder": "events/one", "consequence": {"last_checkpoint": last}}
-    (root / "events.jsonl").write_text(json.dumps(event) + "\n")
+    write_lines(root / "events.jsonl", [event])
     (run_dir / "planted.json").write_text(json.dumps(PLANTED))
     overrides = ["seed=1", "trainer.resume_from_path=${demo.run_dir}/../spike/global_step_3"]
     cells = [{"folder": "resumed", "overrides": overrides}]

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from experiments.cpu import verdict
+from tests.experiments.conftest import write_lines
 
 PLANTED = {
     "seed": 1,
@@ -53,9 +54,7 @@ def at_step(number):
 
 def run_dir(tmp_path, events=(EVENT,), planted=PLANTED):
     if events is not None:
-        (tmp_path / "gradloc").mkdir()
-        text = "".join(json.dumps(event) + "\n" for event in events)
-        (tmp_path / "gradloc" / "events.jsonl").write_text(text)
+        write_lines(tmp_path / "gradloc" / "events.jsonl", events)
     if planted is not None:
         (tmp_path / "planted.json").write_text(json.dumps(planted))
     return tmp_path

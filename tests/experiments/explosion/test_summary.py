@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from experiments import suite  # noqa: E402
 from experiments.explosion import summary  # noqa: E402
-from tests.experiments.conftest import write_suite  # noqa: E402
+from tests.experiments.conftest import write_lines, write_steps, write_suite  # noqa: E402
 
 NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}
 PLANTED = [{"step": step, "uid": "u", "rollout_index": 2, "positions": [5], "token_ids": [9]} for step in (3, 4)]
@@ -49,26 +49,20 @@ ANSWERS = {
 def write_run(folder, name, spike_metrics=None, event=EVENT, limit=1e9):
     from safetensors.numpy import save_file
 
-    for part in ("weights", "validation", "gradloc"):
-        (folder / part).mkdir(parents=True)
-    lines = []
-    for step, norm in enumerate(NORMS[name], 1):
-        data = {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step}
-        if step == 4:
-            data.update(spike_metrics or {})
-        lines.append(json.dumps({"step": step, "data": data}))
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    steps = [{"actor/grad_norm_max": norm, "critic/score/mean": 0.1} for norm in NORMS[name]]
+    steps[3] |= spike_metrics or {}
+    write_steps(folder, steps)
     (folder / "knobs.json").write_text(json.dumps({"max_grad_norm": limit}))
-    (folder / "planted.jsonl").write_text("\n".join(map(json.dumps, PLANTED)) + "\n")
+    write_lines(folder / "planted.jsonl", PLANTED)
     if event is not None:
-        (folder / "gradloc" / "events.jsonl").write_text(json.dumps(event) + "\n")
+        write_lines(folder / "gradloc" / "events.jsonl", [event])
+    (folder / "weights").mkdir()
     for step in range(len(NORMS[name]) + 1):
         save_file(weights(name, step), folder / "weights" / f"{step + 1:04d}.safetensors")
-    (folder / "validation" / "6.jsonl").write_text(
-        "\n".join(json.dumps({"input": text, "score": score}) for text, score in ANSWERS[name]) + "\n"
-    )
+    answers = ({"input": text, "score": score} for text, score in ANSWERS[name])
+    write_lines(folder / "validation" / "6.jsonl", answers)
     # An older one that must not be read.
-    (folder / "validation" / "5.jsonl").write_text('{"input": "p", "score": 0.9}\n')
+    write_lines(folder / "validation" / "5.jsonl", [{"input": "p", "score": 0.9}])
 
 
 @pytest.fixture
@@ -88,11 +82,8 @@ def cells_of(suite_dir, name):
 
 def slow_distance(one, other):
     """The L2 norm, element by element."""
-    total = 0.0
-    for name in one:
-        for a, b in zip(one[name].ravel().tolist(), other[name].ravel().tolist(), strict=True):
-            total += (a - b) ** 2
-    return math.sqrt(total)
+    pairs = (zip(one[name].ravel().tolist(), other[name].ravel().tolist(), strict=True) for name in one)
+    return math.sqrt(sum((a - b) ** 2 for parts in pairs for a, b in parts))
 
 
 def test_every_number_of_the_table_is_what_its_legend_says(suite_dir):

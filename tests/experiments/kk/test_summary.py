@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """kk-demo's table and plot, from folders like those that a suite leaves."""
 
-import json
 import statistics
 
 import pytest
 
 from experiments.kk import summary
-from tests.experiments.conftest import write_suite
+from tests.experiments.conftest import write_steps, write_suite
 
 
 def make_run(folder, rewards, final):
-    folder.mkdir()
-    lines = [{"step": i + 1, "data": {summary.SCORE: r}} for i, r in enumerate(rewards)]
+    steps = [{summary.SCORE: reward} for reward in rewards]
     for key, value in final.items():
-        lines[-1]["data"][f"val-aux/kk_logic2/{key}/mean@4"] = value
-        lines[-1]["data"][f"val-aux/kk_logic2/{key}/std@4"] = 99.0
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
+        steps[-1] |= {f"val-aux/kk_logic2/{key}/mean@4": value, f"val-aux/kk_logic2/{key}/std@4": 99.0}
+    write_steps(folder, steps)
 
 
 @pytest.fixture

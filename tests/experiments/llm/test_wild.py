@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of `wild`, from runs on disk."""
 
-import json
-
 from experiments.llm import wild
-from tests.experiments.conftest import write_suite
+from tests.experiments.conftest import write_lines, write_steps, write_suite
 from tests.report.builder import make_culprit, make_event
 
 
 def write(folder, norms, events=()):
-    (folder / "gradloc").mkdir(parents=True)
-    lines = [
-        {
-            "step": step,
-            "data": {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step, "response_length/mean": 9},
-        }
-        for step, norm in enumerate(norms, start=1)
-    ]
-    # A verdict is a line of its own.
-    lines.insert(1, {"step": 1, "data": {"gradloc/verdict": "a sentence"}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "gradloc" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_steps(
+        folder,
+        (
+            {"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step, "response_length/mean": 9}
+            for step, norm in enumerate(norms, start=1)
+        ),
+    )
+    write_lines(folder / "gradloc" / "events.jsonl", events)
 
 
 def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, capsys):
