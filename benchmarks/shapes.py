@@ -193,13 +193,12 @@ def markdown(run: dict[str, Any]) -> str:
 
 def draw(run: dict[str, Any], path: Path) -> None:
     """Norms, the predictor, and how shares add up."""
-    import matplotlib
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "gradloc"
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    rcParams["svg.hashsalt"] = "gradloc"
+    figure = Figure(figsize=(12, 3.6))
+    left, middle, right = figure.subplots(1, 3)
     for number, step in enumerate(run["steps"], 1):
         names = ("log_prob", "coefficient", "norm", "share")
         log_prob, coefficient, norm, share = (torch.tensor(step[name], dtype=torch.float64) for name in names)

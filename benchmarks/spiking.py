@@ -127,11 +127,11 @@ class _Done(Exception):
     """The published search has been timed; the step is taken as it was."""
 
 
-def _published(told: dict[str, Any], step, space, ranks, spike, clip_scale, *_: Any) -> None:
+def _published(told: dict[str, Any], step, space, ranks, *_: Any) -> None:
     saved = space.take()
     prober = harness.part("core.probe").Prober(step, space, ranks)
     started = time.perf_counter()
-    descend(prober, spike.tau)
+    descend(prober)
     told |= {"search_seconds": time.perf_counter() - started, "cost_f": prober.cost}
     space.put(saved)
     raise _Done

@@ -264,13 +264,9 @@ def as_markdown(table: Table) -> str:
 @contextlib.contextmanager
 def figure(path: Path, width: float, num_plots: int):
     """Yields a figure and its plots, side by side; what is drawn on them goes to a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    made, plots = pyplot.subplots(1, num_plots, figsize=(width, 4.2), layout="constrained")
-    yield made, plots
+    made = Figure(figsize=(width, 4.2), layout="constrained")
+    yield made, made.subplots(1, num_plots)
     # Without metadata two drawings of the same runs are the same bytes.
     made.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(made)

@@ -80,10 +80,10 @@ class Bench:
         answer = answers[0]
         if any(_named(a) != _named(answer) for a in answers):
             raise RuntimeError(f"the ranks disagree on the culprits of {cell}")
-        self._judge(cell, planted, answer, Oracle(model, planted.batch, cell.loss), threshold)
+        self._judge(cell, planted, answer, Oracle(model, planted.batch, cell.loss))
         return {"cell": asdict(cell), "history": history, **answer}
 
-    def _judge(self, cell: Cell, planted: Planted, answer: dict, oracle: Oracle, threshold: float) -> None:
+    def _judge(self, cell: Cell, planted: Planted, answer: dict, oracle: Oracle) -> None:
         """Add recall, None where nothing was planted, false positives and cost; hold the planted against the oracle."""
         truth = set(planted.places)
         pool = {place for places in _named(answer).values() for place in places} | truth
@@ -98,7 +98,6 @@ class Bench:
             "pool": len(norms),
             "planted": len(truth),
             "smallest_planted": min((norms[place] for place in truth), default=None),
-            "largest_planted": max((norms[place] for place in truth), default=None),
             "largest_other_in_pool": max(others, default=0.0),
         }
         per_rank = rows * length // (cell.ranks * cell.micro_batches)
@@ -109,7 +108,6 @@ class Bench:
             named = {tuple(place) for culprit in found["culprits"] for place in culprit["places"]}
             found["recall"] = len(named & truth) / len(truth) if truth else None
             found["false_positives"] = len(named - truth)
-            found["false_over_threshold"] = sum(norms[p] >= threshold for p in named - truth)
             found["cost_f"] = found["forwards"] + 2 * found["backwards"]
             found["cost_ratio"] = found["cost_f"] / published
             found["wall_ratio"] = None if baseline is None else found["seconds"] / baseline["seconds"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.localization.corpus import load
-from benchmarks.localization.memory import peak_memory, wait
+from benchmarks.localization.memory import peak_memory
 from benchmarks.localization.plan import UNTRACKED, Cell
 from benchmarks.localization.published import descend
 from gradloc.core.gradients import GradientSpace
@@ -74,24 +74,15 @@ def search_cell(
     norm = space.norm()
     clip_scale = min(1.0, _GRAD_CLIP / (norm + 1e-6))
     space.scale(clip_scale)
-    forward_seconds, pass_seconds = _unit_costs(step, space)
-    tau = threshold * batch.num_tokens**0.5
-    spike = Spike("adaptive", norm, threshold, tau, batch.num_tokens)
-    answer = {
-        "grad_norm": norm,
-        "threshold": threshold,
-        "spikes": norm > threshold,
-        "forward_seconds": forward_seconds,
-        "forward_backward_seconds": pass_seconds,
-        "strategies": {},
-    }
+    spike = Spike("adaptive", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    answer = {"grad_norm": norm, "threshold": threshold, "spikes": norm > threshold, "strategies": {}}
     before = space.current()
     for name in cell.strategies if norm > threshold else ():
         dist.barrier()
         with peak_memory(step.device) as peak:
             started = time.perf_counter()
             if name == "published":
-                found = _published(step, space, ranks, tau)
+                found = _published(step, space, ranks)
             else:
                 tracked = None if name == UNTRACKED else increments
                 strategy = "auto" if name == UNTRACKED else name
@@ -128,16 +119,15 @@ def _told(finding: SearchResult) -> dict[str, Any]:
     }
 
 
-def _published(step, space, ranks, tau: float) -> dict[str, Any]:
+def _published(step, space, ranks) -> dict[str, Any]:
     saved = space.take()
     prober = Prober(step, space, ranks)
     try:
-        descent = descend(prober, tau)
+        token, norm = descend(prober)
     finally:
         space.put(saved)
     return {
-        "culprits": [("token", (descent.token,), descent.norm, True)],
-        "stopped_at": descent.stopped_at,
+        "culprits": [("token", (token,), norm, True)],
         "forwards": prober.num_forwards,
         "backwards": prober.num_backwards,
     }
@@ -160,23 +150,6 @@ def _culprit(found, batch: Batch, num_ranks: int, micro_batches: int) -> dict[st
     span, tokens, norm, is_exact = found
     places = [batch.place(token, num_ranks, micro_batches) for token in tokens]
     return {"span": span, "places": places, "norm": norm, "is_exact": is_exact}
-
-
-def _unit_costs(step: BareStep, space) -> tuple[float, float]:
-    """Seconds of one micro-batch's forward, and of its forward and backward (the second run)."""
-    saved = space.take()
-    for _ in range(2):
-        dist.barrier()
-        started = time.perf_counter()
-        step.forward(0)
-        forward = time.perf_counter() - started
-        started = time.perf_counter()
-        step.loss(0, None).backward()
-        wait(step.device)
-        both = time.perf_counter() - started
-        space.clear()
-    space.put(saved)
-    return forward, both
 
 
 _kept: dict[tuple, torch.nn.Module] = {}

@@ -77,30 +77,28 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
 @pytest.mark.parametrize(
     ("given", "variables", "shown"),
     [
-        ([], {}, ["(verl 0.7.0, the demo's own patched copy)"]),
-        (["verl=0.7.1"], {}, ["(verl 0.7.1, the demo's own patched copy)", "--config-name demo seed=3\n"]),
-        (["verl=0.9.1"], {}, [f"{REPO}/.gradloc/venv-verl09/bin/python -m verl", "--config-name demo-verl09 seed=3\n"]),
-        (["verl=0.9.1"], {"VERL09_PYTHON": "/a/python"}, ["command: /a/python -m verl.trainer.main_ppo"]),
+        (["demo"], {}, ["(verl 0.7.0, the demo's own patched copy)"]),
+        (["demo", "verl=0.7.1"], {}, ["(verl 0.7.1, the demo's own patched copy)", "--config-name demo seed=3\n"]),
         (
-            ["trainer=trl", "gradloc=mask"],
+            ["demo", "verl=0.9.1"],
+            {},
+            [f"{REPO}/.gradloc/venv-verl09/bin/python -m verl", "--config-name demo-verl09 seed=3\n"],
+        ),
+        (["demo", "verl=0.9.1"], {"VERL09_PYTHON": "/a/python"}, ["command: /a/python -m verl.trainer.main_ppo"]),
+        (
+            ["demo", "trainer=trl", "gradloc=mask"],
             {"TRL_PYTHON": "/a/python"},
             ["/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"],
         ),
-        (["trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m experiments.loop.demo seed=3\n"]),
+        (["demo", "trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m experiments.loop.demo seed=3\n"]),
+        (["pretrain"], {}, [f"{REPO}/.gradloc/venv/bin/python -m experiments.loop.pretrain seed=3\n"]),
     ],
-    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL", "a loop"],
+    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL", "a loop", "a loop of its own"],
 )
-def test_the_demo_has_an_environment_for_each_trainer(run_experiment, tmp_path, given, variables, shown):
-    done = run_experiment("demo", *given, "seed=3", "--dry-run", **variables)
+def test_there_is_an_environment_for_each_trainer(run_experiment, tmp_path, given, variables, shown):
+    done = run_experiment(*given, "seed=3", "--dry-run", **variables)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in shown) and "verl=" not in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_loop_that_is_an_experiment_of_its_own_runs_where_the_demo_does(run_experiment, tmp_path):
-    done = run_experiment("pretrain", "steps=3", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert f"{REPO}/.gradloc/venv/bin/python -m experiments.loop.pretrain steps=3\n" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

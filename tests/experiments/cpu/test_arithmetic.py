@@ -6,12 +6,6 @@ import pytest
 from experiments.cpu.arithmetic import LARGEST, Addition, draw, to_row
 
 
-def test_a_question_and_its_sentence_read_as_english():
-    addition = Addition(12, 7)
-    assert addition.question == "What is 12+7?"
-    assert addition.sentence == "12+7=19, so the answer is 19."
-
-
 def test_a_seed_draws_the_same_additions_none_of_them_twice():
     every = (LARGEST + 1) ** 2
     assert draw(20, "a") == draw(20, "a") != draw(20, "b")
