@@ -67,16 +67,10 @@ def broken(run: Record) -> list[str]:
         over.append(f"{healthy['reads_before_step']} reads before the step, {plain['reads_before_step']} expected")
     if healthy["collectives"] != plain["collectives"]:
         over.append(f"collectives {healthy['collectives']}, expected {plain['collectives']}")
-    beside = reads_of_search(run)
+    beside = spiking["reads"] - updates["spiking, unpatched"]["reads"]
     if beside > MOST_READS:
         over.append(f"a spiking update reads {beside} times beside its forwards and backwards, expected {MOST_READS}")
     return over
-
-
-def reads_of_search(run: Record) -> int:
-    """Reads of a spiking update that are neither its own nor those of the search's forwards and backwards."""
-    updates = run["updates"]
-    return updates["spiking, on"]["reads"] - updates["spiking, unpatched"]["reads"]
 
 
 def markdown(run: Record) -> str:

@@ -86,7 +86,6 @@ def measure(
         "core_sha256": digest(),
         "machine": {**MACHINE, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "trainings": bench.trainings,
         "cells": [],
     }
     try:

@@ -86,8 +86,7 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
 
     Returns:
         ``seconds`` and ``cpu_seconds``, the ``norm``, and of the search ``search_seconds``, ``cost_f``, ``named`` (row,
-        position), ``verdict``, and where shares were measured ``closure`` and ``closure_error``; ``tracks``: the
-        running norm's part of all updates' time so far, None where it has switched itself off.
+        position), ``verdict``, and where shares were measured ``closure`` and ``closure_error``.
     """
     trainer, data = _trainers[dtype], _as_verls(batch)
     localizer, driver, spikes, kind = trainer.actor.gradloc.localizer, trainer.gradloc, trainer.driver, type(trainer)
@@ -118,8 +117,6 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
         told["named"] = [(c["row"], position) for c in event["culprits"] for position in c["positions"]]
         shares = event["shares"] or {}
         told |= {key: shares[key] for key in ("closure", "closure_error") if key in shares}
-    tracker = localizer._tracker
-    told["tracks"] = tracker._watch.seconds / max(tracker._update_seconds, 1e-9) if tracker.is_on else None
     return told
 
 
@@ -192,12 +189,12 @@ def measure(
     model, source = pretrained.Pretrained(path), pretrained.text(path)
     rows = _PER_RANK * world.size
     batches = [pretrained.continued(model, source, rows, length, seed) for seed in range(_HEALTHY + 1)]
-    norms, tracks = {}, {}
+    norms = {}
     for dtype in dtypes:
         world.run("benchmarks.spiking.prepare", model=str(path), folder=str(scratch / "events"), dtype=dtype)
         world.run("benchmarks.spiking.watch", dtype=dtype, threshold=math.inf, num_tokens=rows * length)
         healthy = [_update(world, dtype=dtype, batch=batch, way="with") for batch in batches[:-1]]
-        norms[dtype], tracks[dtype] = median(told["norm"] for told in healthy), healthy[-1]["tracks"]
+        norms[dtype] = median(told["norm"] for told in healthy)
         threshold = _THRESHOLD * norms[dtype]
         world.run("benchmarks.spiking.watch", dtype=dtype, threshold=threshold, num_tokens=rows * length)
     run = {
@@ -207,7 +204,6 @@ def measure(
         "ranks": world.size,
         "tokens": rows * length,
         "healthy_norm": norms,
-        "running_norm": tracks,
         "cases": [],
     }
     progress = Progress(len(cases) * len(dtypes) * 2 * times + (_FIRST in dtypes))

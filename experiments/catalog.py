@@ -18,8 +18,6 @@ from experiments.errors import UsageError
 from experiments.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent
-NOT_ON_VERL09 = "RUNAWAY_PENALTY_MULTIPLIER"
-"""The variable of the demo that its config for verl 0.9 does not take."""
 ACTIONS = ("mask", "skip", "heal")
 """What an arm that explodes is also run with."""
 
@@ -93,9 +91,9 @@ class Experiment:
         fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": ""}
         return replace(self, name=name, config="", overrides=(), **fresh)
 
-    def on_verl09(self, name: str, without: str) -> "Experiment":
-        """Its form for verl 0.9.1, with nothing patched and without a variable."""
-        kept = tuple(variable for variable in self.variables if variable.name != without)
+    def on_verl09(self, name: str) -> "Experiment":
+        """Its form for verl 0.9.1, with nothing patched and without a variable that the demo's config has not there."""
+        kept = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
         own = environment.VERL09
         return replace(self, name=name, variables=kept, verls=("0.9.1",), is_installed=True, own=own)
 
@@ -158,7 +156,7 @@ def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) ->
     if "builds_on" in own:
         base = above[own.pop("builds_on")].heir(name)
     if "form_of" in own:
-        base = above[own.pop("form_of")].on_verl09(name, without=NOT_ON_VERL09)
+        base = above[own.pop("form_of")].on_verl09(name)
     variables = {variable.name: variable for variable in base.variables}
     arms = {arm.name: arm for arm in base.arms}
     fields: dict[str, Any] = {}

@@ -40,7 +40,6 @@ class Bench:
         self.folder = folder
         self.training_steps = training_steps
         self.device = device
-        self.trainings: dict[str, dict] = {}
         self.histories: dict[tuple, dict[str, Any]] = {}
         self._models: dict[str, tuple] = {}
         self._batches: tuple[tuple, list] = ((), [])
@@ -172,7 +171,7 @@ class Bench:
             path = pretrained.folder(self.folder.parent)
             self._models[name] = load(name, path), path, pretrained.text(path)
         if name not in self._models:
-            path, self.trainings[name] = trained(name, self.folder, self.training_steps)
+            path = trained(name, self.folder, self.training_steps)
             held = split(text(SIZES[name].vocabulary))[1]
             self._models[name] = load(name, path), path, held
         return self._models[name]

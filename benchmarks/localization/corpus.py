@@ -39,22 +39,16 @@ def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:at], tokens[at:]
 
 
-def trained(name: str, folder: Path, steps: int | None = None) -> tuple[Path, dict]:
-    """Train a model of this size, or take the one that an earlier run left in ``folder``.
-
-    Returns:
-        The file with its weights, and how the training went.
-    """
+def trained(name: str, folder: Path, steps: int | None = None) -> Path:
+    """The file with the weights of a model of this size, trained now or left by an earlier run in ``folder``."""
     steps = TRAIN_STEPS[name] if steps is None else steps
     path = folder / f"model-{name}-{steps}.pt"
     if path.exists():
-        kept = torch.load(path, weights_only=True)
-        return path, kept["training"]
+        return path
     train, _ = split(text(SIZES[name].vocabulary))
     model = build(name)
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    losses = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
@@ -65,13 +59,11 @@ def trained(name: str, folder: Path, steps: int | None = None) -> tuple[Path, di
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
-    training = {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
     folder.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}")
-    torch.save({"weights": model.state_dict(), "training": training}, scratch)
+    torch.save({"weights": model.state_dict()}, scratch)
     os.replace(scratch, path)
-    return path, training
+    return path
 
 
 def load(name: str, path: Path) -> Decoder | pretrained.Pretrained:

@@ -184,14 +184,6 @@ def _amplified(planter: Planter, layers: tuple[int, ...]) -> Planted:
     return Planted(_calibrated(planter, with_factor, place, planter.least), [place])
 
 
-def _jacobian(planter: Planter) -> Planted:
-    return _amplified(planter, tuple(range(len(planter.model.blocks))))
-
-
-def _layer_local(planter: Planter) -> Planted:
-    return _amplified(planter, (len(planter.model.blocks) // 2,))
-
-
 def _calibrated(planter: Planter, with_factor: Callable[[float], Batch], place: Place, kappa: float) -> Batch:
     """The batch whose token has norm kappa: halving over powers of two, until it is 1% close."""
     low, high, wanted = 0.0, 24.0, kappa * planter.healthy_norm
@@ -260,8 +252,8 @@ SCENARIOS: dict[str, Callable[[Planter], Planted]] = {
     "cluster_16": _cluster,
     "sequence": _sequence,
     "rare": _rare,
-    "jacobian": _jacobian,
-    "layer_local": _layer_local,
+    "jacobian": lambda planter: _amplified(planter, tuple(range(len(planter.model.blocks)))),
+    "layer_local": lambda planter: _amplified(planter, (len(planter.model.blocks) // 2,)),
 }
 
 

@@ -127,17 +127,15 @@ def _pretrained_table(cells: Records) -> str:
         if auto is None:
             rows.append([*row, *["no spike"] * 8, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
             continue
-        told = "-" if published is None else _sums_short(published)
+        told = "-"
+        if published is not None:
+            told = f"{_recall([published])}, {published['cost_f']}, {published['seconds']:.0f}"
         row += [told, f"{_recall([auto])}, {auto['false_positives']}, {auto['verdict']}", str(auto["cost_f"])]
         row += [f"{auto['seconds']:.0f}", _number(auto["peak_extra_mib"], ".0f"), _number(auto["closure"], ".3f")]
         error = abs(auto["norm_after"] - auto["norm_without"])
         row += [f"{auto['norm_after']:.4g}, {auto['error_bound']:.2g}", f"{error:.2g}"]
         rows.append([*row, f"{cell['grad_norm']:.3g}, {cell['history']['threshold']:.3g}"])
     return table(rows)
-
-
-def _sums_short(found: dict[str, Any]) -> str:
-    return f"{_recall([found])}, {found['cost_f']}, {found['seconds']:.0f}"
 
 
 def _sweep_table(sweep: str, cells: Records) -> str:
