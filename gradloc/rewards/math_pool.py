@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from queue import LifoQueue
 
 __all__ = ["INSTALL_COMMAND", "Pool", "ScoringError", "ScoringTimeout", "close", "counts", "score"]
 
@@ -77,9 +78,6 @@ class Worker:
             reply = self.ask({"sys_path": sys.path}, START_LIMIT_S)
         except ScoringError as error:
             raise RuntimeError(f"a Math-Verify worker did not start: {error}") from error
-        except BaseException:
-            self.kill()
-            raise
         if "error" in reply:
             self.kill()
             raise ImportError(
@@ -98,11 +96,14 @@ class Worker:
             self._connection.send_bytes(json.dumps(request).encode())
             if self._connection.poll(limit_s):
                 return json.loads(self._connection.recv_bytes())
+            raise ScoringTimeout(f"no answer within {limit_s:g} s")
         except (EOFError, OSError) as error:
             self.kill()
             raise ScoringError(f"the worker died, exit code {self._process.returncode}") from error
-        self.kill()
-        raise ScoringTimeout(f"no answer within {limit_s:g} s")
+        except BaseException:
+            # Also when a KeyboardInterrupt cut the wait: the reply would be taken for the next item's.
+            self.kill()
+            raise
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -123,14 +124,16 @@ class Pool:
 
     Attributes:
         counts: items so far, by outcome: ``scored``, ``timeouts``, ``errors``.
+        workers: the process of each place, dead or alive; None before the place was needed.
     """
 
     def __init__(self, num_workers: int):
         self.counts: Counter = Counter(scored=0, timeouts=0, errors=0)
-        self._slots = threading.BoundedSemaphore(num_workers)
-        self._lock = threading.Lock()  # guards counts and the two collections below
-        self._idle: list[Worker] = []
-        self._workers: set[Worker] = set()
+        self.workers: list[Worker | None] = [None] * num_workers
+        self._lock = threading.Lock()  # guards counts
+        self._free: LifoQueue[int] = LifoQueue()  # the place that was used last comes first
+        for place in range(num_workers):
+            self._free.put(place)
 
     def score(self, gold: str, answer: str, limit_s: float) -> float:
         """Returns 1.0 if the last answer in ``answer`` equals the one in ``gold``, else 0.0.
@@ -146,8 +149,14 @@ class Pool:
             ImportError, RuntimeError: if no worker can be started, see ``Worker``.
         """
         try:
-            with self._slots:
-                reply = self._ask({"gold": gold, "answer": answer, "limit_s": limit_s}, limit_s)
+            place = self._free.get()
+            try:
+                worker = self.workers[place]
+                if worker is None or not worker.is_alive():  # killed from outside while it was idle: no item's fault
+                    worker = self.workers[place] = Worker()
+                reply = worker.ask({"gold": gold, "answer": answer, "limit_s": limit_s}, limit_s)
+            finally:
+                self._free.put(place)
             if "error" in reply:
                 raise ScoringError(reply["error"])
         except ScoringError as error:
@@ -156,50 +165,6 @@ class Pool:
         with self._lock:
             self.counts["scored"] += 1
         return float(reply["score"])
-
-    def kill(self) -> None:
-        """Ends all workers; items that are under way fail."""
-        with self._lock:
-            workers, self._idle = list(self._workers), []
-        for worker in workers:
-            worker.kill()
-
-    def forget(self) -> None:
-        """Lets go of workers that belong to the process this one was forked from."""
-        for worker in list(self._workers):
-            worker.close()
-
-    def _ask(self, request: dict, limit_s: float) -> dict:
-        worker = self._take()
-        try:
-            reply = worker.ask(request, limit_s)
-        except BaseException:
-            # Also when a KeyboardInterrupt cut the wait: the reply would be taken for the next item's.
-            self._discard(worker)
-            raise
-        with self._lock:
-            self._idle.append(worker)
-        return reply
-
-    def _take(self) -> Worker:
-        while True:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            if worker is None:
-                break
-            if worker.is_alive():
-                return worker
-            self._discard(worker)  # killed from outside while it was idle: no item's fault
-        worker = Worker()
-        with self._lock:
-            self._workers.add(worker)
-        return worker
-
-    def _discard(self, worker: Worker) -> None:
-        worker.kill()
-        worker.close()
-        with self._lock:
-            self._workers.discard(worker)
 
     def _count_failure(self, error: ScoringError, answer: str) -> None:
         kind = "timeouts" if isinstance(error, ScoringTimeout) else "errors"
@@ -233,7 +198,8 @@ def close() -> None:
     with _pool_lock:
         pool, _pool = _pool, None
     if pool is not None:
-        pool.kill()
+        for worker in filter(None, pool.workers):
+            worker.kill()  # items that are under way fail
 
 
 def _shared_pool() -> Pool:
@@ -262,7 +228,8 @@ def _start_afresh_after_fork() -> None:
     global _pool, _pool_lock
     _pool_lock = threading.Lock()
     if _pool is not None:
-        _pool.forget()
+        for worker in filter(None, _pool.workers):
+            worker.close()
         _pool = None
 
 

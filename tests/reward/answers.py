@@ -15,4 +15,4 @@ def boxed_gold(answer) -> str:
 
 
 def pids(pool) -> set[int]:
-    return {worker._process.pid for worker in pool._workers}
+    return {worker._process.pid for worker in filter(None, pool.workers) if worker.is_alive()}

@@ -22,5 +22,5 @@ def make_pool(pool_module):
         return pools[-1]
 
     yield make
-    for pool in pools:
-        pool.kill()
+    for worker in [worker for pool in pools for worker in pool.workers if worker]:
+        worker.kill()

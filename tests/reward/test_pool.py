@@ -4,7 +4,6 @@
 pytest tests/reward/test_pool.py -s    (-s shows the milliseconds per call)
 """
 
-import asyncio
 import logging
 import os
 import signal
@@ -83,7 +82,7 @@ def test_an_item_whose_worker_crashes_is_an_error_and_the_next_is_scored(make_po
 def test_a_worker_that_dies_between_items_costs_no_item(make_pool):
     pool = make_pool(1)
     pool.score(boxed_gold(1), boxed(1), 10)
-    (worker,) = pool._workers
+    (worker,) = pool.workers
     os.kill(worker._process.pid, signal.SIGKILL)
     worker._process.wait()
     assert pool.score(boxed_gold(1), boxed(1), 10) == 1.0
@@ -100,20 +99,6 @@ def test_one_worker_serves_hundreds_of_calls_in_milliseconds_each(make_pool):
     print(f"{call_ms:.2f} ms per call")
     assert pids(pool) == before and len(before) == 1
     assert call_ms < 50, "a start of a process takes 400 ms: is there one per call?"
-
-
-def test_a_thread_and_an_asyncio_executor_score_like_the_main_thread(pool_module):
-    async def score_all():
-        loop = asyncio.get_running_loop()
-        compute = math_verify.score
-        calls = [loop.run_in_executor(None, compute, "math_verify", boxed(n), str(n % 3)) for n in range(12)]
-        return await asyncio.gather(*calls)
-
-    scores = []
-    thread = threading.Thread(target=lambda: scores.extend(asyncio.run(score_all())))
-    thread.start()
-    thread.join()
-    assert scores == [1.0] * 3 + [0.0] * 9
 
 
 def test_compute_score_gives_a_timeout_its_score_counts_it_and_says_so(pool_module, monkeypatch, caplog):

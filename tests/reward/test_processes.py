@@ -32,9 +32,11 @@ def start(answer, limit_s):
     threading.Thread(target=pool.score, args=("$1$", answer, limit_s), daemon=True).start()
 
 def print_workers(count):
-    while pool._pool is None or len(pool._pool._workers) < count:
+    workers = ()
+    while len(workers) < count:
         time.sleep(0.05)
-    print(*(worker._process.pid for worker in pool._pool._workers), flush=True)
+        workers = [*filter(None, pool._pool.workers)] if pool._pool else ()
+    print(*(worker._process.pid for worker in workers), flush=True)
 
 HANGING = sys.argv[2]
 """
