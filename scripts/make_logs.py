@@ -2,7 +2,8 @@
 """Writes what tools write themselves in tests/data/logs: a run of 60 steps that explodes at step 47.
 
 Consoles, tables and the lines of trainers that do not install on a laptop lie there as they are: edit these by hand.
-`answers.json` says what was planted in each file; a test holds the reader to it. Each part has its environment:
+So is `answers.json`, which says what was planted in each file; a test holds the reader to it. Each part has its
+environment:
 
     python scripts/make_logs.py verl tests/data/logs            # once with each verl: PYTHONPATH names it
     python scripts/make_logs.py trainer tests/data/logs         # transformers, torch, tensorboard
@@ -10,7 +11,6 @@ Consoles, tables and the lines of trainers that do not install on a laptop lie t
 """
 
 import io
-import json
 import lzma
 import math
 import os
@@ -21,8 +21,11 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 NORM, BOOM = "actor/grad_norm", 47
-EXPLODES = ["Step 47: gradient norm 903,", "Reward fell from 0.6"]
-ANSWERS: dict[str, dict] = {}
+RUNS = {"bad": "explodes", "good": "calm"}
+QUIET_WANDB = dict.fromkeys(
+    ("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_X_DISABLE_META", "WANDB_X_DISABLE_MACHINE_INFO"), "true"
+)
+QUIET_WANDB |= {"WANDB_MODE": "offline", "WANDB_CONSOLE": "off"}
 
 
 def row(step: int, boom: int | None, rng: random.Random) -> dict[str, float]:
@@ -44,11 +47,6 @@ def story(kind: str = "explodes") -> list[tuple[int, dict[str, float]]]:
     return [(s, row(s, BOOM if kind == "explodes" else None, rng)) for s in range(1, 61)]
 
 
-def answer(name: str, form: str, *says: str, **more: object) -> None:
-    """Note what was planted in a file or folder."""
-    ANSWERS[name] = {"format": form, "says": list(says), **more}
-
-
 def verl(out: Path) -> None:
     """Every logger of the verl that is imported, told the same steps by its own ``Tracking``."""
     from importlib.metadata import version as installed
@@ -59,9 +57,8 @@ def verl(out: Path) -> None:
     version = stated.read_text().strip() if stated.is_file() else installed("verl")
     folder = out / f"verl-{version}"
     folder.mkdir(parents=True)
-    os.environ.update(VERL_FILE_LOGGER_PATH=str(folder / "file.jsonl"), WANDB_MODE="offline", WANDB_SILENT="true")
-    os.environ.update(WANDB_DISABLE_GIT="true", WANDB_X_DISABLE_META="true", WANDB_X_DISABLE_MACHINE_INFO="true")
-    os.environ.update(TENSORBOARD_DIR=str(folder / "tensorboard"), WANDB_DIR=str(folder), WANDB_CONSOLE="off")
+    os.environ.update(QUIET_WANDB, WANDB_DIR=str(folder), TENSORBOARD_DIR=str(folder / "tensorboard"))
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(folder / "file.jsonl")
     from verl.utils.tracking import Tracking
 
     settings = {"trainer": {"project_name": "p"}, "data": {"seed": 1}}
@@ -72,11 +69,6 @@ def verl(out: Path) -> None:
             tracking.log(values, step)
         del tracking
     (folder / "console.log").write_text(printed.getvalue())
-    forms = {"console.log": "verl's console log", "file.jsonl": "verl's file logger", "tensorboard": "TensorBoard"}
-    for name, form in forms.items():
-        answer(f"{folder.name}/{name}", form, *EXPLODES)
-    answer(f"{folder.name}/wandb", "W&B's local run", *EXPLODES, settings={"data.seed": 1})
-    answer(folder.name, "verl's console log", *EXPLODES, "hold the same steps")
     _thin(folder)
 
 
@@ -122,12 +114,6 @@ def trainer(out: Path) -> None:
         if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".safetensors"):
             path.unlink()
     (folder / "trainer_state.json.xz").write_bytes(lzma.compress((folder / "trainer_state.json").read_bytes()))
-    explodes = EXPLODES[0]
-    answer("trainer/output", "trainer_state.json", explodes, "hold the same steps", "checkpoint-40")
-    answer("trainer/stdout.log", "a Trainer's printed dicts", explodes, "do not say their step")
-    answer("trainer/trainer_state.json", "trainer_state.json", explodes)
-    answer("trainer/trainer_state.json.xz", "trainer_state.json", explodes)
-    answer("trainer/tensorboard", "TensorBoard", explodes)
     boards(out)
 
 
@@ -139,26 +125,21 @@ def boards(out: Path) -> None:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
     from torch.utils.tensorboard import SummaryWriter
 
-    for name, kind in (("two-runs/bad", "explodes"), ("two-runs/good", "calm")):
-        with SummaryWriter(str(out / "tensorboard" / name)) as writer:
+    for name, kind in RUNS.items():
+        with SummaryWriter(str(out / "tensorboard" / "two-runs" / name)) as writer:
             for step, values in story(kind):
                 for tag, value in values.items():
                     writer.add_scalar(tag, value, step)
-    answer("tensorboard/two-runs", "TensorBoard", *EXPLODES, "No spike in 60 steps")
-    rows = story("resumed")
-    for at, part in enumerate((rows[:52], rows[52:])):
-        writer = EventFileWriter(str(out / "tensorboard" / "resumed"), filename_suffix=f".{at}")
-        for step, values in part:
-            scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            writer.add_event(Event(wall_time=step, step=step, summary=Summary(value=scalars)))
+    rows = [
+        (step, Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]))
+        for step, values in story("resumed")
+    ]
+    tensors = [(step, summary_v2.scalar_pb(tag, value)) for step, values in story() for tag, value in values.items()]
+    for at, (name, part) in enumerate((("resumed", rows[:52]), ("resumed", rows[52:]), ("tensors", tensors))):
+        writer = EventFileWriter(str(out / "tensorboard" / name), filename_suffix=f".{at}")
+        for step, summary in part:
+            writer.add_event(Event(wall_time=step, step=step, summary=summary))
         writer.close()
-    answer("tensorboard/resumed", "TensorBoard", EXPLODES[0], "12 steps (41-52) were logged twice")
-    writer = EventFileWriter(str(out / "tensorboard" / "tensors"))
-    for step, values in story():
-        for tag, value in values.items():
-            writer.add_event(Event(wall_time=step, step=step, summary=summary_v2.scalar_pb(tag, value)))
-    writer.close()
-    answer("tensorboard/tensors", "TensorBoard", *EXPLODES)
 
 
 def trackers(out: Path) -> None:
@@ -167,51 +148,33 @@ def trackers(out: Path) -> None:
     import swanlab
     import wandb
 
-    os.environ.update(WANDB_DISABLE_GIT="true", WANDB_X_DISABLE_META="true", WANDB_X_DISABLE_MACHINE_INFO="true")
-    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off", MLFLOW_ALLOW_FILE_STORE="true")
+    def log(tracker, rows: list[tuple[int, dict[str, float]]], **settings: object) -> None:
+        tracker.init(project="p", **settings)
+        for step, values in rows:
+            tracker.log(values, step=step)
+        tracker.finish()
+
+    os.environ.update(QUIET_WANDB, MLFLOW_ALLOW_FILE_STORE="true", TRACKIO_DIR=str(out / "trackers" / "trackio"))
+    import trackio
+
     folder = out / "trackers"
     (folder / "resumed").mkdir(parents=True)
-    both = (("bad", "explodes"), ("good", "calm"))
-    for name, kind in both:
-        run = wandb.init(project="p", name=name, dir=str(folder), config={"lr": 1e-6, "kind": kind})
-        for step, values in story(kind):
-            run.log(values, step=step)
-        run.finish()
-    answer("trackers/wandb", "W&B's local run", *EXPLODES, "No spike in 60 steps")
     rows = story("resumed")
     for part in (rows[:52], rows[52:]):  # what verl does that is started again: another local run of the same name
-        run = wandb.init(project="p", name="again", dir=str(folder / "resumed"))
-        for step, values in part:
-            run.log(values, step=step)
-        run.finish()
-    answer("trackers/resumed", "W&B's local run", EXPLODES[0], "12 steps (41-52) were logged twice")
-    stores = {"mlruns": folder / "mlruns", "mlruns.db": f"sqlite:///{folder / 'mlruns.db'}"}
-    for name, store in stores.items():
-        mlflow.set_tracking_uri(str(store))
+        log(wandb, part, name="again", dir=str(folder / "resumed"))
+    for name, kind in RUNS.items():
+        rows = story(kind)
+        log(wandb, rows, name=name, dir=str(folder), config={"lr": 1e-6, "kind": kind})
+        log(swanlab, rows, experiment_name=name, logdir=str(folder / "swanlog"), mode="offline")
+        log(trackio, rows, name=name, config={"seed": 1})
+    for store in (str(folder / "mlruns"), f"sqlite:///{folder / 'mlruns.db'}"):
+        mlflow.set_tracking_uri(store)
         mlflow.set_experiment("p")
-        for run, kind in both:
-            with mlflow.start_run(run_name=run):
+        for name, kind in RUNS.items():
+            with mlflow.start_run(run_name=name):
                 mlflow.log_params({"data/seed": 1})
                 for step, values in story(kind):
                     mlflow.log_metrics(values, step=step)
-        answer(f"trackers/{name}", "MLflow", *EXPLODES, "good: No spike in 60 steps", settings={"data.seed": "1"})
-    bad = next((folder / "mlruns").glob("*/*/tags/mlflow.runName")).parents[1].relative_to(out)
-    answer(str(bad), "MLflow", settings={"data.seed": "1"})
-    for name, kind in both:
-        swanlab.init(project="p", experiment_name=name, logdir=str(folder / "swanlog"), mode="offline")
-        for step, values in story(kind):
-            swanlab.log(values, step=step)
-        swanlab.finish()
-    answer("trackers/swanlog", "SwanLab's local run", *EXPLODES, "No spike in 60 steps")
-    os.environ["TRACKIO_DIR"] = str(folder / "trackio")
-    import trackio
-
-    for name, kind in both:
-        trackio.init(project="p", name=name, config={"seed": 1})
-        for step, values in story(kind):
-            trackio.log(values, step=step)
-        trackio.finish()
-    answer("trackers/trackio", "trackio", *EXPLODES, "good: No spike in 60 steps", settings={"seed": 1})
     _thin(folder)
 
 
@@ -235,14 +198,8 @@ def _thin(folder: Path) -> None:
             path.rmdir()
 
 
-def main(part: str, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    known = out / "answers.json"
-    with chdir(out):
-        {"verl": verl, "trainer": trainer, "trackers": trackers}[part](Path.cwd())
-    before = json.loads(known.read_text()) if known.is_file() else {}
-    known.write_text(json.dumps(dict(sorted({**before, **ANSWERS}.items())), indent=1, ensure_ascii=False) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).resolve())
+    folder = Path(sys.argv[2]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with chdir(folder):
+        {"verl": verl, "trainer": trainer, "trackers": trackers}[sys.argv[1]](folder)
