@@ -24,13 +24,6 @@ def make(std, reward=None, length=None):
     )
 
 
-def kept(groups, **given):
-    settings = FilterSettings(**given)
-    best_first, num_candidates = rank(groups, settings)
-    assert sorted(best_first) == list(range(len(groups)))
-    return best_run(groups, best_first[:num_candidates], settings).tolist()
-
-
 def test_groups_of_one_have_no_variance_to_tell_of():
     for sizes, is_told in (([1, 1], False), ([2, 2], True)):
         metrics, groups = {}, replace(make([0.0, 0.0]), sizes=np.array(sizes))
@@ -53,62 +46,46 @@ def test_equal_rewards_deviate_by_exactly_zero():
     assert group_rows(["a"] * 3, [0.1] * 3, [1] * 3).reward_std[0] == 0.0
 
 
-def test_value_one_with_zeros_included_keeps_all_that_carries_mass():
-    assert kept(make([0.3, 0.1, 0.2])) == [0, 2, 1]
+RISING = make([0.1, 0.2, 0.3, 0.4])
+ZEROS = make([0.0, 0.5, 0.0, 0.1], reward=[9.0, 1.0, 8.0, 2.0])
+NEGATIVE = make([1.0, 1.0, 1.0], reward=[-3.0, -1.0, -2.0])
 
 
 @pytest.mark.parametrize(
-    "settings, expected",
+    "groups, settings, expected",
     [
-        # of 1.0 in all: 0.4, 0.7, 0.9, 1.0
-        ({"value": 0.9}, [3, 2, 1]),
-        ({"value": 0.7}, [3, 2]),
-        ({"value": 0.01}, [3]),
-        ({"value": 0.5, "strategy": "top_k"}, [3, 2]),
-        ({"value": 0.1, "strategy": "top_k"}, [3]),
-        ({"value": 0.5, "strategy": "top_k", "type": "smallest"}, [0, 1]),
+        # the shortest run that reaches the value; of 1.0 in all: 0.4, 0.7, 0.9, 1.0
+        (make([0.3, 0.1, 0.2]), {}, [0, 2, 1]),
+        (RISING, {"value": 0.9}, [3, 2, 1]),
+        (RISING, {"value": 0.7}, [3, 2]),
+        (RISING, {"value": 0.01}, [3]),
+        (RISING, {"value": 0.5, "strategy": "top_k"}, [3, 2]),
+        (RISING, {"value": 0.1, "strategy": "top_k"}, [3]),
+        (RISING, {"value": 0.5, "strategy": "top_k", "type": "smallest"}, [0, 1]),
         # mirrored: the smallest weighs 0.4 of 1.0
-        ({"value": 0.4, "type": "smallest"}, [0]),
+        (RISING, {"value": 0.4, "type": "smallest"}, [0]),
+        # softmax: 0.29, 0.55, 0.79, 1.0
+        (RISING, {"value": 0.6, "top_p_prob_mode": "softmax"}, [3, 2, 1]),
+        (RISING, {"value": 0.6, "top_p_prob_mode": "softmax", "type": "smallest"}, [0, 1, 2]),
+        # groups of zero variance can be left out whatever the metric
+        (ZEROS, {"include_zero": False}, [1, 3]),
+        (ZEROS, {"include_zero": False, "metric": "reward"}, [3, 1]),
+        (ZEROS, {"metric": "reward", "value": 0.5}, [0, 2]),
+        # negative scores are lifted together, by 3: 0, 2, 1
+        (NEGATIVE, {"metric": "reward", "value": 0.6}, [1]),
+        (NEGATIVE, {"metric": "reward", "value": 0.7}, [1, 2]),
+        # a group's length is its mean number of tokens
+        (make([1.0] * 3, length=[5.0, 30.0, 10.0]), {"metric": "length", "value": 0.6}, [1]),
+        # without any mass nothing is dropped, without a candidate nothing is kept
+        (make([0.0, 0.0]), {"value": 0.5}, [0, 1]),
+        (make([0.0, 0.0]), {"include_zero": False}, []),
     ],
-    ids=str,
+    ids=lambda given: "" if isinstance(given, GroupStatistics) else str(given),
 )
-def test_the_filter_keeps_the_shortest_run_that_reaches_the_value(settings, expected):
-    assert kept(make([0.1, 0.2, 0.3, 0.4]), **settings) == expected
-
-
-def test_softmax_mass_is_nearly_even_where_scores_are_small():
-    scores = [0.1, 0.2, 0.3, 0.4]
-    probability = np.exp(sorted(scores, reverse=True)) / np.exp(scores).sum()
-    reached = np.cumsum(probability)
-    assert reached[1] < 0.6 < reached[2]
-    assert kept(make(scores), value=0.6, top_p_prob_mode="softmax") == [3, 2, 1]
-    assert kept(make(scores), value=0.6, top_p_prob_mode="softmax", type="smallest") == [0, 1, 2]
-
-
-def test_groups_of_zero_variance_can_be_left_out_whatever_the_metric():
-    groups = make([0.0, 0.5, 0.0, 0.1], reward=[9.0, 1.0, 8.0, 2.0])
-    assert kept(groups, include_zero=False) == [1, 3]
-    assert kept(groups, include_zero=False, metric="reward") == [3, 1]
-    assert kept(groups, metric="reward", value=0.5) == [0, 2]
-
-
-def test_negative_scores_are_lifted_together():
-    groups = make([1.0, 1.0, 1.0], reward=[-3.0, -1.0, -2.0])
-    # lifted by 3: 0, 2, 1
-    assert kept(groups, metric="reward", value=0.6) == [1]
-    assert kept(groups, metric="reward", value=0.7) == [1, 2]
-
-
-def test_length_ranks_by_mean_tokens():
-    assert kept(make([1.0] * 3, length=[5.0, 30.0, 10.0]), metric="length", value=0.6) == [1]
-
-
-def test_without_any_mass_nothing_is_dropped():
-    assert kept(make([0.0, 0.0]), value=0.5) == [0, 1]
-
-
-def test_without_a_candidate_nothing_is_kept():
-    assert kept(make([0.0, 0.0]), include_zero=False) == []
+def test_the_filter_keeps_the_best_groups(groups, settings, expected):
+    best_first, num_candidates = rank(groups, settings := FilterSettings(**settings))
+    assert sorted(best_first) == list(range(len(groups)))
+    assert best_run(groups, best_first[:num_candidates], settings).tolist() == expected
 
 
 def test_groups_are_added_until_the_rows_divide():

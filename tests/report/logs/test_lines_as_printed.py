@@ -47,6 +47,20 @@ def plain(line):
     return [line.format(step=step, norm=norm) for step, norm in norms()]
 
 
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "a.log"
+
+
+def runs_in(log, lines):
+    """The runs of a log with these lines."""
+    log.write_text("".join(f"{line}\n" for line in lines))
+    return read([log])[0]
+
+
+LOSS = "step {step} | loss: 2.0 | grad_norm: {norm}"
+
+
 LINES = {
     "an evaluation that calls its loss as training does": evaluated(10, "[eval] step {step}/60 | loss: 2.1"),
     "an evaluation in batches": evaluated(20, "[eval] step 3/8 | loss: 2.1"),
@@ -78,10 +92,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
-def test_it_is_one_run_with_its_spike_at_its_step(tmp_path, lines):
-    log = tmp_path / "a.log"
-    log.write_text("\n".join(lines) + "\n")
-    run, *others = read([log])[0]
+def test_it_is_one_run_with_its_spike_at_its_step(log, lines):
+    run, *others = runs_in(log, lines)
     factor = 100 if "step 100 " in log.read_text() else 1
     assert len(others) == bool(re.search(r"rank\W{1,3}1|default1", log.read_text(), re.IGNORECASE))
     assert len(run.segments) == 1 and run.metrics.steps == [factor * step for step, _ in norms()]
@@ -89,143 +101,121 @@ def test_it_is_one_run_with_its_spike_at_its_step(tmp_path, lines):
     assert (spike.peak.step, spike.peak.norm) == (factor * AT, 1903.0)
 
 
-def test_ranks_that_do_not_say_who_they_are_are_one_run(tmp_path):
-    log = tmp_path / "a.log"
-    log.write_text("\n".join(by_ranks("step {step} | loss: 2.{rank} | grad_norm: {norm}")) + "\n")
-    ((run,), _) = read([log])
+def test_ranks_that_do_not_say_who_they_are_are_one_run(log):
+    (run,) = runs_in(log, by_ranks("step {step} | loss: 2.{rank} | grad_norm: {norm}"))
     assert len(run.segments) == 1 and diagnose(run).worst.peak.step == AT
 
 
 def test_steps_that_begin_at_0_in_each_epoch_go_on_by_one(tmp_path):
-    log = tmp_path / "a.csv"
     rows = [f"{(step - 1) // 20},{(step - 1) % 20},{norm}" for step, norm in norms()]
-    log.write_text("\n".join(["epoch,step,grad_norm", *rows]))
-    ((run,), _) = read([log])
+    (run,) = runs_in(tmp_path / "a.csv", ["epoch,step,grad_norm", *rows])
     assert run.metrics.steps == list(range(60)) and run.is_counted
 
 
-def test_a_resume_within_an_epoch_is_no_new_epoch(tmp_path):
-    log = tmp_path / "a.jsonl"
+def test_a_resume_within_an_epoch_is_no_new_epoch(log):
     steps = [*range(1, 31), *range(21, 61)]
     rows = ({"epoch": step // 20, "step": step, "grad_norm": 0.5 + at / 1000} for at, step in enumerate(steps))
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ((run,), _) = read([log])
+    (run,) = runs_in(log, map(json.dumps, rows))
     assert [(part.first, part.last) for part in run.segments] == [(1, 30), (21, 60)] and not run.is_counted
 
 
 @pytest.mark.parametrize("has_bar", [True, False])
-def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_checkpoint(tmp_path, has_bar):
-    log = tmp_path / "train.log"
+def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_checkpoint(log, has_bar):
     bar = " 40%|####      | {}/600 [00:40<01:00, 10.0it/s]\n" if has_bar else ""
     dicts = [
         f"{{'loss': 2.0, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}" for s, norm in norms()
     ]
-    log.write_text("".join(bar.format(10 * at) + line + "\n" for at, line in enumerate(dicts, 1)))
     for step in (100, 300, 600):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "weights").write_text("x")
-        os.utime(tmp_path / f"checkpoint-{step}", (0, 0))
-    ((run,), _) = read([log])
+        (log.parent / f"checkpoint-{step}").mkdir()
+        (log.parent / f"checkpoint-{step}" / "weights").write_text("x")
+        os.utime(log.parent / f"checkpoint-{step}", (0, 0))
+    (run,) = runs_in(log, (bar.format(10 * at) + line for at, line in enumerate(dicts, 1)))
     said = diagnose(run)
     assert said.worst.peak.step == (400 if has_bar else 40) and run.is_counted != has_bar
     assert ("checkpoint-300" in said.command) == has_bar and "checkpoint-100" not in said.command
 
 
 @pytest.mark.parametrize("num_lines", [1, 2])
-def test_steps_are_counted_as_long_as_one_process_s_bar_does_not_say_them(tmp_path, num_lines):
-    log = tmp_path / "train.log"
-    line = "(A pid=1) {{'grad_norm': {n}}}\n" + "(B pid=2) {{'grad_norm': {n}}}\n" * num_lines
+def test_steps_are_counted_as_long_as_one_process_s_bar_does_not_say_them(log, num_lines):
+    line = "\n".join(["(A pid=1) {{'grad_norm': {n}}}", *["(B pid=2) {{'grad_norm': {n}}}"] * num_lines])
     bars = (f" 40%|####      | {10 * s}/600 [00:40<01:00, 10.0it/s]\n{line.format(n=n)}" for s, n in norms())
-    log.write_text("".join(bars))
-    runs, _ = read([log])
-    assert {run.is_counted for run in runs} == {num_lines == 2}
+    assert {run.is_counted for run in runs_in(log, bars)} == {num_lines == 2}
 
 
 @pytest.mark.parametrize("reward", [0.5, -0.01])
-def test_growth_is_judged_by_the_reward_since_it_began(tmp_path, reward):
-    log = tmp_path / "a.log"
+def test_growth_is_judged_by_the_reward_since_it_began(log, reward):
     rows = ((s, 0.1 * 2 ** max(0, (s - 20) / 20), 0.5 + reward * max(0, s - 60) / 140) for s in range(1, 161))
-    log.write_text("".join(f"step:{s} - actor/grad_norm:{n} - critic/score/mean:{r}\n" for s, n, r in rows))
-    ((run,), _) = read([log])
+    (run,) = runs_in(log, (f"step:{s} - actor/grad_norm:{n} - critic/score/mean:{r}" for s, n, r in rows))
     said = diagnose(run)
     assert said.kind == "growth" and said.advice.startswith("If the reward falls")
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0])
-def test_norms_none_of_which_is_above_0_are_told_of(tmp_path, shown, norm):
-    log = tmp_path / "a.log"
+def test_norms_none_of_which_is_above_0_are_told_of(log, shown, norm):
     rows = [f"step:{step} - actor/grad_norm:{norm} - actor/pg_loss:0.0" for step in range(1, 31)]
-    log.write_text("\n".join([*rows, "step:30 - actor/pg_loss:0.0", "step:25 - actor/pg_loss:0.1"]) + "\n")
+    runs_in(log, [*rows, "step:30 - actor/pg_loss:0.0", "step:25 - actor/pg_loss:0.1"])
     assert "30 gradient norms" in shown(log) and shown("health", log)
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_a_last_value_that_may_be_cut_is_left_out(tmp_path, end):
-    log = tmp_path / "a.log"
+def test_a_last_value_that_may_be_cut_is_left_out(log, end):
     log.write_text("\n".join(f"step {step} | loss: 2.0 | grad_norm: {norm / 1903}" for step, norm in norms()) + end)
     ((run,), _) = read([log])
     assert len(run.metrics.norms) == (60 if end else 59)
 
 
-def test_norms_in_a_form_that_is_not_known_are_not_called_a_file_without_any(tmp_path):
-    log = tmp_path / "a.log"
-    log.write_text("".join(f"{step}) train/grad_norm={norm}\n" for step, norm in norms()))
+def test_norms_in_a_form_that_is_not_known_are_not_called_a_file_without_any(log):
     with pytest.raises(ReportError, match="--pattern"):
-        read([log])
+        runs_in(log, plain("{step}) train/grad_norm={norm}"))
 
 
-def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(tmp_path):
-    log = tmp_path / "a.log"
-    log.write_text("".join(f"at {step} it was {norm}\n" for step, norm in norms()))
+def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(log):
+    log.write_text("\n".join(plain("at {step} it was {norm}")))
     run = read_run(log, pattern=r"at (?P<step>\d+) it was (?P<value>\S+)").runs[0]
     assert run.trainer == "other" and not diagnose(run).command
-    log.write_text("".join(json.dumps({"num_updates": s, "gnorm": n, "loss": 2.0}) + "\n" for s, n in norms()))
-    assert read([log])[0][0].trainer == "other"
+    (run,) = runs_in(log, plain('{{"num_updates": {step}, "gnorm": {norm}, "loss": 2.0}}'))
+    assert run.trainer == "other"
 
 
-def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, shown, refused):
-    log, other = tmp_path / "a.log", tmp_path / "b.log"
-    log.write_text("".join(plain("step {step} | loss: 2.0 | norm: {norm}\n")))
+def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, log, shown, refused):
+    log.write_text("\n".join(plain("step {step} | loss: 2.0 | norm: {norm}")))
     assert f"gradloc-report health {log} --metric norm" in shown(log, "--metric", "norm")
     assert "--metric" in refused("health", log) and "--metrics" not in refused("health", log)
-    other.write_text("".join(f"step {step} | loss: 2.0 | grad_norm: 0.5\n" for step, _ in norms()))
-    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
-    assert f"gradloc-report health {log}\n" in shown(other, log)
+    runs_in(tmp_path / "b.log", (LOSS.format(step=step, norm=0.5) for step, _ in norms()))
+    runs_in(log, plain(LOSS))
+    assert f"gradloc-report health {log}\n" in shown(tmp_path / "b.log", log)
 
 
 def test_runs_of_one_name_in_two_folders_are_two_in_the_trigger_s_list(tmp_path, shown):
     for folder, factor in (("a", 1), ("b", 1000)):
         (tmp_path / folder).mkdir()
         for seed in (1, 2):
-            rows = [f"step {step} | loss: 2.0 | grad_norm: {seed * norm / factor}" for step, norm in norms()]
-            (tmp_path / folder / f"s{seed}.log").write_text("\n".join(rows) + "\n")
+            rows = (LOSS.format(step=step, norm=seed * norm / factor) for step, norm in norms())
+            runs_in(tmp_path / folder / f"s{seed}.log", rows)
     said = shown("trigger", tmp_path / "a", tmp_path / "b", tmp_path / "b")
     assert said.count(" flagged (") == 6
 
 
-def test_output_goes_into_a_pipe_and_through_a_link(tmp_path, shown):
-    log, target, link = tmp_path / "a.log", tmp_path / "target.md", tmp_path / "link.md"
-    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
+def test_output_goes_into_a_pipe_and_through_a_link(tmp_path, log, shown):
+    target, link, pipe = tmp_path / "target.md", tmp_path / "link.md", tmp_path / "pipe"
+    runs_in(log, plain(LOSS))
     target.write_text("")
     link.symlink_to(target)
     shown(log, "--format", "md", "-o", link)
     assert link.is_symlink() and "Step 40" in target.read_text()
-    os.mkfifo(tmp_path / "pipe")
-    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        shown(log, "--format", "md", "-o", tmp_path / "pipe")
-        assert "Step 40" in reader.stdout.read() and (tmp_path / "pipe").is_fifo()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        shown(log, "--format", "md", "-o", pipe)
+        assert "Step 40" in reader.stdout.read() and pipe.is_fifo()
 
 
-def test_an_export_of_a_log_says_what_happened(tmp_path, shown):
-    log = tmp_path / "a.log"
-    log.write_text("".join(plain("step {step} | loss: 2.0 | grad_norm: {norm}\n")))
+def test_an_export_of_a_log_says_what_happened(log, shown):
+    runs_in(log, plain(LOSS))
     (said,) = json.loads(shown(log, "--format", "json"))["diagnoses"]
     assert said["kind"] == "back" and said["headline"].startswith("Step 40")
-    assert "Step 40" in shown(log, "--format", "md")
 
 
-def test_nothing_before_the_first_step_is_resumed_from(tmp_path):
-    log = tmp_path / "a.log"
-    log.write_text("".join(f"step {step} | loss: nan | grad_norm: nan\n" for step, _ in norms()))
-    said = diagnose(read([log])[0][0])
+def test_nothing_before_the_first_step_is_resumed_from(log):
+    (run,) = runs_in(log, (LOSS.format(step=step, norm="nan") for step, _ in norms()))
+    said = diagnose(run)
     assert said.kind == "lost" and "before step 1" not in said.advice
