@@ -36,15 +36,13 @@ def stage_gradients(overrides: list[str], dump_dir: str, uses_own_probs: bool = 
         "actor_rollout_ref.actor.optim.weight_decay=0",
         "actor_rollout_ref.actor.grad_clip=1e9",
     ]
-    found = {}
-    for name, extra in (("ordinary", []), ("lopti", [ALGORITHM])):
+    found = []
+    for extra in ([], [ALGORITHM]):
         trainer = make_trainer(overrides + frozen + extra, dump_dir)
         batch = batch_of(3, trainer if uses_own_probs else None)
         before = {key: value.clone() for key, value in batch.batch.items()}
-        steps = recorded_steps(trainer)
-        out = trainer.update(batch)
-        found[name] = [steps, batch, before, out]
-    ordinary, (steps, batch, before, out) = found["ordinary"][0], found["lopti"]
+        found.append((recorded_steps(trainer), trainer.update(batch)["metrics"]))
+    (ordinary, ordinary_metrics), (steps, metrics) = found
     num_mini = len(ordinary)
     errors = [
         float((first + second - whole).norm() / whole.norm())
@@ -55,8 +53,8 @@ def stage_gradients(overrides: list[str], dump_dir: str, uses_own_probs: bool = 
         "norms": (float(steps[0].norm()), float(steps[num_mini].norm())),
         "batch_is_intact": all(torch.equal(batch.batch[key], before[key]) for key in before)
         and set(batch.batch.keys()) == set(before),
-        "metrics": out["metrics"],
-        "ordinary_metrics": found["ordinary"][3]["metrics"],
+        "metrics": metrics,
+        "ordinary_metrics": ordinary_metrics,
     }
 
 
@@ -86,11 +84,7 @@ def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
     batch = batch_of(5)
     mask = batch.batch["response_mask"].float()
     prob, advantages = batch.batch["old_log_probs"].exp(), batch.batch["advantages"]
-    low = torch.zeros_like(mask)
-    for row in range(len(mask)):
-        for position in range(mask.shape[1]):
-            if mask[row, position] == 1 and prob[row, position] < abs(eta):
-                low[row, position] = 1
+    low = mask * (prob < abs(eta))
     stages = [("low", low), ("high", mask - low)]
     for name, stage in stages if eta > 0 else stages[::-1]:
         batch.batch["advantages"] = advantages * stage

@@ -33,7 +33,7 @@ FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording
     (is_document, read_document),
     (tables.is_boxed, tables.read_boxes),
     (tables.is_table, tables.read_table),
-    (lambda source: not source.is_binary, read_lines),
+    (lambda source: source.coding is not None, read_lines),
 )
 """What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
 KNOWN = (

@@ -54,10 +54,7 @@ class Source:
             if (self.head.startswith(magic) or self.head[257:262] == magic) and not is_spreadsheet(path):
                 raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
         self.coding = _coding(self.head)
-
-    @property
-    def is_binary(self) -> bool:
-        return self.coding is None
+        """None for bytes that are no text."""
 
     @property
     def text_head(self) -> str:

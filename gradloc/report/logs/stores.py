@@ -32,9 +32,8 @@ _TENSORS = {1: _FLOAT, 2: _DOUBLE}  # TensorFlow's DT_FLOAT and DT_DOUBLE
 def is_tensorboard(source: Source) -> bool:
     """Whether the first record is an event with a time."""
     head = source.head
-    return ".tfevents." in source.name or (
-        source.is_binary and len(head) > 21 and head[4:8] == b"\0\0\0\0" and head[12:13] == b"\x09" and head[0] < 64
-    )
+    is_event = len(head) > 21 and head[4:8] == b"\0\0\0\0" and head[12:13] == b"\x09" and head[0] < 64
+    return ".tfevents." in source.name or source.coding is None and is_event
 
 
 def read_tensorboard(source: Source) -> list[Recording]:
@@ -122,18 +121,14 @@ def _add_config(made: Recording, content: Any) -> None:
 
 def _item(content: Any) -> tuple[str, Any]:
     """A key, which may be nested, and its value in JSON."""
-    keys, nested, item = [], [], None
+    texts: dict[int, list[str]] = {1: [], 2: [], 16: [""]}
     for field, value in fields(content):
-        if field == 1:
-            keys.append(_text(value))
-        elif field == 2:
-            nested.append(_text(value))
-        elif field == 16:
-            try:
-                item = json.loads(_text(value))
-            except ValueError:
-                item = None
-    return "/".join([*keys, *nested]), item
+        texts.setdefault(field, []).append(_text(value))
+    try:
+        item = json.loads(texts[16][-1])
+    except ValueError:
+        item = None
+    return "/".join(texts[1] + texts[2]), item
 
 
 def read_swanlab(source: Source) -> list[Recording]:

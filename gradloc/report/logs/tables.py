@@ -26,7 +26,7 @@ _TAG = re.compile(r"(?:^|-)tag-(.+)$")
 def is_table(source: Source) -> bool:
     """Whether the first two lines are a head and numbers below it."""
     if source.path.suffix.lower() in (".csv", ".tsv"):
-        return not source.is_binary
+        return source.coding is not None
     lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
     delimiter = _delimiter(lines)
     if delimiter is None or len(lines) < 2:

@@ -7,6 +7,7 @@ import json
 import math
 from io import StringIO
 
+from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 
@@ -15,16 +16,6 @@ ROWS = [{"step": step, "grad_norm": norm, "reward": 0.5} for step, norm in NORMS
 CONSOLE = [f"step:{step} - actor/grad_norm:{norm} - critic/score/mean:0.5" for step, norm in NORMS.items()]
 TQDM = "(TaskRunner pid=7) Training Progress:  {at:.0f}%|███   | {step}/120 [01:10<00:45,  1.18it/s]"
 BARS = "Step: {at:3.0f}%|███   | {step}/120 [01:10<00:45,  1.18it/s, loss=0.1, grad_norm={norm}]"
-
-
-def frame(rows, named=False):
-    """Rows as pandas prints them."""
-    names = list(rows[0])
-    head = "   " + " ".join(f"{name:>10}" for name in names)
-    if named:
-        head = "     " + " ".join(f"{name:>10}" for name in names[1:]) + "\nstep" + " " * 20
-        return "\n".join([head, *(f"{row['step']:<5}" + " ".join(f"{row[n]:>10}" for n in names[1:]) for row in rows)])
-    return "\n".join([head, *(f"{at:<3}" + " ".join(f"{row[n]:>10}" for n in names) for at, row in enumerate(rows))])
 
 
 def ruled(rows, sides="|", line="-"):
@@ -114,14 +105,13 @@ HEADED = {
     "rst.txt": ("=====  ==========\n step   grad_norm\n=====  ==========", "{s:5}  {n:10}"),
 }
 """A head, and what stands below it for each step."""
-BY_STEP = {str(row["step"]): {"grad_norm": row["grad_norm"]} for row in ROWS}
-COLUMNS = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+FRAME = DataFrame(ROWS)
 VALUES = [{"metricName": "grad_norm", "metricValue": str(n), "step": s, "timestamp": 1} for s, n in NORMS.items()]
-OF_PANDAS = {
-    "index.json": BY_STEP,
-    "columns.json": {name: dict(zip(map(str, range(120)), values, strict=True)) for name, values in COLUMNS.items()},
-    "split.json": {"columns": [*COLUMNS], "index": [*range(120)], "data": [[*row.values()] for row in ROWS]},
-    "lists.json": COLUMNS,
+DOCUMENTS = {
+    "index.json": FRAME.set_index("step")[["grad_norm"]].to_dict("index"),
+    "columns.json": FRAME.to_dict(),
+    "split.json": FRAME.to_dict("split"),
+    "lists.json": FRAME.to_dict("list"),
     "comet.json": VALUES,
     "tensorboard.json": [[1.7e9 + step, step, norm] for step, norm in NORMS.items()],
 }
@@ -134,7 +124,7 @@ FILES = {
         name: "\n".join([head, *(form.format(s=s, n=n, l=LOSS) for s, n in NORMS.items())])
         for name, (head, form) in HEADED.items()
     },
-    **{name: json.dumps(document) for name, document in OF_PANDAS.items()},
+    **{name: json.dumps(document) for name, document in DOCUMENTS.items()},
     "docker.json": "\n".join(json.dumps({"log": f"{line}\n", "stream": "stdout", "time": "x"}) for line in CONSOLE),
     "journald.json": "\n".join(json.dumps({"MESSAGE": line, "_PID": "7"}) for line in CONSOLE),
     "bytes.json": "\n".join(json.dumps({"MESSAGE": list(line.encode()), "_PID": "7"}) for line in CONSOLE),
@@ -144,8 +134,8 @@ FILES = {
     "pretty.json": json.dumps([{"jsonPayload": {"message": line}} for line in CONSOLE], indent=2),
     "aws.json": json.dumps({"events": [{"timestamp": at, "message": line} for at, line in enumerate(CONSOLE)]}),
     "loki.json": json.dumps({"data": {"result": [{"values": [[str(at), line] for at, line in enumerate(CONSOLE)]}]}}),
-    "frame.txt": frame(ROWS),
-    "named.txt": frame(ROWS, named=True),
+    "frame.txt": FRAME.to_string(),
+    "named.txt": FRAME.set_index("step").to_string(),
     "r.csv": "step,grad_norm\n" + "\n".join(f'"{at}",{at},{norm}' for at, norm in NORMS.items()),
     "german.csv": "step,grad_norm,reward\n" + "\n".join(f'{s},"{german(n)}","0,5"' for s, n in NORMS.items()),
     "tabs.tsv": "step\tgrad_norm\n" + "\n".join(f"{step}\t{norm:,}" for step, norm in NORMS.items()),
