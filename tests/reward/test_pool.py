@@ -42,41 +42,27 @@ def test_a_hanging_answer_times_out_while_twenty_others_are_scored_right_and_in_
     assert pool.counts == {"scored": 22, "timeouts": 1, "errors": 0}
 
 
-def test_more_hanging_answers_than_workers_still_leave_the_others_their_scores(make_pool):
-    pool = make_pool(2)
-    answers = [HANGING] * 3 + [boxed(7)] * 8
-
-    def score(answer):
-        try:
-            return pool.score(boxed_gold(7), answer, 1)
-        except Exception as error:
-            return type(error).__name__
-
-    with ThreadPoolExecutor(len(answers)) as threads:
-        scores = list(threads.map(score, answers))
-    assert scores == ["ScoringTimeout"] * 3 + [1.0] * 8
-
-
-def test_a_timeout_replaces_the_worker_and_only_that_one(make_pool, pool_module):
-    pool = make_pool(1)
-    pool.score(boxed_gold(1), boxed(1), 10)
-    before = pids(pool)
-    with pytest.raises(pool_module.ScoringTimeout):
-        pool.score(boxed_gold(1), HANGING, 0.5)
-    assert not pids(pool)
-    assert pool.score(boxed_gold(1), boxed(1), 10) == 1.0
-    assert len(pids(pool)) == 1 and pids(pool) != before
-
-
-def test_an_item_whose_worker_crashes_is_an_error_and_the_next_is_scored(make_pool, pool_module):
+@pytest.mark.parametrize(
+    "crashes, limit_s, said, counts",
+    [
+        (False, 0.5, "no answer within 0.5 s", {"scored": 2, "timeouts": 1, "errors": 0}),
+        (True, 10, "the worker died, exit code -11", {"scored": 2, "timeouts": 0, "errors": 1}),
+    ],
+    ids=["hangs", "crashes"],
+)
+def test_an_item_that_hangs_or_crashes_fails_alone_and_its_worker_is_replaced(
+    make_pool, pool_module, crashes, limit_s, said, counts
+):
     pool = make_pool(1)
     pool.score(boxed_gold(1), boxed(1), 10)
     (pid,) = pids(pool)
-    threading.Timer(0.5, os.kill, (pid, signal.SIGSEGV)).start()
-    with pytest.raises(pool_module.ScoringError, match="the worker died, exit code -11"):
-        pool.score(boxed_gold(1), HANGING, 10)
+    if crashes:
+        threading.Timer(0.5, os.kill, (pid, signal.SIGSEGV)).start()
+    with pytest.raises(pool_module.ScoringError, match=said) as failed:
+        pool.score(boxed_gold(1), HANGING, limit_s)
+    assert isinstance(failed.value, pool_module.ScoringTimeout) != crashes and not pids(pool)
     assert pool.score(boxed_gold(1), boxed(1), 10) == 1.0
-    assert pool.counts == {"scored": 2, "timeouts": 0, "errors": 1}
+    assert len(pids(pool)) == 1 and pids(pool) != {pid} and pool.counts == counts
 
 
 def test_a_worker_that_dies_between_items_costs_no_item(make_pool):

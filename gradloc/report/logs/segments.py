@@ -248,7 +248,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     for step, values in rows:
         if not parts or not parts[-1].takes(step, values, is_folded):
             if parts and is_beside(values):
-                parts[-1].put_beside(step, values)
+                parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
                 continue
             parts.append(_Stretch())
         elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():
@@ -287,9 +287,6 @@ class _Stretch:
                 known[name] = value
         self._last = max(self._last, step)
         self._latest.update(dict.fromkeys(values, step))
-
-    def put_beside(self, step: int, values: dict[str, float]) -> None:
-        self.rows[step] = values | self.rows.get(step, {})
 
 
 def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
