@@ -199,7 +199,7 @@ def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep 
 def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool = False) -> NextStep | None:
     """Led by the setting that was measured to heal the step; then the root cause to look into, and ``mask``."""
     event, cured = evidence.event, healer(evidence.event)
-    if cured is None:
+    if cured is None or cured.name not in ACTIONS:  # another version's setting
         return found
     lines, why, check = {"": cured.line}, "", "No further event has this cause."
     if found is not None:
