@@ -93,35 +93,40 @@ NOT_HERE = {
 """Part of a test's name, and why there is nothing to test on this trainer, or where it is tested."""
 EVERY = None
 NONE: tuple[str, ...] = ()
+ALL_OF: dict[tuple[tuple[str, ...] | None, tuple[str, ...] | None], str] = {
+    (EVERY, NONE): """
+cures::with_none_allowed failures::skip failures::the_weights_before failures::resuming failures::a_full_bundle
+identities::nothing_is_communicated test_layouts::a_dynamic_batch test_layouts::a_spike_in_a_later
+localization::a_rehearsal split::a_rank_without quartiles.test_actor::a_broken quartiles.test_actor::a_learning_rate
+stages::alpha_0 stages::each_stage stabilize.test_actor::a_step_that
+""",
+    (NONE, EVERY): """
+failures::abort failures::text experts::moving stages::reweighting stabilize.test_actor::a_step_without
+stabilize.test_actor::a_run_under_safe
+""",
+    (NONE, NONE): """
+cures::where_no_setting experts::masking kernels::masking ulysses::masking localization::the_verdict
+trigger::a_collapse trigger::mask_and_skip trigger::the_page trigger::each_masked
+""",
+}
+"""Rows of the next table whose cases are all alike: verl 0.7 has them, verl 0.9 has, or neither has any."""
 BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "harmless::switched_off": (("two mini-batches, two epochs",), NONE),
-    "harmless::observing": (
-        ("FSDP1, two mini-batches, two epochs-auto",),
-        NONE,
-    ),
+    "harmless::observing": (("FSDP1, two mini-batches, two epochs-auto",), NONE),
     "actions::every_appearance": (("fsdp1",), ("fsdp2",)),
     "cures::the_norm_under": (NONE, ("pushed down",)),
     "cures::a_healed_step": (NONE, ("float32-pushed down",)),
     "cures::so_it_is_for_each": (NONE, ("veto",)),
     "cures::rows_that_only_fill": (NONE, ("veto",)),
-    "cures::where_no_setting": (NONE, NONE),
-    "cures::with_none_allowed": (EVERY, NONE),
     "failures::a_rank_that_fails_inside": (("loss",), ("forward",)),
     "failures::a_rank_that_fails_at": (("auto",), NONE),
     "failures::trouble": (("disk full",), NONE),
-    "failures::skip": (EVERY, NONE),
-    "failures::the_weights_before": (EVERY, NONE),
-    "failures::resuming": (EVERY, NONE),
-    "failures::abort": (NONE, EVERY),
-    "failures::a_full_bundle": (EVERY, NONE),
-    "failures::text": (NONE, EVERY),
     "identities::the_probes": (("kl_cov",), NONE),
     "identities::the_shares": (("FSDP2, weights kept", "FSDP1, bf16"), ("FSDP2, entropy and KL",)),
     "identities::the_loss_asked_again": (("float32-off-policy",), ("bf16-on-policy",)),
     "identities::a_masked_step": (("no dropout-FSDP2",), ("dropout-FSDP1",)),
     "identities::a_token_s_backward": (("FSDP2",), ("FSDP1",)),
     "identities::with_dropout": (("FSDP1",), NONE),
-    "identities::nothing_is_communicated": (EVERY, NONE),
     "test_layouts::the_planted": (
         ("FSDP2, bf16, checkpointing by auto",),
         ("FSDP1, original parameters by auto", "FSDP2, LoRA by auto"),
@@ -131,28 +136,16 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "test_layouts::the_bound": (("-1.0-True",), ("1.0-False",)),
     "test_layouts::a_token_after_a_picture": (NONE, ("FSDP2",)),
     "test_layouts::a_return": (NONE, ("FSDP2",)),
-    "test_layouts::a_dynamic_batch": (EVERY, NONE),
-    "test_layouts::a_spike_in_a_later": (EVERY, NONE),
-    "experts::moving": (NONE, EVERY),
-    "experts::masking": (NONE, NONE),
     "experts::the_planted": (NONE, ("Qwen3-MoE, FSDP2",)),
-    "kernels::masking": (NONE, NONE),
     "kernels::the_planted": (("fused, FSDP1, bf16",), NONE),
     "kernels::log_probs_read": (("packed",), ("packed, FSDP1",)),
     "turns::masking": (("mask",), NONE),
-    "ulysses::masking": (NONE, NONE),
     "ulysses::shares": (NONE, ("fsdp2",)),
     "localization::planted": (
         ("two culprits on two ranks, one micro-batch",),
         ("rank 1, last micro-batch, first token", "two culprits in one sequence"),
     ),
-    "localization::the_verdict": (NONE, NONE),
     "localization::a_loss": (("off policy",), ("on policy",)),
-    "localization::a_rehearsal": (EVERY, NONE),
-    "trigger::a_collapse": (NONE, NONE),
-    "trigger::mask_and_skip": (NONE, NONE),
-    "trigger::the_page": (NONE, NONE),
-    "trigger::each_masked": (NONE, NONE),
     "trigger::a_norm": (("nan",), ("inf",)),
     "verdicts::a_spike": (
         ("opposite", "sequence", "padding", "backward", "entropy", "experts and a token", "stale", "replicas"),
@@ -162,28 +155,19 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "verdicts::on_request": (("token-True",), ("transient-False",)),
     "verdicts::replicas_that": (("True",), ("False",)),
     "split::parts_of_unequal": (("token-mean", "gspo", "one micro-batch"), ("seq-mean-token-mean",)),
-    "split::a_rank_without": (EVERY, NONE),
     "split::a_row_that_fills": (("quartiles",), NONE),
-    "split::training_with": (
-        ("buckets-fsdp2",),
-        ("quartiles-fsdp2",),
-    ),
+    "split::training_with": (("buckets-fsdp2",), ("quartiles-fsdp2",)),
     "split::an_actor": (("quartiles-fsdp2",), ("buckets-fsdp2",)),
     "split::a_failure": (("buckets",), ("quartiles",)),
     "quartiles.test_actor::the_parts": (("token-mean", "checkpointing"), NONE),
     "quartiles.test_actor::each_quartile": (NONE, ("entropy and kl terms",)),
     "quartiles.test_actor::probability": (NONE, ("2-fsdp2",)),
     "quartiles.test_actor::an_empty": (("all equally probable",), ("fewer than four tokens",)),
-    "quartiles.test_actor::a_broken": (EVERY, NONE),
-    "quartiles.test_actor::a_learning_rate": (EVERY, NONE),
     "stages::at_frozen": (("FSDP1", "sequence means"), ("entropy and KL",)),
     "stages::it_is_two": (("0.4",), ("-0.4",)),
     "stages::the_events": (("1-stages0",), NONE),
     "stages::the_learning_rate": (("false-expected0",), NONE),
     "stages::the_localizer": (("low",), ("high",)),
-    "stages::alpha_0": (EVERY, NONE),
-    "stages::reweighting": (NONE, EVERY),
-    "stages::each_stage": (EVERY, NONE),
     "stabilize.test_actor::the_optimizer": (
         ("FSDP1 with original parameters, by tensor, adagc",),
         ("FSDP2, by kind, zscore",),
@@ -193,11 +177,9 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "stabilize.test_actor::a_resumed": (("FSDP2, adagc",), NONE),
     "stabilize.test_actor::stabilizers": (("FSDP1",), ("FSDP2",)),
     "stabilize.test_actor::observing": (("FSDP1",), NONE),
-    "stabilize.test_actor::a_step_that": (EVERY, NONE),
-    "stabilize.test_actor::a_step_without": (NONE, EVERY),
-    "stabilize.test_actor::a_run_under_safe": (NONE, EVERY),
     "ratios::the_actor": (("token_clip clamps on both sides-FSDP2", "seq_clip clamps below-FSDP1"), ("both-FSDP2",)),
     "ratios::planted": (("FSDP2, gspo",), ("FSDP1",)),
+    **{row: columns for columns, rows in ALL_OF.items() for row in rows.split()},
 }
 """The end of a module's name and the start of a test's: its cases that are default tests on verl 0.7 and on 0.9.
 

@@ -4,6 +4,8 @@
 import random
 from typing import Any
 
+import torch
+
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
@@ -16,7 +18,7 @@ SPIKE = 4.0  # the threshold, in healthy norms
 KINDS = ("token", "token", "span", "row", "ranks")
 
 
-def mixture(seed: int, layout: str = "plain", num_rows: int = 16) -> dict[str, Any]:
+def mixture(seed: int, layout: str = "plain", num_rows: int = 16, dtype: str = "float32") -> dict[str, Any]:
     """Plant 0 to 12 culprits, localize, and count; on several ranks all of them call this together.
 
     A culprit is a token, a span of up to four, a row, or one token on every rank; the advantages of its tokens are
@@ -26,6 +28,7 @@ def mixture(seed: int, layout: str = "plain", num_rows: int = 16) -> dict[str, A
         seed: of everything.
         layout: of the weights.
         num_rows: over all ranks.
+        dtype: of the computation, which ``plain`` has in float32 alone.
 
     Returns:
         ``culprits`` and ``tokens`` planted; ``norm``, of the step in healthy norms; ``over``: tokens whose own norm is
@@ -49,7 +52,8 @@ def mixture(seed: int, layout: str = "plain", num_rows: int = 16) -> dict[str, A
     threshold = SPIKE * normal
     norms = Oracle(model, batch).norms(places)
     over = {place for place, norm in norms.items() if norm > threshold}
-    step = BareStep(shard(build("tiny"), layout), batch, NUM_MICRO_BATCHES)
+    precision = getattr(torch, dtype)
+    step = BareStep(shard(build("tiny"), layout, precision), batch, NUM_MICRO_BATCHES, precision)
     space = GradientSpace(step.model)
     step.train()
     norm = space.norm()

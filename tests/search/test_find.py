@@ -30,8 +30,12 @@ def test_in_a_mixture_the_loud_are_named_and_nobody_else(seed):
 
 
 @pytest.mark.full
-def test_so_it_is_on_two_ranks(bare_world):
-    told, other = bare_world.run("tests.bare.mixtures.mixture", seed=3, layout="fsdp2")
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [("float32", 3), *(pytest.param("bfloat16", s, marks=[pytest.mark.slow] * (s != 3)) for s in range(10))],
+)
+def test_so_it_is_on_two_ranks(bare_world, dtype, seed):
+    told, other = bare_world.run("tests.bare.mixtures.mixture", seed=seed, layout="fsdp2", dtype=dtype)
     assert told == other and not problems(told)
 
 
