@@ -112,7 +112,7 @@ trigger::a_collapse trigger::mask_and_skip trigger::the_page trigger::each_maske
 """Rows of the next table whose cases are all alike: verl 0.7 has them, verl 0.9 has, or neither has any."""
 BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "harmless::switched_off": (("two mini-batches, two epochs",), NONE),
-    "harmless::observing": (("FSDP1, two mini-batches, two epochs-auto",), NONE),
+    "harmless::observing": (("FSDP1-auto",), NONE),
     "actions::every_appearance": (("fsdp1",), ("fsdp2",)),
     "cures::the_norm_under": (NONE, ("pushed down",)),
     "cures::a_healed_step": (NONE, ("float32-pushed down",)),

@@ -3,10 +3,12 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from patchkit import apply as applier
 from patchkit import build
 from patchkit.refusal import Refusal
 from tests.patchkit import world
@@ -58,10 +60,10 @@ def clone(tmp_path: Path) -> Path:
 @pytest.fixture
 def apply(capsys: pytest.CaptureFixture[str], repo: Path) -> Callable[..., world.Outcome]:
     """The applier's command line."""
-    return lambda *arguments: world.run(capsys, repo, *arguments)
+    return partial(world.run, capsys, applier.main, "--patches", repo / "patches")
 
 
 @pytest.fixture
 def make(capsys: pytest.CaptureFixture[str], repo: Path) -> Callable[..., world.Outcome]:
     """The builder's command line."""
-    return lambda *arguments: world.make(capsys, repo, *arguments)
+    return partial(world.run, capsys, build.main, "--root", repo)

@@ -372,39 +372,30 @@ def test_modes_stay_and_a_hard_link_elsewhere_keeps_its_bytes(apply, tree, tmp_p
     assert (tmp_path / "cached").read_text() == BASE[ACTOR]
 
 
+PATCH, MANIFEST = "verl-0.7.0.patch", "manifest.json"
 BROKEN = {
-    "a byte": lambda patch: patch.replace(b"hook()", b"hack()"),
-    "CRLF": lambda patch: patch.replace(b"\n", b"\r\n"),
-    "cut off": lambda patch: patch[:-20],
-    "a web page": lambda patch: b"<!doctype html>",
-    "nothing": lambda patch: b"",
+    "a byte": (PATCH, lambda text: text.replace(b"hook()", b"hack()")),
+    "CRLF": (PATCH, lambda text: text.replace(b"\n", b"\r\n")),
+    "cut off": (PATCH, lambda text: text[:-20]),
+    "a web page": (PATCH, lambda text: b"<!doctype html>"),
+    "nothing": (PATCH, lambda text: b""),
+    "a manifest that is too large": (MANIFEST, lambda text: text + b" " * 2**16),
+}
+NO_MANIFEST = ["", "{", '{"patches": 1}', '{"version": "1.0", "patches": [{}]}', "[" * 10**4, "\udcff"]
+NO_MANIFEST += ['{"version": "1.0", "patches": []}']
+BROKEN |= {
+    f"no manifest {number}": (MANIFEST, lambda _, text=text: text.encode(errors="surrogateescape"))
+    for number, text in enumerate(NO_MANIFEST)
 }
 
 
 @pytest.mark.parametrize("spoil", BROKEN)
-def test_a_patch_that_is_not_the_manifests_is_not_used(apply, repo, tree, spoil):
-    place = repo / "patches" / "verl-0.7.0.patch"
-    place.write_bytes(BROKEN[spoil](place.read_bytes()))
+def test_patches_that_are_not_the_manifests_are_not_used(apply, repo, tree, spoil):
+    name, change = BROKEN[spoil]
+    place = repo / "patches" / name
+    place.write_bytes(change(place.read_bytes()))
     with unchanged(tree):
-        apply(tree).expect(3, "git checkout -- patches/")
-
-
-NO_MANIFEST = ["", "{", '{"patches": 1}', '{"version": "1.0", "patches": [{}]}', "[" * 10**4, "\udcff"]
-NO_MANIFEST += ['{"version": "1.0", "patches": []}']
-
-
-@pytest.mark.parametrize("text", NO_MANIFEST, ids=range(len(NO_MANIFEST)))
-def test_a_manifest_that_is_none_is_refused(apply, repo, tree, text):
-    (repo / "patches" / "manifest.json").write_text(text, errors="surrogateescape")
-    with unchanged(tree):
-        apply(tree).expect(3, "manifest")
-
-
-def test_a_manifest_that_is_too_large_is_not_read(apply, repo, tree):
-    manifest = repo / "patches" / "manifest.json"
-    manifest.write_text(manifest.read_text() + " " * 2**16)
-    with unchanged(tree):
-        apply(tree).expect(3, "manifest")
+        apply(tree).expect(3, "manifest", "git checkout -- patches/")
 
 
 def test_the_script_runs_on_a_bare_python_from_anywhere(tmp_path, tree):

@@ -6,12 +6,11 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchkit import apply, build
-from patchkit.language import blob_id
+from patchkit import build
 from patchkit.tree import SEAM
 
 ACTOR, TRAINER, OTHER = "verl/workers/actor/dp_actor.py", "verl/trainer/ray_trainer.py", "verl/utils/other.py"
@@ -54,13 +53,13 @@ def files_of(root: Path) -> dict[str, str]:
     }
 
 
-def make_repo(root: Path, after: Mapping[str, str] = RESULT) -> Path:
+def make_repo(root: Path) -> Path:
     """A repository of ours for the small verl: its sources, built. Its base is kept where a fetched one would be."""
     write_tree(root / "base" / "verl-0.7.0", BASE)
     folder = root / "verl_overrides" / "v0.7.0"
     write_tree(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
     write_tree(folder, {"base.json": json.dumps({"commit": "0" * 40, "sdist_sha256": "0" * 64})})
-    for path, text in after.items():
+    for path, text in RESULT.items():
         if path not in BASE:
             write_tree(folder, {path: text})
         elif BASE[path] != text:
@@ -78,12 +77,12 @@ def make_clone(root: Path, files: Mapping[str, str] = BASE) -> Path:
     return root
 
 
-def git(root: Path, *arguments: str, is_ok: bool = True) -> str:
-    """git with a neutral identity; its output."""
+def git(root: Path, *arguments: str) -> None:
+    """git with a neutral identity."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     command = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=is_ok).stdout
+    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True)
 
 
 def picture(root: Path) -> dict[str, tuple]:
@@ -125,19 +124,8 @@ class Outcome:
         return json.loads(self.out)
 
 
-def run(capsys, repo: Path, *arguments: object) -> Outcome:
-    """apply_patch.py's command line."""
+def run(capsys, main: Callable[[list[str]], int], *arguments: object) -> Outcome:
+    """A command line."""
     capsys.readouterr()
-    code = apply.main(["--patches", str(repo / "patches"), *map(str, arguments)])
+    code = main([*map(str, arguments)])
     return Outcome(code, *capsys.readouterr())
-
-
-def make(capsys, repo: Path, *arguments: object) -> Outcome:
-    """make_patch.sh's command line."""
-    capsys.readouterr()
-    code = build.main(["--root", str(repo), *map(str, arguments)])
-    return Outcome(code, *capsys.readouterr())
-
-
-def ids(files: Mapping[str, str]) -> dict[str, str]:
-    return {path: blob_id(text.encode()) for path, text in files.items()}

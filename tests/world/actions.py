@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios of actions: on the same culprit in every epoch, and in a run whose spikes grow from step to step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
-from tests.world.harness import local_of, make_batch, make_trainer
+from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer, part
 from tests.world.spikes import ON, answer, plant
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,36 +20,70 @@ SMALL = [
 ]
 
 
-TWINS = {"as_without": 0.0, "as_spiked": -1e4}
-"""Training without localization that a run is held against, and the advantage of its culprit."""
+Plant = tuple[int, int, float]
+"""Row, response position and advantage."""
 
 
 def train_epochs(
-    overrides: list[str], dump_dir: str, twin: str, layout: Sequence[str] = (), answered: tuple[int, int] | None = None
+    overrides: list[str],
+    dump_dir: str,
+    lets_out: bool,
+    layout: Sequence[str] = (),
+    plants: Sequence[Plant] = ((6, 2, -1e4),),
+    answered: tuple[int, int] | None = None,
+    dropout: float = 0.0,
 ) -> dict[str, Any]:
-    """Two epochs of two mini-batches with one culprit, beside its ``twin``.
+    """Two epochs of two mini-batches with a culprit in one, beside the same training without localization.
 
+    ``lets_out``: the latter trains as if nothing flowed back through the culprits. ``layout``: settings of both.
     ``answered``: response positions [first, end) that a tool has written.
     """
 
-    def train(advantage: float, settings: list[str]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def train(settings: list[str], lets_out: bool) -> tuple[dict[str, Any], tuple[str, bytes]]:
         batch = make_batch(8)
         if answered is not None:
             answer(batch, *answered)
-        plant(batch, 6, 2, advantage)
-        trainer = make_trainer([*SMALL, *layout, *settings], dump_dir)
-        out = trainer.update(batch)
-        return out, [local_of(param) for param in trainer.module.parameters()]
+        for each in plants:
+            plant(batch, *each)
+        trainer = make_trainer([*SMALL, *layout, *settings], dump_dir, dropout=dropout)
+        with letting_out(plants, batch) if lets_out else nullcontext():
+            out = trainer.update(batch)
+        return out, (trainer.weights_hash(), torch.get_rng_state().numpy().tobytes())
 
-    out, ours = train(-1e4, ON + overrides)
-    _, theirs = train(TWINS[twin], [])
+    out, ours = train(ON + overrides, False)
+    _, theirs = train([], lets_out)
     events, norms = out["events"], out["metrics"]["actor/grad_norm"][0]
     return {
-        "is_same": all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
+        "is_same": ours == theirs,
         "metrics": {name: values for name, values in out["metrics"].items() if name.startswith("gradloc/")},
         "events": len(events),
         "norm_taken": norms[events[0]["step"]["mini_batch"]] if events else None,
     }
+
+
+@contextmanager
+def letting_out(plants: Sequence[Plant], batch: Any) -> Iterator[None]:
+    """Make plain training detach the planted tokens in its own forward."""
+    if has_engine():
+        with other_trainer().letting_out(plants, batch):
+            yield
+        return
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.step")
+    targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
+
+    def forward(self, inputs, **given):
+        log_prob, entropy = own.forwarded(original(self, inputs, **given))
+        kept = torch.ones_like(log_prob, dtype=torch.bool)
+        for ids, position in targets:
+            for row in range(len(kept)):
+                if torch.equal(inputs["input_ids"][row], ids):
+                    kept[row, position] = False
+        return own.Forwarded(log_probs=torch.where(kept, log_prob, log_prob.detach()), entropys=entropy)
+
+    with mock.patch.object(DataParallelPPOActor, "_forward_micro_batch", forward):
+        yield
 
 
 # ---- a run whose spikes grow from step to step, beside its healthy twin

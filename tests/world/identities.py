@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from tests.world import harness
-from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer, part
+from tests.world.harness import has_engine, local_of, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -155,53 +155,6 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         plant(batch, 12, 2, -3e3)
         trainer.update(batch)
     return results[0]
-
-
-def masked_step(overrides: list[str], dump_dir: str, dropout: float, plants: list) -> dict:
-    """One spiking step under ``action.mode=mask``, against training with the culprits let out."""
-    mask = [*ON, "actor_rollout_ref.actor.gradloc.action.mode=mask"]
-
-    def run(settings: list[str], let_out: bool) -> dict[str, Any]:
-        batch = make_batch(seed=1)
-        for row, position, advantage in plants:
-            plant(batch, row, position, advantage)
-        trainer = make_trainer(settings + overrides, dump_dir, dropout=dropout)
-        with _letting_out(plants, batch) if let_out else contextlib.nullcontext():
-            out = trainer.update(batch)
-        trainer.update(make_batch(seed=2))
-        return {
-            "weights": trainer.weights_hash(),
-            "rng": torch.get_rng_state().numpy().tobytes(),
-            "event": out["events"][0] if out["events"] else None,
-            "metrics": out["metrics"],
-        }
-
-    return {"masked": run(mask, False), "wanted": run([], True)}
-
-
-@contextlib.contextmanager
-def _letting_out(plants: list, batch: Any):
-    """Make plain training detach the planted tokens in its own forward."""
-    if has_engine():
-        with other_trainer().letting_out(plants, batch):
-            yield
-        return
-    from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.step")
-    targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
-
-    def forward(self, inputs, **given):
-        log_prob, entropy = own.forwarded(original(self, inputs, **given))
-        kept = torch.ones_like(log_prob, dtype=torch.bool)
-        for ids, position in targets:
-            for row in range(len(kept)):
-                if torch.equal(inputs["input_ids"][row], ids):
-                    kept[row, position] = False
-        return own.Forwarded(log_probs=torch.where(kept, log_prob, log_prob.detach()), entropys=entropy)
-
-    with mock.patch.object(DataParallelPPOActor, "_forward_micro_batch", forward):
-        yield
 
 
 def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_model, make_trainer, model_of
+from tests.world.harness import make_batch, make_trainer, model_of
 from tests.world.models import own_loss
 from tests.world.oracle import Oracle
 
@@ -38,11 +38,12 @@ def localize_planted(
     rollout_noise: float | None = None,
     answered: tuple[int, int] | None = None,
     has_own_loss: bool = False,
+    excluded: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Plant, run one update, and report event and oracle side by side (the oracle on rank 0).
 
     ``answered``: response positions [first, end) that a tool has written, see :func:`answer`. ``has_own_loss``: train
-    with a loss that a user registered.
+    with a loss that a user registered. ``excluded``: row and position of a token that the reference policy excludes.
     """
     overrides = overrides + (own_loss.register() if has_own_loss else [])
     batch = make_batch(rollout_noise=rollout_noise)
@@ -50,6 +51,8 @@ def localize_planted(
         answer(batch, *answered)
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
+    if excluded is not None:
+        batch.batch["ref_log_prob"][excluded] = -60.0
     trainer = make_trainer(ON + overrides, dump_dir)
     model = model_of(overrides)
     oracle = Oracle(trainer, model, batch) if dist.get_rank() == 0 else None
@@ -73,23 +76,6 @@ def _head_norm(model: torch.nn.Module, gradient: torch.Tensor) -> float:
     named = [(name, param.numel()) for name, param in model.named_parameters() if param.requires_grad]
     parts = gradient.split([count for _, count in named])
     return sum(float(part.norm()) for (name, _), part in zip(named, parts, strict=True) if "lm_head" in name)
-
-
-def explain_kl_spike(dump_dir: str, overrides: list[str]) -> dict[str, Any]:
-    """No advantage is touched: the reference policy excludes one token; its KL term blows up."""
-    batch = make_batch()
-    row, position = 9, 4
-    batch.batch["ref_log_prob"][row, position] = -60.0
-    trainer = make_trainer(ON + KL + overrides, dump_dir)
-    oracle = Oracle(trainer, make_model(), batch) if dist.get_rank() == 0 else {}
-    norms = {place: float(oracle[place].norm()) for place in oracle}
-    out = trainer.update(batch)
-    return {
-        "event": out["events"][0] if out["events"] else None,
-        "planted": (row, position),
-        "oracle_largest": max(norms, key=norms.get) if norms else None,
-        "oracle_norm": max(norms.values(), default=0.0),
-    }
 
 
 KL = [
@@ -126,7 +112,7 @@ def train(
     }
 
 
-PLANTED = {"nan": (10, 3, float("nan")), "inf": (1, 0, float("inf")), "spike": (5, 3, 1e4)}
+PLANTED = {"nan": (10, 3, float("nan")), "inf": (1, 0, float("inf")), "spike": (5, 3, 1e4), "later": (6, 2, -1e4)}
 
 
 def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
@@ -142,13 +128,6 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
         "metrics": out["metrics"],
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
     }
-
-
-def localize_twice(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """A culprit in the second mini-batch of each epoch."""
-    batch = make_batch()
-    plant(batch, 6, 2, -1e4)
-    return make_trainer(overrides, dump_dir).update(batch)["metrics"]
 
 
 def overflow(overrides: list[str], dump_dir: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ TAU = f"{ACTOR}.grad_norm_threshold=640"
 def test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it(world, dump_dir, layout):
     settings, layout = [TAU, f"{ACTOR}.gradloc.action.mode=mask"], [f"{ACTOR}.{setting}" for setting in layout]
     found, other = world.run(
-        "actions.train_epochs", twin="as_without", overrides=settings, dump_dir=dump_dir, layout=layout
+        "actions.train_epochs", lets_out=True, overrides=settings, dump_dir=dump_dir, layout=layout
     )
     assert found["is_same"] and other["is_same"], "bit for bit"
     metrics = found["metrics"]

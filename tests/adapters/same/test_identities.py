@@ -3,7 +3,8 @@
 
 import pytest
 
-ACTOR = "actor_rollout_ref.actor"
+from tests.adapters.same.layouts.checks import ACTOR, check_masked_step
+
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 OFF_POLICY = [f"{ACTOR}.ppo_epochs=2"]  # the first epoch is looked at; it uses the stored log-probs
 FSDP1 = [f"{ACTOR}.strategy=fsdp"]
@@ -117,22 +118,7 @@ def test_with_dropout_all_rows_run_since_random_numbers_would_be_others(world, d
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, strategy, dropout):
-    settings = [f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.grad_norm_threshold=640"]
-    answers = world.run(
-        "identities.masked_step",
-        overrides=strategy + settings,
-        dump_dir=dump_dir,
-        dropout=dropout,
-        plants=[(5, 3, 1e4), (12, 4, 1e4)],
-    )
-    for answer in answers:
-        event = answer["masked"]["event"]
-        assert event["action"]["taken"] == "mask"
-        assert event["trigger"]["grad_norm"] > 100 * event["certificate"]["norm_after"], "the plant mattered"
-        assert answer["masked"]["weights"] == answer["wanted"]["weights"]
-        assert answer["masked"]["rng"] == answer["wanted"]["rng"]
-    metrics = answers[0]["masked"]["metrics"]
-    assert metrics["gradloc/mask"] == [1] and metrics["gradloc/skip"] == [0]
+    check_masked_step(world, dump_dir, strategy, dropout)
 
 
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):

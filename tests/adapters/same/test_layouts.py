@@ -144,7 +144,7 @@ def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir)
     budget = [f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
     loss = [f"{ACTOR}.policy_loss.loss_mode=gpg"]  # no ratio that could clip the plant away
     overrides = ON + TAU + several + budget + loss
-    world.run("spikes.localize_twice", overrides=overrides, dump_dir=dump_dir)
+    world.run("spikes.update_batch", kind="later", overrides=overrides, dump_dir=dump_dir)
     events = read_events(dump_dir)
     places = [(e["step"]["epoch"], e["step"]["mini_batch"]) for e in events]
     assert places == [(0, 1), (1, 1)]

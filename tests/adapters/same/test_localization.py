@@ -5,7 +5,7 @@ import pytest
 
 from tests.adapters.same.layouts.checks import check_oracle
 from tests.world.events import read_events
-from tests.world.oracle import place_of
+from tests.world.spikes import KL
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
 TAU = ["actor_rollout_ref.actor.grad_norm_threshold=640", "actor_rollout_ref.actor.gradloc.search.strategy=bisect"]
@@ -39,15 +39,12 @@ def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
 
 
 def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(world, dump_dir):
-    tau = ["actor_rollout_ref.actor.grad_norm_threshold=200"]
-    found, _ = world.run("spikes.explain_kl_spike", dump_dir=dump_dir, overrides=tau)
+    overrides = ["actor_rollout_ref.actor.grad_norm_threshold=200", *KL]
+    given = {"plants": [], "excluded": (9, 4), "overrides": overrides, "dump_dir": dump_dir}
+    found, _ = world.run("spikes.localize_planted", **given)
     (event,) = read_events(dump_dir)
-    (culprit,) = event["culprits"]
-    assert place_of(culprit) == found["oracle_largest"]
-    assert (culprit["row"], culprit["positions"][0]) == found["planted"]
-    assert culprit["grad_norm"] == pytest.approx(found["oracle_norm"], rel=1e-3)
-    assert culprit["cause"]["label"] == "kl_term"
-    assert event["certificate"]["verdict"] == "explained"
+    check_oracle(event, found | {"planted": [(9, 4)]})
+    assert event["culprits"][0]["cause"]["label"] == "kl_term"
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["on policy", "off policy"])

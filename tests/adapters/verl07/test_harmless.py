@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Off is unpatched verl, observing is not looking: weights, optimizer and random state, bitwise."""
 
-import functools
-
 import pytest
 
-ON = ["actor_rollout_ref.actor.spike_detection=True", "actor_rollout_ref.actor.grad_norm_threshold=640"]
-TWO_MINI_BATCHES = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_epochs=2"]
-FSDP1 = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+from tests.adapters.same.layouts.checks import ACTOR, ONE_STEP, check_training
+
+TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
+FSDP1 = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
 LAYOUTS = {
     "one mini-batch": [],
     "two mini-batches, two epochs": TWO_MINI_BATCHES,
@@ -27,24 +26,13 @@ def test_switched_off_it_is_unpatched_verl_bit_for_bit(world, unpatched_world, d
         assert ours["metrics"].keys() == theirs["metrics"].keys()
 
 
-SPIKING = dict(num_steps=3, dropout=0.1, spike_at=2)
-
-
-@pytest.fixture(scope="module")
-def unobserved(world, tmp_path_factory):
-    """``unobserved(layout)``: the run in which nobody looks, made once."""
-    given = {"dump_dir": str(tmp_path_factory.mktemp("unobserved")), **SPIKING}
-    return functools.cache(lambda layout: world.run("spikes.train", overrides=LAYOUTS[layout], **given))
+OBSERVED = {"FSDP2": [], "FSDP1": [f"{ACTOR}.strategy=fsdp"], "FSDP2, one mini-batch": ONE_STEP}
 
 
 @pytest.mark.parametrize("strategy", ["auto", "bisect", "sketch"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_observing_a_spike_leaves_the_run_as_it_would_have_been(world, unobserved, dump_dir, layout, strategy):
-    search = [f"actor_rollout_ref.actor.gradloc.search.strategy={strategy}"]
-    off = unobserved(layout)
-    on = world.run("spikes.train", overrides=ON + search + LAYOUTS[layout], dump_dir=dump_dir, **SPIKING)
-    assert on[0]["events"] == 1
-    for ours, theirs in zip(on, off, strict=True):
-        assert ours["weights"] == theirs["weights"]
-        assert ours["rng"] == theirs["rng"]
-        assert ours["norms"] == theirs["norms"]
+@pytest.mark.parametrize("layout", OBSERVED)
+def test_observing_a_spike_leaves_the_run_as_it_would_have_been(world, dump_dir, layout, strategy):
+    spikes = 1 if OBSERVED[layout] is ONE_STEP else 2
+    settings = [f"{ACTOR}.gradloc.search.strategy={strategy}"]
+    given = {"layout": OBSERVED[layout], "dropout": 0.1}
+    check_training(world, dump_dir, "observe", spikes=spikes, settings=settings, **given)

@@ -49,7 +49,7 @@ def with_liger(scenario: str, **given: Any) -> Any:
     from triton import language
     from triton.runtime import interpreter
 
-    from tests.world import spikes
+    from tests.world import harness, spikes
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     rms_norm.rsqrt = lambda x: language.math.rsqrt(x)  # the interpreter has no function of a device's library
@@ -73,7 +73,7 @@ def with_liger(scenario: str, **given: Any) -> Any:
     def of_a_plain_model(trainer: Any, model: torch.nn.Module, batch: Any) -> Any:
         assert "Liger" in type(trainer.module.model.norm).__name__ + str(trainer.module.model.norm)
         with mock.patch.dict(names, plain):
-            return oracle_of(trainer, spikes.make_model(), batch)
+            return oracle_of(trainer, harness.make_model(), batch)
 
     oracle = mock.patch.object(spikes, "Oracle", of_a_plain_model)
     floats = mock.patch.object(interpreter, "_implicit_cvt", with_floats)

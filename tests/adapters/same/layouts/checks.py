@@ -36,10 +36,24 @@ def check_oracle(event, found, share=1e-3, norm=1e-3, before=1e-4, after=2e-3, c
     assert closure is None or event["shares"]["closure"] == pytest.approx(1, abs=closure)
 
 
-def check_training(world, dump_dir, mode, spikes=2, **given):
-    """``mask`` is training without the culprit, ``observe`` training with it and nobody looking; bit for bit."""
-    twin = {"mask": "as_without", "observe": "as_spiked"}[mode]
-    given |= {"overrides": [TAU, f"{ACTOR}.gradloc.action.mode={mode}"], "dump_dir": dump_dir, "twin": twin}
-    found = world.run("actions.train_epochs", **given)
+def check_training(world, dump_dir, mode, spikes=2, settings=(), **given):
+    """``mask`` is training without the culprit, ``observe`` training with it and nobody looking: weights, optimizer and
+    random numbers, bit for bit. Returns the metrics of ours."""
+    given |= {"overrides": [TAU, f"{ACTOR}.gradloc.action.mode={mode}", *settings], "dump_dir": dump_dir}
+    found = world.run("actions.train_epochs", lets_out=mode == "mask", **given)
     assert all(rank["is_same"] for rank in found), "bit for bit"
-    assert found[0]["metrics"]["gradloc/spikes"] == [spikes]
+    metrics = found[0]["metrics"]
+    assert metrics["gradloc/spikes"] == [spikes] and metrics["gradloc/mask"] == [spikes * (mode == "mask")]
+    return metrics
+
+
+ONE_STEP = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.policy_loss.loss_mode=vanilla"]
+
+
+def check_masked_step(world, dump_dir, layout, dropout=0.0):
+    """One step, with a culprit on each of two ranks."""
+    plants = [(2, 3, 1e4), (5, 4, 1e4)]
+    given = {"layout": [*ONE_STEP, f"{ACTOR}.grad_clip=0.5", *layout], "plants": plants, "dropout": dropout}
+    metrics = check_training(world, dump_dir, "mask", spikes=1, **given)
+    (over,), (threshold,) = metrics["gradloc/norm_over_threshold"], metrics["gradloc/threshold"]
+    assert over * threshold > 100 * metrics["gradloc/norm_after"][0], "the plant mattered"

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.adapters.same import test_cures
-from tests.adapters.same.layouts.checks import PLANTS, TAU, check_oracle, check_training
+from tests.adapters.same.layouts.checks import PLANTS, TAU, check_masked_step, check_oracle, check_training
 from tests.adapters.verl09.harness import DISTILLED
 from tests.world.events import read_events
 
@@ -29,11 +29,7 @@ def test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause(wor
 
 
 def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir):
-    given = {"overrides": [TAU, *AS_REWARD], "plants": [(5, 3, 1e4), (12, 4, 1e4)], "dump_dir": dump_dir}
-    for answer in world.run("identities.masked_step", dropout=0.0, **given):
-        assert answer["masked"]["event"]["action"]["taken"] == "mask"
-        assert answer["masked"]["weights"] == answer["wanted"]["weights"]
-        assert answer["masked"]["rng"] == answer["wanted"]["rng"]
+    check_masked_step(world, dump_dir, AS_REWARD)
 
 
 @pytest.mark.slow
