@@ -15,13 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 
-def tracked():
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in done.stdout.decode().split("\0") if name]
-
-
 def test_every_link_to_a_file_leads_somewhere():
     for page in PAGES:
         targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
@@ -88,13 +81,14 @@ def test_the_keys_in_the_readme_are_documented():
 
 
 def test_no_file_names_a_path_of_one_machine():
-    tracked()  # skips where this is no checkout
     pattern, mine = r"/(work|root|opt|farm)/[a-z]", Path(__file__).relative_to(ROOT)
     found = subprocess.run(
         ["git", "grep", "-anoE", pattern, "--", ":!*.png", ":!*.safetensors", f":!{mine}"],
         cwd=ROOT, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
-    assert (found.returncode, found.stdout) == (1, "")
+    if found.returncode > 1:
+        pytest.skip("not a git checkout")
+    assert found.stdout == ""
 
 
 # ---- what the site needs of them, without mkdocs

@@ -319,6 +319,12 @@ def make_trainer(
     return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=kind)
 
 
+def targets_of(plants: list[tuple[int, int, float]], batch: Any) -> list[tuple[torch.Tensor, int]]:
+    """The sequence of each planted token, without padding, and the place whose logits give its log-prob."""
+    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    return [(batch.batch["input_ids"][row, : lengths[row]], NUM_PROMPT + position - 1) for row, position, _ in plants]
+
+
 def without(targets: list[tuple[torch.Tensor, int]], micro_batch: Any, model_output: dict[str, Any]) -> dict[str, Any]:
     """verl's model output with the log-probs at these places of these sequences detached."""
     nested = model_output["log_probs"]
@@ -337,11 +343,7 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
     """Make plain training detach the planted tokens in its own forward."""
     from verl.workers.engine import FSDPEngineWithLMHead
 
-    original = FSDPEngineWithLMHead.forward_step
-    targets = []
-    for row, position, _ in plants:
-        length = NUM_PROMPT + int(batch.batch["response_mask"][row].sum())
-        targets.append((batch.batch["input_ids"][row, :length], NUM_PROMPT + position - 1))
+    original, targets = FSDPEngineWithLMHead.forward_step, targets_of(plants, batch)
 
     def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         def of_the_others(model_output: dict[str, torch.Tensor], **given: Any) -> Any:

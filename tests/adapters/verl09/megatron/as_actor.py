@@ -15,7 +15,6 @@ from tests.adapters.verl09 import as_actor
 from tests.adapters.verl09.megatron import harness
 from tests.world import harness as of_world
 from tests.world import spikes
-from tests.world.harness import NUM_PROMPT
 from tests.world.spikes import plant
 
 _layout: dict[str, Any] = {}
@@ -172,10 +171,7 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     original = MegatronEngineWithLMHead.postprocess_micro_batch_func
-    targets = []
-    for row, position, _ in plants:
-        length = NUM_PROMPT + int(batch.batch["response_mask"][row].sum())
-        targets.append((batch.batch["input_ids"][row, :length], NUM_PROMPT + position - 1))
+    targets = as_actor.targets_of(plants, batch)
 
     def postprocess(self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **named: Any) -> Any:
         output = output if forward_only else as_actor.without(targets, data, output)
