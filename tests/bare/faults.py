@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spike whose search fails at a chosen place on chosen ranks, and the optimizer steps that follow.
-
-The places are in the search's passes (``PLACES``, see :class:`FailingStep`), or what a rank computes between them and
-between collectives (``ALLOCATION``, see :class:`FailingRanks`).
-"""
+"""A spike whose search fails on chosen ranks, in one of its passes or for want of memory; and the steps that follow."""
 
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import memory
@@ -35,81 +30,8 @@ PLACES = ("before", "block", "loss", "backward")
 """Before the forward; in the first of two blocks; behind the last collective of the forward; in the backward."""
 
 
-ALLOCATION = "allocation"
-"""A tensor that a rank makes by itself, outside of passes and collectives."""
-
-
 class Injected(RuntimeError):
     """What is raised."""
-
-
-class FailingRanks(Ranks):
-    """Fails at the ``number``-th allocation (from 1) of a search, made outside of its passes and collectives."""
-
-    def arm(self, number: int) -> None:
-        self._allocations, self._is_armed = _Allocations(number), number > 0
-        self._depth = 0
-
-    def together(self, joint):
-        """The outermost call is the search, those within are its passes."""
-        self._depth += 1
-        try:
-            if self._depth == 1 and self._is_armed:
-                return super().together(partial(self._allocations.watch, joint))
-            with self._allocations.unwatched():
-                return super().together(joint)
-        finally:
-            self._depth -= 1
-
-
-def _unwatched(name: str) -> Callable[..., Any]:
-    def call(self: FailingRanks, *given: Any) -> Any:
-        with self._allocations.unwatched():
-            return getattr(Ranks, name)(self, *given)
-
-    return call
-
-
-for _name in ("sum", "max", "gather", "gather_first", "sent_by"):
-    setattr(FailingRanks, _name, _unwatched(_name))
-
-
-class _Allocations(TorchDispatchMode):
-    """Counts operations that make a tensor with memory of its own, and fails at one."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self._left, self._is_watching = number, False
-
-    def watch(self, joint):
-        with self:
-            self._is_watching = True
-            try:
-                return joint()
-            finally:
-                self._is_watching = False
-
-    @contextmanager
-    def unwatched(self):
-        before, self._is_watching = self._is_watching, False
-        try:
-            yield
-        finally:
-            self._is_watching = before
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **(kwargs or {}))
-        if self._is_watching and isinstance(made, torch.Tensor) and not _is_of(made, args):
-            self._left -= 1
-            if self._left == 0:
-                raise Injected(f"no memory for {operation}")
-        return made
-
-
-def _is_of(made: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a tensor has its memory from one of the operands."""
-    operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    return any(made is arg or made.untyped_storage()._cdata == arg.untyped_storage()._cdata for arg in operands)
 
 
 class FailingStep(BareStep):
@@ -200,8 +122,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
     precision = getattr(torch, dtype)
     model = shard(build("tiny"), layout, precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ranks = FailingRanks()
-    ranks.arm(-1)
+    ranks = Ranks()
     settings = GradLocConfig(action=ActionConfig(mode), evidence=EvidenceConfig(bundle="full"))
     localizer = Localizer(Powers(model, optimizer), ranks, settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -210,8 +131,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
         batch = _batch(seed).planted(plants)
         space = GradientSpace(model, ranks)
         step = FailingStep(model, batch, NUM_MICRO_BATCHES, precision)
-        step.arm(place, number if rank in failing and place != ALLOCATION else -1)
-        ranks.arm(number if rank in failing and place == ALLOCATION else -1)
+        step.arm(place, number if rank in failing else -1)
         space.clear()
         policy = Policy(seed, "fixed", [batch.num_tokens], [20.0], [20.0 * batch.num_tokens**0.5], max_events=1)
         localizer.begin_update(policy if number else None, space)
@@ -319,10 +239,10 @@ def fail_apart(patience_s: float = 1.0) -> str:
 
 
 def train_past_every_pass(
-    layout: str, place: str, failing: Sequence[int], mode: str = "observe", stride: int = 1
+    layout: str, place: str, failing: Sequence[int], mode: str = "observe"
 ) -> list[dict[str, Any]]:
-    """:func:`train` without gradloc, then failing at place 1, 1 + ``stride``, ... until the search has no more."""
+    """:func:`train` without gradloc, then failing in pass 1, 2, ... until the search has no more."""
     answers = [train(layout)]
     while len(answers) == 1 or answers[-1]["failures"]:
-        answers.append(train(layout, place, 1 + stride * (len(answers) - 1), failing, mode=mode))
+        answers.append(train(layout, place, len(answers), failing, mode=mode))
     return answers
