@@ -34,21 +34,15 @@ from tests.patchkit.world import (
 )
 
 
-def test_on_and_off_again_are_the_same_bytes(apply, tree):
+def test_on_and_off_again_are_the_same_bytes_and_a_second_time_writes_nothing(apply, tree):
     apply(tree).expect(0, "applied: 3 files")
     assert files_of(tree) == RESULT
-    apply(tree, "--reverse").expect(0, "taken off: 3 files")
-    assert files_of(tree) == BASE and not (tree / ".gradloc-patch").exists()
-
-
-def test_a_second_time_writes_nothing(apply, tree):
-    apply(tree).expect(0)
     with unchanged(tree):
         apply(tree).expect(0, "nothing to apply")
         apply(tree, "--status").expect(0, "APPLIED")
-        apply(tree, "--check").expect(0, "nothing to apply")
-        assert "... and" not in apply(tree, "--check").out
-    apply(tree, "--reverse").expect(0)
+        assert "... and" not in apply(tree, "--check").expect(0, "nothing to apply").out
+    apply(tree, "--reverse").expect(0, "taken off: 3 files")
+    assert files_of(tree) == BASE and not (tree / ".gradloc-patch").exists()
     with unchanged(tree):
         apply(tree, "--reverse").expect(0, "nothing to take off")
         apply(tree, "--status", "--quiet").expect(0, "PRISTINE")

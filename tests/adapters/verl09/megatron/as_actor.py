@@ -43,91 +43,29 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
         return getattr(module, name)(**given)
 
 
-def fail_at(failures: list[tuple[str, int, int]], overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """A spike that is only looked into for each failure; then a healthy step.
+def fail_in_layer(way: str, process: int, overrides: list[str], dump_dir: str) -> None:
+    """A spike in whose search a layer's ``forward`` or ``backward`` fails, the second time that a process is there."""
+    trainer, uses = make_trainer(overrides, dump_dir), 0
 
-    Args:
-        failures: of each spike, in whose search a process fails: where, which process of the world, and which time that
-            it comes there, from 1. Where: in its own part before an agreement (``agreement``), in taking memory for a
-            pass (``allocation``), in what is read from a pass (``read-out``) or from its records (``records``), in a
-            pass' ``loss``, in a ``move`` of the weights, in the ``gather`` of an event, or in a layer's ``forward`` or
-            ``backward``.
-        overrides: of verl's config; without spike_detection nothing is looked into, and nothing fails.
-        dump_dir: for events.
-
-    Returns:
-        What training left; of each spike the failures that were counted, and whether this process failed.
-    """
-    from gradloc.adapters.verl09.megatron.step import MegatronStep
-    from gradloc.adapters.verl09.step import Packing
-    from gradloc.core.memory import Room
-    from gradloc.loop import gather
-    from gradloc.search.weights import MovedWeights
-
-    ranks, uses, due, has_failed = of_world.part("core.ranks"), 0, ("", 0, 0), False
-    of_step, of_ranks = MegatronStep.after_output, ranks.Ranks.agree
-
-    def come(to: str) -> None:
-        nonlocal uses, has_failed
-        place, process, number = due
-        uses += to == place
-        if to == place and uses == number and dist.get_rank() == process:
-            has_failed = True
-            raise RuntimeError(f"made to fail: {place}")
-
-    def agree(self: Any, local: Any) -> Any:
-        def coming() -> Any:
-            come("agreement")
-            return local()
-
-        return of_ranks(self, coming)
-
-    def after_output(self: Any, *args: Any) -> Any:
-        if self.is_replaying:
-            come("loss" if torch.is_grad_enabled() else "read-out")
-        return of_step(self, *args)
+    def come(*_: Any) -> None:
+        nonlocal uses
+        uses += 1
+        if uses == 2 and dist.get_rank() == process:
+            raise RuntimeError(f"made to fail: {way}")
 
     def in_layer(module: torch.nn.Module, args: Any, output: Any) -> None:
         step = getattr(trainer.engine, "_step", None)
-        if step is not None and step.is_replaying:
-            come("forward")
-            if output[0].requires_grad:
-                output[0].register_hook(lambda grad: come("backward"))
+        if step is not None and step.is_replaying and way == "forward":
+            come()
+        elif step is not None and step.is_replaying and output[0].requires_grad:
+            output[0].register_hook(come)
 
-    def coming_to(place: str, owner: Any, method: str) -> Any:
-        original = getattr(owner, method)
-
-        def coming(self: Any, *args: Any) -> Any:
-            come(place)
-            return original(self, *args)
-
-        return mock.patch.object(owner, method, coming)
-
-    trainer = make_trainer(overrides, dump_dir)
     layers = [layer for layer in trainer.module.modules() if type(layer).__name__ == "TransformerLayer"]
     layers[0].register_forward_hook(in_layer)
-    counted, failed = [], []
-    with (
-        mock.patch.object(ranks, "_PATIENCE_S", 2.0),
-        mock.patch.object(ranks.Ranks, "agree", agree),
-        mock.patch.object(MegatronStep, "after_output", after_output),
-        coming_to("allocation", Room, "make_sure"),
-        coming_to("records", Packing, "unpack"),
-        coming_to("gather", gather, "_sums"),
-        coming_to("move", MovedWeights, "_move"),
-    ):
-        for due in failures:  # noqa: B007
-            uses, has_failed = 0, False
-            batch = of_world.make_batch(seed=1)
-            plant(batch, 6, 2, 1e4)
-            out = trainer.update(batch)
-            counted += out["metrics"].get("gradloc/failures", [])
-            failed.append(has_failed)
-            if watch := getattr(trainer.engine, "_watch", None):
-                watch.localizer.num_failures = 0  # else it switches itself off after three
-    trainer.update(of_world.make_batch(seed=2))
-    left = trainer.weights_hash(), torch.get_rng_state().numpy().tobytes()
-    return {"left": left, "counted": counted, "failed": failed}
+    batch = of_world.make_batch(seed=1)
+    plant(batch, 6, 2, 1e4)
+    with mock.patch.object(of_world.part("core.ranks"), "_PATIENCE_S", 2.0):
+        trainer.update(batch)
 
 
 def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str) -> int:

@@ -15,7 +15,7 @@ from tests.adapters.verl09.layouts import test_distillation
 from tests.stabilize import test_actor as stabilizers
 from tests.world.events import read_events
 
-from .layouts import DEFAULT, LAYOUTS, MEGATRON, in_layouts
+from .layouts import DEFAULT, MEGATRON, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
@@ -171,27 +171,6 @@ def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, du
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
 
 
-SHORT = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]  # two micro-batches
-ANEW = [*SHORT, f"{ACTOR}.optim.lr=1e-5"]  # the planted token spikes at each step
-RECOVERED = {name: (1,) for name in ("read-out", "records", "move", "gather")}
-RECOVERED |= {"agreement": (1, 9, 20), "allocation": (2,), "loss": (2,)}
-"""Where a process fails, and at which time that it comes there; the loss and what is read are the last stage's."""
-
-
-@in_layouts("PP 2", "TP 2", "PP 2, interleaved", "DP 2, sharded optimizer", "TP 2 x PP 2", CP[1], ON_CPU[0])
-@pytest.mark.slow
-def test_a_failure_outside_of_the_layers_leaves_training_as_it_was(world, dump_dir):
-    last = LAYOUTS[world.layout].size - 1
-    failures = [(place, process, number) for place, at in RECOVERED.items() for number in at for process in (0, last)]
-    stock = world.run("as_actor.fail_at", failures=failures, overrides=ANEW, dump_dir=f"{dump_dir}-stock")
-    found = world.run("as_actor.fail_at", timeout_s=600, failures=failures, overrides=ON + ANEW, dump_dir=dump_dir)
-    has_failed = [any(failed) for failed in zip(*(answer["failed"] for answer in found), strict=True)]
-    expected = [process == last or place not in ("loss", "read-out") for place, process, _ in failures]
-    assert has_failed == (expected if "PP 2" in world.layout else [True] * len(failures))
-    for one, other in zip(stock, found, strict=True):
-        assert other["counted"] == [int(failed) for failed in has_failed] and one["left"] == other["left"]
-
-
 @in_layouts("PP 2", default=())
 def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir):
     given = {"overrides": ON, "dump_dir": f"{dump_dir}-untroubled"}
@@ -204,8 +183,9 @@ def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir)
 @in_layouts("PP 2", "TP 2")
 @pytest.mark.slow
 def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, process):
-    given = {"failures": [(place, process, 2)], "overrides": ON + SHORT, "dump_dir": dump_dir}
-    assert set(world.fates("as_actor.fail_at", timeout_s=240, **given)) == {"ended"}
+    short = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]  # two micro-batches
+    given = {"way": place, "process": process, "overrides": ON + short, "dump_dir": dump_dir}
+    assert set(world.fates("as_actor.fail_in_layer", timeout_s=240, **given)) == {"ended"}
 
 
 @pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])
