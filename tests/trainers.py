@@ -67,7 +67,6 @@ NOT_HERE = {
         "under_every_loss": "verl's losses; TRL's are in test_step.py",
         "runs_its_row_alone": "TRL's forward of a micro-batch comes whole",
         "random_numbers_would_be_others": "TRL's forward of a micro-batch comes whole",
-        "so_they_do_with_every_mean": "verl's losses; TRL's are in test_step.py",
         "FSDP1": "TRL's FSDP2 is in test_ranks.py",
         "[FSDP2-": "TRL's FSDP2 is in test_ranks.py",
         "weights kept": "a setting of FSDP's",

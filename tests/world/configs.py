@@ -133,7 +133,6 @@ def settings(config: Any) -> dict[str, Any]:
     found = settings_in(config)
     return {
         "enable": found.enable,
-        "mode": found.action.mode,
         "stabilizes": found.stabilize.is_on,
         "clip_limit": limit_of_all(config, clip_limit(config)),
     }

@@ -166,12 +166,6 @@ def test_the_published_switch_says_nothing_about_the_stabilizers(settings):
     assert not answer["enable"] and answer["stabilizes"]
 
 
-@pytest.mark.parametrize("mode", ["observe", "mask"])
-def test_a_preset_chooses_the_action(settings, mode):
-    (answer,) = settings([f"+gradloc={mode}"])
-    assert (answer["enable"], answer["mode"], answer["stabilizes"]) == (True, mode, False)
-
-
 MISTYPED = {
     f"+{ACTOR}.gradloc.trigger.windoww=64": f"unknown setting {ACTOR}.gradloc.trigger.windoww: "
     f"did you mean {ACTOR}.gradloc.trigger.window?",
