@@ -146,10 +146,8 @@ class Applier:
             raise diagnose(tree)
         if tree.state == "PARTIAL" and not self.force:
             lacking = [path for path in tree.files if not tree.holds(path, True)]
-            what, cause = (
-                "PARTIAL: the tree is half patched",
-                "Files were restored by hand or by git; each one is known.",
-            )
+            what = "PARTIAL: the tree is half patched"
+            cause = "Files were restored by hand or by git; each one is known."
             found = f"{len(tree.files) - len(lacking)} of {len(tree.files)} files patched"
             data = {"state": tree.state, "lines": [f"not patched: {path}" for path in lacking], "found": found}
             next_ = f"{self.checkout.command} --force   (finishes; with --reverse it undoes)"

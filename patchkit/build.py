@@ -17,13 +17,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .language import (
     ABSENT,
     CONTEXT_LINES,
     FilePatch,
+    Hunk,
+    apply_hunks,
     blob_id,
     check_path,
     hidden_character,
@@ -115,19 +117,13 @@ def _fetch(name: str, folder: str) -> Path:
     return archive
 
 
-def seam(path: str, before: bytes, after: bytes) -> str:
-    """The section that turns ``before`` into ``after``: the same bytes on every machine, whatever its git."""
-    lines = list(difflib.unified_diff(split(before.decode()), split(after.decode()), n=CONTEXT_LINES))
-    header = f"diff --git a/{path} b/{path}\nindex {blob_id(before)}..{blob_id(after)} 100644\n"
-    return header + f"--- a/{path}\n+++ b/{path}\n" + "".join(lines[2:])
-
-
-def new_file(path: str, text: str) -> str:
-    """The section that adds a file, exactly as git writes it."""
-    lines = text.split("\n")[:-1]
-    count = "1" if len(lines) == 1 else f"1,{len(lines)}"
-    header = f"diff --git a/{path} b/{path}\nnew file mode 100644\nindex {ABSENT}..{blob_id(text.encode())}\n"
-    return header + f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +{count} @@\n" + "".join(f"+{line}\n" for line in lines)
+def seam(path: str, before: bytes | None, after: bytes) -> str:
+    """The section that turns ``before`` into ``after``, or adds it: as git writes it, the same on every machine."""
+    lines = list(difflib.unified_diff(split((before or b"").decode()), split(after.decode()), n=CONTEXT_LINES))
+    head, old = f"index {blob_id(before or b'')}..{blob_id(after)} 100644\n", f"a/{path}"
+    if before is None:
+        head, old = f"new file mode 100644\nindex {ABSENT}..{blob_id(after)}\n", "/dev/null"
+    return f"diff --git a/{path} b/{path}\n{head}--- {old}\n+++ b/{path}\n" + "".join(lines[2:])
 
 
 def check_text(path: str, data: bytes) -> str:
@@ -178,38 +174,34 @@ def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> d
 
 def relocated(file: FilePatch, data: bytes) -> bytes:
     """The result of ``file`` on another base than its own; refuses unless each hunk fits at just one place."""
-    lines, done, at = split(data.decode("utf-8")), list[str](), 0
+    lines, hunks, at = split(data.decode("utf-8")), list[Hunk](), 0
     for number, hunk in enumerate(file.hunks, start=1):
-        count, old = len(hunk.old), list(hunk.old)
-        places = [start for start in range(at, len(lines) - count + 1) if lines[start : start + count] == old]
+        count = len(hunk.old)
+        places = [start for start in range(at, len(lines) - count + 1) if lines[start : start + count] == hunk.old]
         if len(places) != 1:
-            near = difflib.SequenceMatcher(None, lines, old, autojunk=False).find_longest_match(0, len(lines), 0, count)
+            matcher = difflib.SequenceMatcher(None, lines, hunk.old, autojunk=False)
+            near = matcher.find_longest_match(0, len(lines), 0, count)
             start = max(near.a - near.b, 0)
             raise misfit(file.path, number, hunk, [] if places else lines[start : start + count])
-        done += [*lines[at : places[0]], *hunk.new]
+        hunks.append(replace(hunk, start=places[0]))
         at = places[0] + count
-    return "".join(done + lines[at:]).encode()
+    return apply_hunks(file.path, tuple(hunks), data)
 
 
 def compose(overrides: Path, version: str) -> dict[str, bytes]:
     """What patches/ must hold, by name."""
     files, entries = dict[str, bytes](), list[dict[str, str]]()
     for base in bases(overrides).values():
-        tree, sections = ensure_base(base), dict[str, str]()
-        for path, after in results(base, tree).items():
-            text, before = check_text(path, after), read_plain(tree, path).content
-            sections[path] = new_file(path, text) if before is None else seam(path, before, after)
-        seam_says = re.search(
-            r'^VERSION = "(.*?)"', "".join(sections.get(SEAM, "").splitlines(True)).replace("\n+", "\n"), re.M
-        )
-        if seam_says and seam_says[1] != version:
-            what, cause = (
-                f"{SEAM} is for gradloc {seam_says[1]}, and this is {version}",
-                "The version was changed in one place.",
-            )
-            raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" there')
+        tree = ensure_base(base)
+        made = {path: check_text(path, after).encode() for path, after in results(base, tree).items()}
+        seam_says = re.search(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)
+        if seam_says and (said := seam_says[1].decode()) != version:
+            what = f"{SEAM} is for gradloc {said}, and this is {version}"
+            cause, next_ = "The version was changed in one place.", f'VERSION = "{version}" there'
+            raise Refusal(INTEGRITY, "build-version", what, cause, next_)
+        sections = [seam(path, read_plain(tree, path).content, made[path]) for path in sorted(made)]
         preamble = _PREAMBLE.format(tag=base.tag, commit=base.commit, version=version)
-        patch = (preamble + "".join(sections[path] for path in sorted(sections))).encode()
+        patch = (preamble + "".join(sections)).encode()
         for path, file in parse(patch).items():
             file.forward(read_plain(tree, path).content or b"")
         name = f"verl-{base.tag.removeprefix('v')}.patch"
@@ -347,9 +339,8 @@ def _run(made: Parser, options: argparse.Namespace) -> None:
                 write_file(overrides / place.relative_to(copy), place.read_bytes())
         record, patch = target.state_folder / APPLIED, built[f"verl-{target.version.removesuffix('.dev')}.patch"]
         if all(read_plain(target.root, path).blob == file.after for path, file in parse(patch).items()):
-            with contextlib.suppress(
-                OSError
-            ):  # it may be another user's; with it, the next edit is not taken for this one
+            # It may be another user's; with it, the next edit is not taken for this one.
+            with contextlib.suppress(OSError):
                 if record.is_file():
                     write_file(record, patch)
         for line in capped(said):

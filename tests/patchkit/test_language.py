@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchkit.build import new_file, seam
+from patchkit.build import seam
 from patchkit.language import Refusal, blob_id, hidden_character, parse
 from patchkit.refusal import MAX_LISTED, capped
 from tests.patchkit.world import ACTOR, BASE, RESULT
@@ -26,7 +26,7 @@ def test_forward_and_backward_are_exact(before, after):
 def test_git_says_the_same(tmp_path):
     (tmp_path / ACTOR).parent.mkdir(parents=True)
     (tmp_path / ACTOR).write_text(BASE[ACTOR])
-    patch = seam(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode()) + new_file("verl/new.py", "x = 1\ny = 2\n")
+    patch = seam(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode()) + seam("verl/new.py", None, b"x = 1\ny = 2\n")
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
     assert (tmp_path / ACTOR).read_text() == RESULT[ACTOR]
     assert (tmp_path / "verl/new.py").read_text() == "x = 1\ny = 2\n"

@@ -41,7 +41,6 @@ class World:
         device: ``cpu`` (gloo) or ``cuda``: NCCL, or gloo where ranks share a device.
         path: folders to put on ``sys.path`` of the ranks, after this repository: verl's archive has
             a ``tests`` of its own.
-        threads: of torch, per rank.
         timeout_s: how long a call may take, unless it says otherwise.
         preloaded: modules to import once for all worlds, beside `PRELOADED`.
     """
@@ -51,13 +50,12 @@ class World:
         size: int,
         device: str = DEVICE,
         path: tuple[str, ...] = (),
-        threads: int = 1,
         timeout_s: float = 120,
         preloaded: tuple[str, ...] = (),
     ):
         self.size = size
         self._preloaded = [*PRELOADED, *preloaded]
-        self._settings = (device, path, threads)
+        self._settings = (device, path)
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -93,17 +91,8 @@ class World:
             raise RankError("\n".join(errors))
         return answers
 
-    def fates(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[str]:
-        """Call what should end every rank; what became of each by then: ``ended``, ``raised``, ``went on``, ``hangs``.
-
-        The ranks are ended, and the next call starts new ones.
-        """
-        found = self.outcomes(function, timeout_s=timeout_s, **kwargs)
-        self.close()
-        return [fate for fate, _ in found]
-
     def outcomes(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[tuple[str, Any]]:
-        """Call what may end a rank: each one's fate, see :meth:`fates`, and its answer.
+        """Call what may end a rank; each one's fate (``ended``, ``raised``, ``went on`` or ``hangs``) and its answer.
 
         Where not all went on, the ranks are ended, and the next call starts new ones.
         """
@@ -158,7 +147,7 @@ class World:
             self._processes.append(process)
 
 
-def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], threads: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], pipe: Connection) -> None:
     sys.pycache_prefix = str(REPO / ".gradloc" / "pycache")  # other tests compare the trees byte for byte
     sys.path[:0] = [str(REPO), *path]
     os.environ.update(
@@ -167,7 +156,7 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
     faulthandler.enable()  # a rank that a signal ends says where it stood
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":
         devices = torch.cuda.device_count()

@@ -25,9 +25,9 @@ class InLayout:
             return self.world.run(scenario, **given)
         return self.world.run(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
 
-    def fates(self, scenario: str, **given: Any) -> list[str]:
-        """See :meth:`World.fates`."""
-        return self.world.fates(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
+    def outcomes(self, scenario: str, **given: Any) -> list[tuple[str, Any]]:
+        """See :meth:`World.outcomes`."""
+        return self.world.outcomes(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
 
     def _dealt_out(self, scenario: str) -> dict[str, Any]:
         return {"scenario": scenario, "dealt_out": LAYOUTS[self.layout].settings}
