@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own gates hold on the patched tree for every file that the patch touches or adds."""
+"""verl's own gates hold on the patched tree for every file that the patch touches or adds; and a patch is short."""
 
 import re
 import subprocess
@@ -56,3 +56,31 @@ def test_every_yaml_key_that_is_added_has_a_comment_above_and_a_blank_line_betwe
                 continue
             assert lines[number - 1].lstrip().startswith("#"), f"{path}:{number + 1} has no comment above"
             assert " #" not in line.split(":", 1)[1] or '"' in line, f"{path}:{number + 1} has one behind"
+
+
+# ---- a patch that one reads in five minutes
+
+PATCHES = sorted((ROOT / "patches").glob("*.patch"))
+
+
+def code_added(patch: Path) -> list[str]:
+    """The lines that the patch adds to files of Python, without blank ones and comments."""
+    found, is_python = [], False
+    for line in patch.read_text(encoding="utf-8").splitlines():
+        if line.startswith("+++ "):
+            is_python = line.endswith(".py")
+        elif line.startswith("+") and is_python and line[1:].strip() and not line[1:].lstrip().startswith("#"):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_is_short_and_most_of_it_is_context(patch):
+    assert len(patch.read_text(encoding="utf-8").splitlines()) <= 450
+    assert 50 < len(code_added(patch)) < 150
+
+
+def test_all_patches_together_are_short():
+    assert len(PATCHES) == 2
+    lines = [len(path.read_bytes().splitlines()) for path in (ROOT / "patches").iterdir()]
+    assert sum(lines) <= 1000
