@@ -304,18 +304,18 @@ def model_config(dropout: float = 0.0) -> Any:
     )
 
 
-def model_of(overrides: list[str], seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
+def model_of(overrides: list[str], dropout: float = 0.0) -> torch.nn.Module:
     """The tiny model that the test itself names: with adapters (``lora``), or of experts (``experts=mixtral``)."""
-    model = experts_of(overrides, seed) or make_model(seed, dropout)
+    model = experts_of(overrides) or make_model(dropout=dropout)
     return add_adapters(model) if "lora" in overrides else model
 
 
-def experts_of(overrides: list[str], seed: int) -> torch.nn.Module | None:
+def experts_of(overrides: list[str]) -> torch.nn.Module | None:
     """The mixture of experts that is asked for by ``experts=KIND``; None without."""
     from tests.world.models.experts import make_experts
 
     kinds = [override.removeprefix("experts=") for override in overrides if override.startswith("experts=")]
-    return make_experts(kinds[0], seed) if kinds else None
+    return make_experts(kinds[0]) if kinds else None
 
 
 def of_verl(overrides: list[str]) -> list[str]:
@@ -357,14 +357,14 @@ def make_config(overrides: list[str], dump_dir: str) -> Any:
 
 
 def make_trainer(
-    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+    overrides: list[str], dump_dir: str, dropout: float = 0.0, model: torch.nn.Module | None = None
 ) -> Trainer:
     """An actor on this world's ranks and the matching driver (None when spike_detection is off).
 
     ``model``: another than the tiny one.
     """
     if has_engine():
-        return other_trainer().make_trainer(overrides, dump_dir, seed, dropout, model)
+        return other_trainer().make_trainer(overrides, dump_dir, dropout, model)
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
@@ -382,12 +382,12 @@ def make_trainer(
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     sp_size = actor_config.ulysses_sequence_parallel_size
     actor_config.ppo_mini_batch_size //= dist.get_world_size() // sp_size
-    model = model_of(overrides, seed, dropout) if model is None else model
+    model = model_of(overrides, dropout) if model is None else model
     use_kernels(model, config.actor_rollout_ref.model)
     module = shard(model.to(DEVICE), actor_config, config.actor_rollout_ref.model)
     trainable = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=actor_config.optim.lr)
-    torch.manual_seed(1000 + seed)
+    torch.manual_seed(1000)
     actor = DataParallelPPOActor(actor_config, module, optimizer)
     if actor.scaler is not None:
         actor.scaler = own_scaler()

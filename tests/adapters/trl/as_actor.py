@@ -186,7 +186,7 @@ def events_of(report: Any, events: list[Any]) -> Any:
 
 
 def make_trainer(
-    overrides: list[str], dump_dir: str, seed: int = 0, dropout: float = 0.0, model: torch.nn.Module | None = None
+    overrides: list[str], dump_dir: str, dropout: float = 0.0, model: torch.nn.Module | None = None
 ) -> Trainer:
     """A trainer on this world's ranks; TRL's own where spike_detection is off."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -214,13 +214,13 @@ def make_trainer(
     is_on = given.get("spike_detection", "").lower() == "true"
     more = {"gradloc": {"dump_dir": dump_dir, **_settings(given)}} if is_on else {}
     data = Dataset.from_dict({"prompt": PROMPTS})
-    model = model_of(overrides, seed, dropout) if model is None else model
+    model = model_of(overrides, dropout) if model is None else model
     kind = WatchedFed if is_on else Fed
     made = kind(model, vowels, args=args, train_dataset=data, processing_class=tokenizer(), **more)
     if is_on and made._watch.driver is not None:
         made._watch.driver.writer.tokenizer = made._watch.driver.writer.tokenizer and Decoder()
     made.beta = beta  # now, since TRL loads a reference model where its config has it: the batch has the log-probs
-    torch.manual_seed(1000 + seed)
+    torch.manual_seed(1000)
     return Trainer(made, rows)
 
 

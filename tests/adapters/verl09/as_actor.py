@@ -299,14 +299,13 @@ def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:
 def make_trainer(
     overrides: list[str],
     dump_dir: str,
-    seed: int = 0,
     dropout: float = 0.0,
     model: torch.nn.Module | None = None,
     kind: type[Trainer] = Trainer,
 ) -> Trainer:
     """A worker on this world's ranks and the trainer; verl's own where nothing of ours is on."""
     model_dir = f"{dump_dir}-model"
-    model = experts_of(overrides, seed) if model is None else model
+    model = experts_of(overrides) if model is None else model
     if not Path(model_dir, "config.json").exists():
         dist.barrier()  # until every rank has looked
         harness.save_model(model_dir, model)
@@ -316,7 +315,7 @@ def make_trainer(
     is_ours = any(name in override.lower() for override in overrides for name in OURS)
     if not any(override.startswith("+gradloc=") for override in overrides):
         renamed.insert(0, "+gradloc=on")
-    return harness.make_trainer(BASE + of_run + renamed, model_dir, seed, stock=not is_ours, kind=kind)
+    return harness.make_trainer(BASE + of_run + renamed, model_dir, stock=not is_ours, kind=kind)
 
 
 def targets_of(plants: list[tuple[int, int, float]], batch: Any) -> list[tuple[torch.Tensor, int]]:

@@ -231,12 +231,10 @@ def _row(batch: Any, index: int) -> dict[str, Any]:
     }
 
 
-def make_trainer(
-    overrides: list[str], model_dir: str, seed: int = 0, stock: bool = False, kind: type[Trainer] = Trainer
-) -> Trainer:
+def make_trainer(overrides: list[str], model_dir: str, stock: bool = False, kind: type[Trainer] = Trainer) -> Trainer:
     """A worker on this world's ranks, and the trainer that the config names, as a `Trainer` of that ``kind``.
 
-    ``seed``: of the random numbers, from after the model is built. ``stock``: verl's own, which knows nothing of ours.
+    ``stock``: verl's own, which knows nothing of ours.
     """
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.trainer.ppo.v1 import get_trainer_cls
@@ -251,7 +249,7 @@ def make_trainer(
         worker.init_model()
     if getattr(worker.actor.engine, "scaler", None) is not None:
         worker.actor.engine.scaler = own_scaler()
-    torch.manual_seed(1000 + seed)
+    torch.manual_seed(1000)
     trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
     trainer = (trainer_class.__bases__[-1] if stock else trainer_class)(config)
     trainer.global_steps = 0

@@ -6,11 +6,11 @@ import torch
 from tests.world.harness import make_batch, make_trainer, model_config
 
 
-def make_experts(kind: str, seed: int = 0) -> torch.nn.Module:
+def make_experts(kind: str) -> torch.nn.Module:
     """A random model of four experts a layer, two of them active; its forward computes the routers' balancing loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     own = {"num_local_experts": 4, "intermediate_size": 32}
     if kind == "qwen3_moe":
         own = {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}  # as in the published ones

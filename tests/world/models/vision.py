@@ -21,13 +21,13 @@ PLACE = (6, 2)
 SIZE = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
 
 
-def make_vision_model(seed: int = 0) -> torch.nn.Module:
+def make_vision_model() -> torch.nn.Module:
     """A random Qwen2.5-VL in float32, its forward replaced by verl's as a worker does."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**vision_config()))
     apply_monkey_patch(model, use_remove_padding=False)
     return model
