@@ -248,25 +248,6 @@ def settings_in(config: Any) -> GradLocConfig:
     return resolve(settings_from(given), actor, default_dump_dir=f"{run_folder}/gradloc")
 
 
-def settle(actor: Any) -> GradLocConfig:
-    """Make both names of every setting agree, in each process that builds the actor's config.
-
-    Args:
-        actor: verl's ``ActorConfig`` with the four published keys and ``gradloc``.
-
-    Returns:
-        The effective settings.
-
-    Raises:
-        ValueError: as :func:`resolve`.
-    """
-    settings = resolve(actor.gradloc, actor)
-    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir, settings)
-    for name, value in zip((*PUBLISHED, "gradloc"), values, strict=True):
-        object.__setattr__(actor, name, value)  # verl freezes its configs
-    return settings
-
-
 def fix_dump_dir(config: Any, root: str) -> None:
     """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
     actor = config.actor_rollout_ref.actor

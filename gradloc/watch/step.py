@@ -141,9 +141,8 @@ class LoopStep:
         read = to_host(on_device)
         for index, each in enumerate(self.micro_batches):
             mask, coefficient, advantages = read[3 * index : 3 * index + 3]
+            coefficient = torch.zeros(mask.shape) if coefficient is None else coefficient
             each.on_host = {"mask": mask, "coefficient": coefficient}
-            if coefficient is None:
-                each.on_host["coefficient"] = torch.zeros(mask.shape)
             if advantages is not None:
                 each.on_host["advantages"] = advantages
 
@@ -262,7 +261,9 @@ def frozen(forward: Forward) -> Forward:
     """The function with the values that its variables have now: a loop gives them others before it is run again."""
     if not isinstance(forward, FunctionType):
         return forward
-    cells = tuple(CellType(cell.cell_contents) if _is_filled(cell) else cell for cell in forward.__closure__ or ())
+    without_value = CellType()  # equal to any other whose variable has no value yet
+    closure = forward.__closure__ or ()
+    cells = tuple(cell if cell == without_value else CellType(cell.cell_contents) for cell in closure)
     there = forward.__globals__
     names = _names_in(forward.__code__) | {"__name__", "__builtins__"}
     used = {name: there[name] for name in names if name in there}
@@ -275,14 +276,6 @@ def _names_in(code: CodeType) -> set[str]:
     """The global variables that it may read, and those of the functions in it: a script's others may be large."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (raises where the variable has no value yet)
-    except ValueError:
-        return False
-    return True
 
 
 def autocast_now(device: torch.device) -> tuple[Callable[[], AbstractContextManager[Any]], torch.dtype | None]:

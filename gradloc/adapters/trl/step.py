@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -265,21 +266,17 @@ _ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values
 """TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
 
 
-class _Float32Head:
-    """TRL's kernel for log-probs, in float32."""
-
+def _float32_head(compute_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Log-probs as precisely as can be: TRL's kernel projects in the compute dtype."""
+    if compute_dtype == torch.float32:
+        return nullcontext()
     kernel: Any = trl_utils._ChunkedLogProbFunction
 
-    @classmethod
-    def apply(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
+    def apply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
         with torch.autocast(hidden.device.type, enabled=False):
-            return cls.kernel.apply(hidden.float(), weight.float(), None if bias is None else bias.float(), *others)
+            return kernel.apply(hidden.float(), weight.float(), None if bias is None else bias.float(), *others)
 
-
-def _float32_head(compute_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Log-probs as precisely as can be: TRL projects in the compute dtype."""
-    is_precise = compute_dtype == torch.float32
-    return nullcontext() if is_precise else replaced(trl_utils, _ChunkedLogProbFunction=_Float32Head)
+    return replaced(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=apply))
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:

@@ -94,7 +94,7 @@ class TrainerWatch(Colocated):
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)
-        return view_of(by_rank)
+        return view_of(by_rank) if self.signal == "advantages" else super().view(by_rank)
 
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
@@ -252,10 +252,6 @@ class LabelsWatch(TrainerWatch):
         record(made.recorded, Outputs(outputs.log_probs, None, outputs.aux_loss))
         self.step.micro_batches.append(made)
         return outputs
-
-    def view(self, by_rank: Any) -> BatchView:
-        self.driver.teller.trackers = trackers_of(self.trainer)
-        return Colocated.view(self, by_rank)
 
 
 def _log_probs(model: torch.nn.Module, given: dict[str, Any]) -> tuple[Any, None, Any]:

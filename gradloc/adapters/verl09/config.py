@@ -21,7 +21,7 @@ from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 
 from ...analysis.config import BucketSettings
 from ...checks import keys_in
-from ...config import GradLocConfig, settle
+from ...config import GradLocConfig, resolve
 from ...rollout_filter.config import FilterSettings
 from ...touched import differences, digest
 
@@ -51,7 +51,7 @@ class _WithSettings:
 
     def __post_init__(self):
         super().__post_init__()
-        settings = settle(self)
+        settings = resolve(self.gradloc, self)
         if not settings.enable and not settings.stabilize.is_on:
             return
         check_verl(self.touched_by)

@@ -2,6 +2,7 @@
 """The features that a run has on, and what each needs of it: ``needs.yaml`` is the one table of what is refused."""
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
-from ...checks import Requirement, check_requirements, require
+from ...checks import require
 from ...config import GradLocConfig, settings_from, settings_in
 from ...health.config import HealthConfig
 from ...names import refuse_unknown_names
@@ -128,6 +129,33 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Requirement:
+    """What one setting of the run has to be for a feature."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    default: Any
+    """Where the config does not have the key."""
+    expected: str
+    because: str
+    only_with: str = ""
+    """A switch: where it is off, the setting may be anything."""
+
+    def found_in(self, config: Any) -> Any:
+        """What the setting is in the trainer's whole config; where it does not matter, one that is allowed."""
+        if self.only_with and not _at(config, self.only_with):
+            return self.allowed[0]
+        found = _at(config, self.key)
+        return self.default if found is None else found
+
+
+def _at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
     """What a setting has to be, and by verl which features need it."""
     for row in yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")):
@@ -157,7 +185,9 @@ def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> No
             from verl.trainer.ppo.utils import need_critic
 
             require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
-        check_requirements(feature, _needs_of(feature, on), config)
+        for need in _needs_of(feature, on):
+            found, said = need.found_in(config), f"{need.expected} while {feature} is on ({need.because})"
+            require(found in need.allowed, need.key, said, found)
 
 
 def tables_for(config: Any) -> list[str]:
@@ -184,15 +214,12 @@ def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
 
     Their lines switch the rollout's log-probs on themselves.
     """
-    refused = set()
-    for name, features in _CURES.items():
-        for feature in features:
-            needs = [need for need in _needs_of(feature, on) if need.key != f"{_ROLLOUT}.calculate_log_probs"]
-            try:
-                check_requirements(feature, needs, config)
-            except ValueError:
-                refused.add(name)
-    return frozenset(refused)
+    return frozenset(
+        name
+        for name, features in _CURES.items()
+        for need in (need for feature in features for need in _needs_of(feature, on))
+        if need.key != f"{_ROLLOUT}.calculate_log_probs" and need.found_in(config) not in need.allowed
+    )
 
 
 def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:
