@@ -15,9 +15,8 @@ from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.wire import RankReport
 from gradloc.record import Run, Step
-from tests.watch.loops import PLANT, SPIKE, TAU, batches, flat
+from tests.watch.loops import PLANT, SPIKE, TAU, Loop, batches, flat
 from tests.watch.test_harmless import events_in
-from tests.watch.test_semantics import Loop
 
 
 def driver(tmp_path, model="actor", **trigger):

@@ -7,6 +7,7 @@ Shapes: R rows of a batch, B of a micro-batch, T positions.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ TAU = {"trigger": {"tau": 20.0}}
 WORTH = 4000.0
 
 
-def model_of(layout: str, dropout: float = 0.1, is_checkpointed: bool = False, compiled: str = "") -> torch.nn.Module:
+def model_of(layout: str, dropout: float = 0.0, is_checkpointed: bool = False, compiled: str = "") -> torch.nn.Module:
     model: Any = build("tiny", dropout=dropout)
     if is_checkpointed:
         for block in model.blocks:
@@ -69,70 +70,108 @@ def no_sync(model: Any, is_last: bool, layout: str) -> AbstractContextManager[An
     return nullcontext() if is_last else model.no_sync()
 
 
+class Unwatched:
+    """In a watch's place: the loop alone."""
+
+    def __init__(self, model: Any):
+        self.model, self.metrics = model, {}
+
+    def log_probs(self, forward: Callable[[], torch.Tensor], *_: Any, **__: Any) -> Any:
+        return forward()
+
+    def clip_grad_norm_(self, limit: float) -> torch.Tensor:
+        if isinstance(self.model, FSDP1):
+            return self.model.clip_grad_norm_(limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class Loop:
+    """Weighted supervised fine-tuning; what a test changes is a method of its own.
+
+    Args:
+        folder: of the run; empty: nothing is watched.
+        action: as of ``gradloc.Watch``.
+        layout: as of :func:`model_of`.
+        precision: of autocast.
+        lr: the learning rate.
+        model: in that layout; None: a tiny one.
+        settings: more for ``gradloc.Watch``.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str = "",
+        action: str = "observe",
+        layout: str = "plain",
+        precision: str = "float32",
+        lr: float = 1e-3,
+        model: Any = None,
+        **settings: Any,
+    ):
+        torch.manual_seed(7)
+        self.layout, self.half = layout, getattr(torch, precision)
+        self.model: Any = model_of(layout) if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0, enabled=precision == "float16")
+        settings = {"scaler": self.scaler if self.scaler.is_enabled() else None, **settings}
+        self.watch: Any = Unwatched(self.model)
+        if folder:
+            self.watch = gradloc.Watch(self.model, self.optimizer, folder, action, **settings)
+        self.rank, self.size = (0, 1) if layout == "plain" else (dist.get_rank(), dist.get_world_size())
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, self.half, enabled=self.half != torch.float32):
+            return token_log_probs(self.model(x[:, :-1], T), x[:, 1:])
+
+    def log_probs(self, x: torch.Tensor, mask: torch.Tensor, **known: Any) -> Any:
+        names = [str(row) for row in x[:, :3].tolist()]
+        return self.watch.log_probs(lambda: self.forward(x), mask, x[:, 1:], names, **known)
+
+    def micro_batch(self, x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> None:
+        loss = -(self.log_probs(x, mask) * mask * weight).sum() / 96 * self.size
+        self.scaler.scale(loss).backward()
+
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, each: int = ROWS_EACH) -> None:
+        self.optimizer.zero_grad()
+        self.micro_batches(ids, mask, weight, each)
+        self.take_step()
+
+    def micro_batches(self, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, each: int) -> None:
+        parts = torch.arange(len(ids)).split(each)
+        for rows in parts:
+            with no_sync(self.model, rows is parts[-1], self.layout):
+                self.micro_batch(ids[rows], mask[rows], weight[rows])
+
+    def take_step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, steps: int = 4, worth: float = WORTH, **given: Any) -> "Loop":
+        torch.manual_seed(11 + self.rank)
+        for number, (ids, mask) in enumerate(batches(steps), 1):
+            weight = torch.ones_like(mask, dtype=torch.float32)
+            if number == SPIKE:
+                weight[PLANT] = worth
+            self.step(*(values.chunk(self.size)[self.rank] for values in (ids, mask, weight)), **given)
+        return self
+
+
 def train(
     folder: str = "",
     action: str = "observe",
     layout: str = "plain",
     precision: str = "float32",
     worth: float = WORTH,
-    steps: int = 4,
-    loss: Callable[..., torch.Tensor] | None = None,
     **of_model: Any,
 ) -> dict[str, Any]:
-    """Weighted supervised fine-tuning; without a folder nothing is watched.
-
-    Returns:
-        Weights (flat, whole), norms, and the watch's metrics of each step.
-    """
-    torch.manual_seed(7)
-    model: Any = model_of(layout, **of_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0) if precision == "float16" else None
-    half = getattr(torch, precision)
-    watch = gradloc.Watch(model, optimizer, folder, action=action, scaler=scaler, **TAU) if folder else None
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and layout != "plain" else (0, 1)
-    norms, metrics, each = [], [], ROWS // size
-    torch.manual_seed(11 + rank)
-    for number, (ids, mask) in enumerate(batches(steps), 1):
-        weight = torch.ones(ROWS, T, device=DEVICE)
-        if number == SPIKE:
-            weight[PLANT] = worth
-        optimizer.zero_grad()
-        starts = range(rank * each, (rank + 1) * each, ROWS_EACH)
-        for start in starts:
-            rows = slice(start, start + ROWS_EACH)
-            x, kept = ids[rows], mask[rows]
-
-            def forward() -> torch.Tensor:
-                with torch.autocast(DEVICE, half, enabled=half != torch.float32):
-                    return token_log_probs(model(x[:, :-1], T), x[:, 1:])  # noqa: B023 (as people write it)
-
-            with no_sync(model, start == starts[-1], layout):
-                log_probs = watch.log_probs(forward, kept, x[:, 1:], [*range(ROWS)[rows]]) if watch else forward()
-                total = (loss or weighted)(log_probs, weight[rows], kept) / mask.sum() * size
-                (scaler.scale(total) if scaler else total).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
-        norm = watch.clip_grad_norm_(1.0) if watch else clip(model)
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        norms.append(float(norm))
-        metrics.append(watch.metrics if watch else {})
-    return {"weights": flat(model), "norms": norms, "metrics": metrics}
-
-
-def weighted(log_probs: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return -(log_probs * weight * mask).sum()
-
-
-def clip(model: Any) -> torch.Tensor:
-    if isinstance(model, FSDP1):
-        return model.clip_grad_norm_(1.0)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """A loop with dropout on this rank: weights (flat, whole) and norms."""
+    model = model_of(layout, dropout=0.1, **of_model)
+    made = Loop(folder, action, layout, precision, model=model, **TAU).run(worth=worth)
+    return {"weights": flat(made.model), "norms": made.norms}
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:

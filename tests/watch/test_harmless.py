@@ -11,7 +11,6 @@ import torch
 from tests.watch import loops
 from tests.world import World
 
-PRECISIONS = ("float32", "bfloat16", "float16")
 ONCE = ("ddp-once", "fsdp2-once", "fsdp1-once")
 COMPILED = pytest.param({"compiled": "inside"}, marks=pytest.mark.slow)
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]

@@ -30,6 +30,14 @@ def test_the_first_example_names_the_token_and_takes_the_step_without_it(tmp_pat
     assert event["cause"]["label"] == "loss_weight"
 
 
+def check_masked(folder: Path) -> None:
+    """The marked token of ``loader(48, 41)`` is named, in two micro-batches, and masked."""
+    (event,) = events_in(folder)
+    (culprit,) = event["culprits"]
+    assert (event["step"]["global_step"], culprit["row"], culprit["positions"]) == (21, 3, [3])
+    assert event["action"]["taken"] == "mask" and event["step"]["num_micro_batches"] == 2
+
+
 def loader(steps: int, spoiled: int) -> list[torch.Tensor]:
     """ids (2, 9); those of one step have a token that is marked by being the last of all."""
     made = torch.randint(1, V - 1, (steps, 2, 9), generator=torch.Generator().manual_seed(1))
@@ -72,10 +80,7 @@ def test_accelerate_s(tmp_path, monkeypatch):
 
     given |= {"loss_of": loss_of, "token_log_probs": gradloc.token_log_probs, "Accelerator": accelerator}
     exec(block("accelerate"), given | {"loader": torch.utils.data.DataLoader(data, batch_size=None)})
-    (event,) = events_in(tmp_path / "runs" / "accelerate")
-    (culprit,) = event["culprits"]
-    assert (event["step"]["global_step"], culprit["row"], culprit["positions"]) == (21, 3, [3])
-    assert event["action"]["taken"] == "mask" and event["step"]["num_micro_batches"] == 2
+    check_masked(tmp_path / "runs" / "accelerate")
 
 
 @pytest.mark.full
@@ -153,10 +158,7 @@ def test_lightning_s(tmp_path, monkeypatch, limit):
         **dict.fromkeys(quiet, False),
     )
     trainer.fit(Weighing(), torch.utils.data.DataLoader(loader(48, 41), batch_size=None))
-    (event,) = events_in(tmp_path / "runs" / "lightning")
-    (culprit,) = event["culprits"]
-    assert (event["step"]["global_step"], culprit["row"], culprit["positions"]) == (21, 3, [3])
-    assert event["action"]["taken"] == "mask" and event["step"]["num_micro_batches"] == 2
+    check_masked(tmp_path / "runs" / "lightning")
 
 
 def test_the_readme_has_the_three_lines():

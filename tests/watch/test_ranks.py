@@ -4,57 +4,33 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 
 import gradloc
-from gradloc import token_log_probs
 from gradloc.loop.driver import AbortedBySpike
-from tests.watch.loops import PLANT, TAU, WORTH, T, batches, flat, model_of
+from tests.watch.loops import SPIKE, TAU, Loop, flat, model_of
 from tests.watch.test_harmless import events_in
 
 
-def run(folder: str, action: str = "observe", uneven: bool = False, failing: bool = False, layout: str = "ddp") -> Any:
-    """Four steps with a token planted in the third; what came of them on this rank.
+class Failing(Loop):
+    """The forward raises when the second rank runs the spoiled step again."""
 
-    Args:
-        folder: of the run; empty: nothing is watched.
-        action: as of ``gradloc.Watch``.
-        uneven: the first rank makes its rows in one micro-batch, the other in two.
-        failing: the forward raises when the second rank runs it again.
-        layout: of the model.
-    """
-    torch.manual_seed(7)
-    model: Any = model_of(layout, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    watch = gradloc.Watch(model, optimizer, folder or ".", action if folder else "off", **TAU)
-    rank, trained, ended = dist.get_rank(), 0, ""
-    for number, (ids, mask) in enumerate(batches(4), 1):
-        weight = torch.ones_like(mask, dtype=torch.float32)
-        weight[PLANT] = WORTH if number == 3 else 1.0
-        optimizer.zero_grad()
-        ids, mask, weight = (each[4 * rank : 4 * rank + 4] for each in (ids, mask, weight))
-        parts = torch.arange(4).split(4 if uneven and rank == 0 else 2)
-        for index, rows in enumerate(parts):
-            x, kept, calls = ids[rows], mask[rows], []
+    def forward(self, x):
+        is_again = self.watch.number > len(self.norms)
+        if is_again and self.rank == 1 and self.watch.number == SPIKE:
+            raise RuntimeError("out of memory, say")
+        return super().forward(x)
 
-            def forward() -> torch.Tensor:
-                calls.append(0)  # noqa: B023 (as people write it)
-                if failing and rank == 1 and len(calls) > 1 and number == 3:  # noqa: B023
-                    raise RuntimeError("out of memory, say")
-                return token_log_probs(model(x[:, :-1], T), x[:, 1:])  # noqa: B023
 
-            model.require_backward_grad_sync = index == len(parts) - 1
-            found = watch.log_probs(forward, kept, x[:, 1:])
-            (-(found * kept * weight[rows]).sum() / 48).backward()
-        try:
-            watch.clip_grad_norm_(1.0)
-        except AbortedBySpike as error:
-            ended = str(error)
-            break
-        optimizer.step()
-        trained += 1
-    return {"weights": flat(model), "trained": trained, "ended": ended, "metrics": watch.metrics}
+def run(folder: str, action: str = "observe", uneven: bool = False, failing: bool = False) -> dict[str, Any]:
+    """What came of four steps on this rank; ``uneven``: the first rank makes its rows in one micro-batch."""
+    made, ended = (Failing if failing else Loop)(folder, action, "ddp-once", **TAU), ""
+    try:
+        made.run(each=4 if uneven and made.rank == 0 else 2)
+    except AbortedBySpike as error:
+        ended = str(error)
+    return {"weights": flat(made.model), "trained": len(made.norms), "ended": ended, "metrics": made.watch.metrics}
 
 
 def on(world: Any, folder: Path | str = "", **given: Any) -> list[dict[str, Any]]:
@@ -90,11 +66,9 @@ def refused(has_views: bool = False) -> str:
     return ""
 
 
-def test_a_model_that_no_rank_shares_is_refused(bare_world):
-    said = bare_world.run("tests.watch.test_ranks.refused")
-    assert all("with 2 processes in DDP or FSDP, found a Decoder" in each for each in said)
-
-
-def test_gradients_that_are_views_of_ddp_s_buckets_are_refused(bare_world):
-    said = bare_world.run("tests.watch.test_ranks.refused", has_views=True)
-    assert all("gradient_as_bucket_view must be false" in each for each in said)
+@pytest.mark.parametrize(
+    ("has_views", "said"),
+    [(False, "with 2 processes in DDP or FSDP, found a Decoder"), (True, "gradient_as_bucket_view must be false")],
+)
+def test_a_model_that_no_rank_shares_or_whose_gradients_are_views_is_refused(bare_world, has_views, said):
+    assert all(said in each for each in bare_world.run("tests.watch.test_ranks.refused", has_views=has_views))

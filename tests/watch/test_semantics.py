@@ -3,56 +3,17 @@
 
 import copy
 import json
-import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import gradloc
 from gradloc import token_log_probs
 from gradloc.watch.step import frozen
 from tests.bare.model import build
-from tests.watch.loops import PLANT, SPIKE, TAU, T, batches, flat, train
+from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat, train
 from tests.watch.test_harmless import events_in, named
 from tests.world import DEVICE
-
-WORTH = 4000.0
-
-
-class Loop:
-    """Supervised fine-tuning; what a test changes is a method of its own."""
-
-    def __init__(self, folder=None, action="observe", lr=1e-3, **settings):
-        torch.manual_seed(3)
-        self.model = build("tiny")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.watch = gradloc.Watch(self.model, self.optimizer, folder or ".", action if folder else "off", **settings)
-        self.norms = []
-
-    def log_probs(self, x, mask, **known):
-        return self.watch.log_probs(
-            lambda: token_log_probs(self.model(x[:, :-1], T), x[:, 1:]), mask, x[:, 1:], **known
-        )
-
-    def micro_batch(self, x, mask, weight):
-        (-(self.log_probs(x, mask) * mask * weight).sum() / 96).backward()
-
-    def step(self, ids, mask, weight, each=2):
-        self.optimizer.zero_grad()
-        for start in range(0, len(ids), each):
-            rows = slice(start, start + each)
-            self.micro_batch(ids[rows], mask[rows], weight[rows])
-        self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
-        self.optimizer.step()
-
-    def run(self, steps=4, worth=WORTH, **given):
-        for number, (ids, mask) in enumerate(batches(steps), 1):
-            weight = torch.ones_like(mask, dtype=torch.float32)
-            if number == SPIKE:
-                weight[PLANT] = worth
-            self.step(ids, mask, weight, **given)
-        return self
 
 
 def both(kind, tmp_path, **given):
@@ -76,36 +37,102 @@ def test_a_culprit_has_its_answer_s_reward(tmp_path):
     assert event["culprits"][0]["reward"] == float(ids[PLANT[0], 0])
 
 
-def test_as_many_micro_batches_as_the_batch_takes(tmp_path):
-    class Varying(Loop):
-        def step(self, ids, mask, weight):
-            super().step(ids, mask, weight, each=2 + len(self.norms) % 3)  # 4, 3, 2, 4: the last may be short
+class Varying(Loop):
+    """As many micro-batches as the batch takes."""
 
-    both(Varying, tmp_path)
-
-
-def test_a_clip_without_a_graph(tmp_path):
-    class Ungraphed(Loop):
-        def step(self, ids, mask, weight, each=2):
-            clip = self.watch.clip_grad_norm_
-            self.watch.clip_grad_norm_ = torch.no_grad()(clip)
-            super().step(ids, mask, weight, each)
-            self.watch.clip_grad_norm_ = clip
-
-    both(Ungraphed, tmp_path)
+    def step(self, ids, mask, weight):
+        super().step(ids, mask, weight, each=2 + len(self.norms) % 3)  # 4, 3, 2, 4: the last may be short
 
 
-def test_a_model_in_float64(tmp_path):
-    class Double(Loop):
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
-            self.model.double()
+class Ungraphed(Loop):
+    """A clip without a graph."""
 
-    both(Double, tmp_path)
+    @torch.no_grad()
+    def take_step(self):
+        super().take_step()
 
 
-def test_a_single_micro_batch(tmp_path):
-    both(Loop, tmp_path, each=8)
+class Double(Loop):
+    """A model in float64."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.model.double()
+
+
+class Evaluating(Loop):
+    """Evaluation in between, and what has no graph or no backward."""
+
+    def micro_batch(self, x, mask, weight):
+        with torch.no_grad():
+            self.log_probs(x, mask)
+        self.watch.log_probs(lambda: torch.zeros(mask.shape), mask, x[:, 1:])
+        self.log_probs(x.flip(0), mask)
+        super().micro_batch(x, mask, weight)
+
+
+class Failing(Loop):
+    """An exception between the calls; what was recorded is dropped where ``zero_grad`` drops the gradient."""
+
+    def step(self, ids, mask, weight, each=2):
+        try:
+            self.optimizer.zero_grad()
+            self.micro_batch(ids[:2], mask[:2], weight[:2])
+            self.log_probs(ids[:, :0], mask)
+        except (IndexError, RuntimeError):
+            pass
+        super().step(ids, mask, weight, each)
+
+
+class Dropping(Loop):
+    """A spoiled micro-batch comes first and is dropped by the model; the planted one comes later."""
+
+    is_set_to_none = True
+
+    def step(self, ids, mask, weight, each=2):
+        self.optimizer.zero_grad()
+        self.micro_batch(ids[:2], mask[:2], 50 * weight[:2])
+        self.model.zero_grad(set_to_none=self.is_set_to_none)
+        self.micro_batches(ids, mask, weight, each)
+        self.take_step()
+
+
+class Late(Loop):
+    """``zero_grad`` between forward and backward, of a single micro-batch."""
+
+    def step(self, ids, mask, weight):
+        loss = -(self.log_probs(ids, mask) * mask * weight).sum() / 96
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.take_step()
+
+
+class Smoothed(Loop):
+    """Label smoothing and a z-loss: both come by the logits, and are given third."""
+
+    is_given = True
+
+    def micro_batch(self, x, mask, weight):
+        def forward():
+            logits = self.model(x[:, :-1], T)
+            smooth, z = logits.log_softmax(-1).mean(-1), logits.logsumexp(-1)
+            beside = (-(0.1 * smooth) + 0.1 * z.square()) * mask
+            found.append(beside.sum())
+            log_probs = token_log_probs(logits, x[:, 1:])
+            return (log_probs, None, found[-1]) if self.is_given else log_probs
+
+        found = []
+        log_probs = self.watch.log_probs(forward, mask, x[:, 1:])
+        log_probs = log_probs[0] if self.is_given else log_probs
+        (-(0.9 * log_probs * mask * weight).sum() / 96 + found[0] / 96).backward()
+
+
+KINDS = [Varying, Ungraphed, Double, Evaluating, Failing, Dropping, Late, Smoothed]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_a_loop_may_do(kind, tmp_path):
+    both(kind, tmp_path)
 
 
 def test_several_optimizer_steps_on_a_batch(tmp_path):
@@ -116,52 +143,6 @@ def test_several_optimizer_steps_on_a_batch(tmp_path):
 
     event, made = both(Twice, tmp_path)
     assert event["step"]["global_step"] == 2 * SPIKE - 1 and made.watch.number == 8
-
-
-def test_evaluation_in_between_and_what_has_no_graph_leave_no_trace(tmp_path):
-    class Evaluating(Loop):
-        def micro_batch(self, x, mask, weight):
-            with torch.no_grad():
-                self.log_probs(x, mask)
-            self.watch.log_probs(lambda: torch.zeros(mask.shape), mask, x[:, 1:])
-            self.log_probs(x.flip(0), mask)  # a graph that no backward ever comes to
-            super().micro_batch(x, mask, weight)
-
-    both(Evaluating, tmp_path)
-
-
-def test_an_exception_between_the_calls_drops_what_zero_grad_drops(tmp_path):
-    class Failing(Loop):
-        def step(self, ids, mask, weight, each=2):
-            try:
-                self.optimizer.zero_grad()
-                self.micro_batch(ids[:2], mask[:2], weight[:2])
-                self.log_probs(ids[:, :0], mask)
-            except (IndexError, RuntimeError):
-                pass
-            super().step(ids, mask, weight, each)
-
-    both(Failing, tmp_path)
-
-
-class Dropping(Loop):
-    """A spoiled micro-batch comes first and is dropped; the planted one comes later."""
-
-    is_set_to_none = True
-
-    def step(self, ids, mask, weight, each=2):
-        self.optimizer.zero_grad()
-        self.micro_batch(ids[:2], mask[:2], 50 * weight[:2])
-        self.model.zero_grad(set_to_none=self.is_set_to_none)
-        for start in range(0, len(ids), each):
-            rows = slice(start, start + each)
-            self.micro_batch(ids[rows], mask[rows], weight[rows])
-        self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
-        self.optimizer.step()
-
-
-def test_a_micro_batch_that_the_model_s_zero_grad_drops_is_forgotten(tmp_path):
-    both(Dropping, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [Loop, Dropping])
@@ -216,18 +197,6 @@ def test_buffers_that_a_forward_moves_are_left_as_training_had_them(tmp_path):
             assert torch.equal(one, two), (ours, name)
 
 
-def test_zero_grad_between_forward_and_backward(tmp_path):
-    class Late(Loop):
-        def step(self, ids, mask, weight):
-            loss = -(self.log_probs(ids, mask) * mask * weight).sum() / 96
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
-            self.optimizer.step()
-
-    both(Late, tmp_path)
-
-
 def test_two_backwards_through_the_same_log_probs_add_up(tmp_path):
     class Split(Loop):
         def micro_batch(self, x, mask, weight):
@@ -253,7 +222,6 @@ def test_a_function_keeps_the_values_that_its_variables_had():
         seen = None
         made.append(frozen(both))
     assert [each() for each in made] == [2, 3] and seen is None, "the loop's own variable is left alone"
-    assert frozen(len) is len
 
 
 def test_a_function_keeps_of_a_script_only_what_it_names():
@@ -283,30 +251,6 @@ def test_a_copy_of_the_optimizer_is_its_own(tmp_path):
 # ---- what passes by the log-probs
 
 
-class Smoothed(Loop):
-    """Label smoothing and a z-loss: both come by the logits. ``given`` to the watch, or kept from it."""
-
-    is_given = True
-
-    def micro_batch(self, x, mask, weight):
-        def forward():
-            logits = self.model(x[:, :-1], T)
-            smooth, z = logits.log_softmax(-1).mean(-1), logits.logsumexp(-1)
-            beside = (-(0.1 * smooth) + 0.1 * z.square()) * mask
-            found.append(beside.sum())
-            log_probs = token_log_probs(logits, x[:, 1:])
-            return (log_probs, None, found[-1]) if self.is_given else log_probs
-
-        found = []
-        log_probs = self.watch.log_probs(forward, mask, x[:, 1:])
-        log_probs = log_probs[0] if self.is_given else log_probs
-        (-(0.9 * log_probs * mask * weight).sum() / 96 + found[0] / 96).backward()
-
-
-def test_a_part_beside_the_log_probs_is_given_third(tmp_path):
-    both(Smoothed, tmp_path)
-
-
 def test_a_part_that_passes_by_is_said_and_not_masked_away(tmp_path, caplog):
     class Silent(Smoothed):
         is_given = False
@@ -333,37 +277,14 @@ def test_a_part_that_passes_by_later_is_seen_too(tmp_path, caplog, first_factor)
 
 def test_a_forward_that_is_not_the_same_again_is_said(tmp_path, caplog):
     class Other(Loop):
-        def log_probs(self, x, mask, **known):
-            seen = iter([1.0, 2.0, 2.0, 2.0])
-
-            def forward():
-                return next(seen) * token_log_probs(self.model(x[:, :-1], T), x[:, 1:])
-
-            return self.watch.log_probs(forward, mask, x[:, 1:])
+        def forward(self, x):
+            return (1.0 + (self.watch.number > 0)) * super().forward(x)
 
     Other(tmp_path).run(steps=1)
     assert any("does not give the same" in each.getMessage() for each in caplog.records)
 
 
 # ---- one sentence
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda x, mask: {"ids": x}, "the ids have shape (2, 13), the mask (2, 12)"),
-        (lambda x, mask: {"rows": ["one"]}, "rows has 1 names for 2 rows"),
-        (lambda x, mask: {"entropy": True}, "with entropy=True the function returns (log_probs, entropies)"),
-        (lambda x, mask: {"advantages": torch.ones(3)}, "advantages has shape (3, 1), the mask (2, 12)"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(tmp_path, change, said):
-    made = Loop(tmp_path)
-    (x, mask), *_ = [(ids[:2], mask[:2]) for ids, mask in batches(1)]
-    given = {"mask": mask, "ids": x[:, 1:], **change(x, mask)}
-    with pytest.raises(ValueError) as caught:
-        made.watch.log_probs(lambda: token_log_probs(made.model(x[:, :-1], T), x[:, 1:]), **given)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -395,13 +316,17 @@ def test_fp16_without_its_scaler_is_refused(tmp_path):
         ({"mask": None}, "mask must be a tensor (B, T), found 'NoneType'"),
         ({"mask": torch.ones(T)}, f"mask must be a tensor (B, T), found ({T},)"),
         ({"advantages": [1.0, 2.0]}, "advantages must be a tensor, found 'list'"),
+        ({"advantages": torch.ones(3)}, "advantages has shape (3, 1), the mask (2, 12)"),
+        ({"ids": torch.ones(2, T + 1)}, "the ids have shape (2, 13), the mask (2, 12)"),
+        ({"rows": ["one"]}, "rows has 1 names for 2 rows"),
+        ({"entropy": True}, "with entropy=True the function returns (log_probs, entropies)"),
         ({"forward": lambda: {"log_probs": 1}}, "found dict."),
         ({"forward": lambda: None}, "found NoneType."),
         ({"forward": lambda: (torch.ones(2, T), None, 0.0)}, "found Tensor, NoneType, float."),
         ({"forward": lambda: [torch.ones(2, T)] * 4}, "found Tensor, Tensor, Tensor, Tensor."),
     ],
 )
-def test_arguments_of_another_kind_are_refused_in_one_sentence(tmp_path, change, said):
+def test_arguments_of_another_kind_or_shape_are_refused_in_one_sentence(tmp_path, change, said):
     given = {"forward": lambda: torch.ones(2, T), "mask": torch.ones(2, T), "ids": torch.ones(2, T), **change}
     with pytest.raises(ValueError) as caught:
         Loop(tmp_path).watch.log_probs(**given)
@@ -437,14 +362,10 @@ def test_a_gradient_that_is_still_scaled_is_refused(tmp_path):
 
 def test_a_gradient_multiplied_after_the_backward_is_told_by_its_factor(tmp_path, caplog):
     class Divided(Loop):
-        def step(self, ids, mask, weight, each=2):
-            clip = self.watch.clip_grad_norm_
-            self.watch.clip_grad_norm_ = lambda limit: self.halve() or clip(limit)
-            super().step(ids, mask, weight, each)
-
-        def halve(self):
+        def take_step(self):
             for param in self.model.parameters():
                 param.grad.mul_(0.5)
+            super().take_step()
 
     Divided(tmp_path, "mask", **TAU).run(steps=1)
     (said,) = [each.getMessage() for each in caplog.records if "mask becomes skip" in each.getMessage()]
@@ -490,8 +411,6 @@ def test_log_probs_in_pieces_are_those_of_the_whole(monkeypatch, dtype):
     torch.testing.assert_close(gradient.double(), wanted, atol=off, rtol=off)
     alone = token_log_probs(logits, ids)
     assert torch.equal(alone, found[0]) and alone.dtype == torch.promote_types(dtype, torch.float32)
-    cross = -F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="none").view(4, 5)
-    torch.testing.assert_close(alone.double(), cross, atol=1e-5, rtol=1e-5)
 
 
 def test_log_probs_and_entropies_may_be_written_into():
@@ -517,16 +436,7 @@ def test_lora_is_localized_by_its_adapters(tmp_path):
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=["qkv", "out"], r=4, init_lora_weights="gaussian")
     model = peft.get_peft_model(build("tiny"), config)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
-    watch = gradloc.Watch(model, optimizer, tmp_path, "mask", trigger={"tau": 20.0})
-    for number, (ids, mask) in enumerate(batches(2), 1):
-        weight = torch.ones_like(mask, dtype=torch.float32)
-        weight[PLANT] = WORTH if number == 2 else 1.0
-        optimizer.zero_grad()
-        found = watch.log_probs(lambda: token_log_probs(model(ids[:, :-1], T), ids[:, 1:]), mask, ids[:, 1:])  # noqa: B023
-        (-(found * mask * weight).sum() / 96).backward()
-        watch.clip_grad_norm_(1.0)
-        optimizer.step()
+    Loop(tmp_path, "mask", model=model, **TAU).run()
     (event,) = events_in(tmp_path)
     assert named(event) == [PLANT] and event["action"]["taken"] == "mask"
     assert event["certificate"]["verdict"] == "explained"
@@ -534,4 +444,4 @@ def test_lora_is_localized_by_its_adapters(tmp_path):
 
 def test_off_calls_the_loop_s_own_alone(tmp_path):
     assert train(action="off", folder=str(tmp_path))["norms"] == train()["norms"]
-    assert logging.getLogger("gradloc").name and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
