@@ -58,7 +58,6 @@ class ActorHook(ActorWatch):
         """Whether this update is one of Lopti's two stages."""
         self.keeps_lr_schedule = False
         """Whether another update of the same step follows it."""
-        self._step: ActorStep | None = None
         self._num_without_policy = 0
 
     def begin_update(self, data: Any) -> list[str]:
@@ -85,18 +84,18 @@ class ActorHook(ActorWatch):
         """Before the first micro-batch of an optimizer step."""
         if self.localizer is not None:
             inputs = [{**each.batch, **each.non_tensor_batch} for each in micro_batches]
-            self._step = ActorStep(self.actor, inputs, temperature, on_policy, self.ranks.size)
-            self.localizer.begin_mini_batch(self._step)
+            self.step = ActorStep(self.actor, inputs, temperature, on_policy, self.ranks.size)
+            self.localizer.begin_mini_batch(self.step)
 
     def before_forward(self) -> None:
         """Before a micro-batch's forward."""
-        if self._step is not None:
-            self._step.before_forward()
+        if self.step is not None:
+            self.step.before_forward()
 
     def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
         """After the forward: log-probs and entropies, (B, T) both."""
-        if self._step is not None:
-            self._step.after_forward(Outputs(log_prob, entropy))
+        if self.step is not None:
+            self.step.after_forward(Outputs(log_prob, entropy))
 
     def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
         """The factors on the token losses: :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
@@ -111,19 +110,11 @@ class ActorHook(ActorWatch):
     def clip_by_verl(self) -> torch.Tensor:
         return self.actor._clip_grad_norm()
 
-    def before_step(self) -> torch.Tensor:
-        norm = super().before_step()
-        self._step = None
-        return norm
-
     def end_update(self, metrics: dict[str, Any]) -> None:
         """Add the metrics that every rank has alike."""
         self.end(metrics)
         if self._num_without_policy:
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
-
-
-_CLIPPING = Clipping(dp_critic)
 
 
 class WatchedCritic(DataParallelPPOCritic):
@@ -150,7 +141,7 @@ class WatchedCritic(DataParallelPPOCritic):
 class CriticWatch(ActorWatch):
     """What verl's critic calls, in the order of the methods."""
 
-    scaler = None
+    scaler, clipping = None, Clipping(dp_critic)
     module = property(lambda self: self.critic.critic_module)
     optimizer = property(lambda self: self.critic.critic_optimizer)
     grad_clip = property(lambda self: self.critic.config.grad_clip)
@@ -158,7 +149,6 @@ class CriticWatch(ActorWatch):
     def __init__(self, critic: DataParallelPPOCritic, settings: Any):
         self.critic = critic
         super().__init__(settings, Ranks(device=device_of()))
-        self._step: CriticStep | None = None
 
     @contextmanager
     def update(self, policy: Policy) -> Iterator[None]:
@@ -168,30 +158,21 @@ class CriticWatch(ActorWatch):
             with replaced(self.critic, _forward_micro_batch=self._forward, _optimizer_step=self._optimizer_step):
                 yield
         finally:
-            self._step = None
+            self.step = None
             self.end({})
 
     def _forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
-        if self._step is None:
-            self._step = CriticStep(self.critic, self.ranks.size)
-            self.localizer.begin_mini_batch(self._step)
+        if self.step is None:
+            self.step = CriticStep(self.critic, self.ranks.size)
+            self.localizer.begin_mini_batch(self.step)
         else:
             self.after_backward()  # of the one before
-        return self._step.train_forward(micro_batch)
+        return self.step.train_forward(micro_batch)
 
     def _optimizer_step(self) -> torch.Tensor:
         self.after_backward()
-        with _CLIPPING.replaced(self.module, self.before_step):
+        with self.clipping.replaced(self.module, self.before_step):
             return DataParallelPPOCritic._optimizer_step(self.critic)
-
-    def before_step(self) -> torch.Tensor:
-        try:
-            return super().before_step()
-        finally:
-            self._step = None
-
-    def clip_by_verl(self) -> torch.Tensor:
-        return _CLIPPING.clip(self.module, self.grad_clip)
 
 
 ASKED_KEY = RECORD_KEY = "gradloc_analysis"

@@ -153,11 +153,8 @@ class ActorStep(VerlStep):
     def train_forward(self, micro_batch: int, needs_entropy: bool = False, rows: list[int] | None = None) -> Outputs:
         """Training's forward, with a graph or without; of these rows alone."""
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
-        inputs, given = (
-            self._inputs(micro_batch, rows),
-            {"temperature": self.temperature, "calculate_entropy": has_entropy},
-        )
-        log_prob, entropy = forwarded(self.actor._forward_micro_batch(inputs, **given))
+        given = {"temperature": self.temperature, "calculate_entropy": has_entropy}
+        log_prob, entropy = forwarded(self.actor._forward_micro_batch(self._inputs(micro_batch, rows), **given))
         return Outputs(log_prob, entropy if has_entropy else None)
 
     def forward_bytes(self) -> int:

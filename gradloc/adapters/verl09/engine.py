@@ -40,6 +40,7 @@ CLIPPING = Clipping(transformer_impl)
 class EngineWatch(ActorWatch):
     """What verl's engine calls, in the order of the methods."""
 
+    clipping = CLIPPING
     module = property(lambda self: self.engine.module)
     optimizer = property(lambda self: self.engine.optimizer)
     scaler = property(lambda self: self.engine.scaler)
@@ -51,8 +52,6 @@ class EngineWatch(ActorWatch):
         self.is_open = self.keeps_lr_schedule = False
         """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
         self._metrics: dict[str, Any] = {}
-        self.step: EngineStep | None = None
-        """The mini-batch whose forwards are recorded, for a search."""
         self._update = -1
         self._num_left = 0
 
@@ -84,7 +83,7 @@ class EngineWatch(ActorWatch):
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
         """Before a micro-batch's forward; returns the loss function to call after it."""
         step = self.step
-        assert step is not None and self.localizer is not None
+        assert self.localizer is not None
         if step.num_micro_batches and not step.reduces_once:
             self.localizer.after_backward()  # of the one before
         step.before_forward(micro_batch)
@@ -98,15 +97,7 @@ class EngineWatch(ActorWatch):
     def around_clip(self) -> AbstractContextManager[None]:
         """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
         self.after_backward()
-        return CLIPPING.replaced(self.module, self.before_step)
-
-    def before_step(self) -> torch.Tensor:
-        norm = super().before_step()
-        self.step = None
-        return norm
-
-    def clip_by_verl(self) -> torch.Tensor:
-        return CLIPPING.clip(self.module, self.grad_clip)
+        return self.clipping.replaced(self.module, self.before_step)
 
     def report(self) -> RankReport:
         return replace(super().report(), metrics=self._metrics)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import OmegaConf
 
-from ...config import GradLocConfig
+from ...config import GradLocConfig, settings_in
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
 from ...loop.driver import Driver
@@ -44,9 +44,7 @@ def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
 
 def limit_of_all(config: Any, grad_clip: Any) -> float | None:
     """verl's limit on the norm of all layers; None without one, and where each layer has a limit of its own."""
-    gradloc = config.actor_rollout_ref.actor.get("gradloc") or {}
-    stabilize = {} if gradloc.get("enable") is False else gradloc.get("stabilize") or {}
-    clips_layers = (stabilize.get("layer_clip") or {}).get("rule") not in (None, False, "off")
+    clips_layers = settings_in(config).stabilize.layer_clip.rule != "off"
     return None if clips_layers or not grad_clip else float(grad_clip)
 
 

@@ -47,6 +47,9 @@ class ActorWatch:
     optimizer: Any
     scaler: Any
     grad_clip: Any
+    clipping: "Clipping"
+    step: Any = None
+    """The mini-batch whose forwards are recorded, for a search; None where there is none."""
 
     def __init__(self, settings: Any, ranks: Ranks):
         self.settings, self.ranks = settings, ranks
@@ -56,7 +59,7 @@ class ActorWatch:
 
     def clip_by_verl(self) -> torch.Tensor:
         """Clip ``.grad`` as verl does; returns the norm before, a scalar."""
-        raise NotImplementedError
+        return self.clipping.clip(self.module, self.grad_clip)
 
     def make_space(self, ranks: Ranks | None) -> GradientSpace:
         """The gradient; ``ranks`` hear of it when one fails in its own part of a sum."""
@@ -78,8 +81,11 @@ class ActorWatch:
     def before_step(self) -> torch.Tensor:
         """Clip, look, and settle what the step takes; returns the norm before clipping, a scalar."""
         norm = self.clip()
-        if self.localizer is not None:
-            norm = self.localizer.before_step(norm)
+        try:
+            if self.localizer is not None:
+                norm = self.localizer.before_step(norm)
+        finally:
+            self.step = None
         return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
 
     def end(self, metrics: dict[str, Any]) -> None:
