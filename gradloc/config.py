@@ -229,7 +229,7 @@ def settings_without_verl(given: Any, dump_dir: str, where: str) -> GradLocConfi
 
 
 def settings_in(config: Any) -> GradLocConfig:
-    """The effective settings of a run.
+    """The effective settings of a run, with the folder for events as an absolute path: workers may stand elsewhere.
 
     Args:
         config: the trainer's whole config; one without the block, of another trainer, has all off.
@@ -245,7 +245,8 @@ def settings_in(config: Any) -> GradLocConfig:
         return GradLocConfig()
     run_folder = OmegaConf.select(config, "trainer.default_local_dir", default="outputs")
     given: Any = OmegaConf.to_container(block, resolve=True)
-    return resolve(settings_from(given), actor, default_dump_dir=f"{run_folder}/gradloc")
+    settings = resolve(settings_from(given), actor, default_dump_dir=f"{run_folder}/gradloc")
+    return replace(settings, dump_dir=settings.root)
 
 
 def fix_dump_dir(config: Any, root: str) -> None:

@@ -12,7 +12,7 @@ from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
 from .causes import APART, NOTABLE, RULES, Meaning
 from .culprits import again, group, leader
-from .cures import healer, how_healed
+from .cures import healer, how_healed, said_of
 from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
@@ -199,14 +199,14 @@ def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep 
 def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool = False) -> NextStep | None:
     """Led by the setting that was measured to heal the step; then the root cause to look into, and ``mask``."""
     event, cured = evidence.event, healer(evidence.event)
-    if cured is None or cured.name not in ACTIONS:  # another version's setting
+    if cured is None:
         return found
     lines, why, check = {"": cured.line}, "", "No further event has this cause."
     if found is not None:
         why, check = f"{found.why} {found.do}" if has_own_words else found.why, found.check
     stopgap = [*_lines("mask", evidence).values()] if event.certificate.verdict == "explained" else []
     meanwhile = {f"As a stopgap: {ACTIONS['mask'].do.lower()}": line for line in stopgap[:1]}
-    return NextStep(f"{ACTIONS[cured.name].do} {how_healed(event, cured)}", lines, why, check, meanwhile)
+    return NextStep(f"{said_of(cured)} {how_healed(event, cured)}", lines, why, check, meanwhile)
 
 
 def _lines(name: str, evidence: Evidence) -> dict[str, str]:

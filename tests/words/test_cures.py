@@ -5,6 +5,7 @@ import re
 
 from gradloc.words.advice import ACTIONS
 from gradloc.words.cures import cures_for, healer, how_healed, tried
+from gradloc.words.next_step import next_step
 from tests.words import event
 
 FORWARDS = {"forwards": 4, "backwards": 4}
@@ -33,6 +34,11 @@ def test_how_a_setting_heals_is_told_with_its_price():
     for kept, figures in ((None, ["747.7", "3.04", "52.3", "25%"]), (0.9, ["747.7", "3.04", "52.3", "90%", "25%"])):
         made = event(cures=[HEALED | {"kept": kept}])
         assert re.findall(r"[\d.]+\d%?", how_healed(made, healer(made))) == figures
+
+
+def test_a_setting_that_another_version_tried_is_told_by_its_line():
+    made = event(cures=[HEALED | {"name": "of_tomorrow", "line": "actor.of_tomorrow=1"}])
+    assert "actor.of_tomorrow=1" in next_step(made).do
 
 
 def test_what_was_not_measured_is_told_where_the_cause_calls_for_it():

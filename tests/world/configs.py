@@ -133,6 +133,7 @@ def settings(config: Any) -> dict[str, Any]:
     found = settings_in(config)
     return {
         "enable": found.enable,
+        "dump_dir": found.dump_dir,
         "stabilizes": found.stabilize.is_on,
         "clip_limit": limit_of_all(config, clip_limit(config)),
     }

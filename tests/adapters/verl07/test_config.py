@@ -144,6 +144,11 @@ def test_two_names_of_one_setting_that_differ_are_refused(settings):
         assert f"{name} must be left out or the same as its other name" in answer["error"] and ours in answer["error"]
 
 
+def test_the_folder_for_events_is_absolute_since_workers_may_stand_elsewhere(settings):
+    (answer,) = settings([f"{ACTOR}.gradloc.dump_dir=events"])
+    assert answer["dump_dir"] == str(Path("events").absolute())
+
+
 def test_a_name_at_its_default_counts_as_not_given(compose):
     cases = [
         [f"{ACTOR}.bisect_budget_steps=64", f"{ACTOR}.gradloc.budget=128"],
