@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ if DEVICE != "cpu":  # what is held bit for bit needs kernels that repeat
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]  # the first draw makes tables, also on a machine that is busy
+    settings.register_profile("gradloc", deadline=None, derandomize=True, max_examples=60, suppress_health_check=slow)
+    settings.load_profile("gradloc")
 
 if TRAINER == "verl 0.9" and DEVICE == "cpu":  # what its workers need on a machine without an accelerator
     os.environ.update(ENVIRONMENT)

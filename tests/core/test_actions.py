@@ -13,7 +13,7 @@ from gradloc.core.selection import Token
 from gradloc.core.trigger import Spike
 from gradloc.record import ACTIONS, Certificate
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=100)
+QUICK = settings(max_examples=100)
 NORMS = st.floats(0, 100) | st.just(math.nan) | st.none()
 
 

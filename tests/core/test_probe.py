@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc.core.gradients import GradientSpace
@@ -15,11 +15,9 @@ from gradloc.core.ranks import LostRank, Ranks
 from gradloc.core.selection import Part, Token, mask_of, mask_without
 from tests.bare import BareStep, Loss, build, random_batch
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=60)
 MASKS = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3).map(torch.tensor)
 
 
-@QUICK
 @given(st.integers(2, 9), st.integers(0, 3), MASKS)
 def test_the_halves_of_ranks_are_disjoint_complete_and_nearly_equal(num_ranks, micro_batch, mask):
     part = Part(micro_batch, 1, 1 + num_ranks)
@@ -32,7 +30,6 @@ def test_the_halves_of_ranks_are_disjoint_complete_and_nearly_equal(num_ranks, m
         assert torch.equal(found[0] | found[1], mask if 1 <= rank <= num_ranks else torch.zeros_like(mask))
 
 
-@QUICK
 @given(MASKS.filter(lambda mask: int(mask.sum()) >= 2))
 def test_the_halves_of_one_rank_s_tokens_go_down_to_each_token_alone(mask):
     alone, parts = [], [Part(0, 4, 5)]
@@ -54,7 +51,6 @@ def test_one_token_is_not_halved():
         Part(0, 0, 1).halves(1)
 
 
-@QUICK
 @given(MASKS, st.sets(st.integers(0, 14)))
 def test_what_is_left_out_are_those_tokens_of_that_micro_batch_and_rank(mask, numbers):
     count = int(mask.sum())

@@ -4,7 +4,7 @@
 import subprocess
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchkit.build import seam
@@ -15,6 +15,7 @@ from tests.patchkit.world import ACTOR, BASE, RESULT
 TEXT = st.lists(st.sampled_from("abcde"), max_size=30).map(lambda lines: "".join(f"{line}\n" for line in lines))
 
 
+@settings(max_examples=100)
 @given(before=TEXT, after=TEXT)
 def test_forward_and_backward_are_exact(before, after):
     if before == after or not before or not after:

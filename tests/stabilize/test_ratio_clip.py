@@ -5,20 +5,18 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc.stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from gradloc.stabilize.ratio_clip import TokenWeigher, ratio_weights
 from tests.stabilize import slow
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=60)
 LOG_RATIOS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=4, max_size=4), min_size=3, max_size=3)
 MASKS = st.lists(st.lists(st.integers(0, 1), min_size=4, max_size=4), min_size=3, max_size=3)
 BOUNDS = st.tuples(st.none() | st.floats(1, 50), st.none() | st.floats(0.02, 1))
 
 
-@QUICK
 @given(LOG_RATIOS, MASKS, BOUNDS, st.sampled_from(["token", "geometric"]), st.sampled_from(["mask", "clamp"]))
 def test_weights_are_the_slow_loops_whatever_the_bounds(log_ratios, masks, bounds, level, mode):
     case = {"level": level, "mode": mode, "upper": bounds[0], "lower": bounds[1]}

@@ -5,14 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc.record import BatchStatistics, Coefficients, Culprit, Ratios, Run, Sibling
 from gradloc.words.causes import APART, classify
 from gradloc.words.story import odd_number
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=60)
 TOKEN = Culprit(
     advantage=1.0,
     log_prob=-0.5,
@@ -112,7 +111,6 @@ def test_a_batch_whose_advantages_have_a_reward_s_unit_is_told_from_one_where_no
     assert (told == f"half of the batch's are over {of_batch:g}") == is_batch_s
 
 
-@QUICK
 @given(st.floats(0.1, 100), st.floats(0.1, 100), st.floats(0.1, 100), st.floats(0.1, 100))
 def test_the_factor_that_is_furthest_above_typical_is_the_cause(advantage, ratio, weight, jacobian):
     culprit = replace(

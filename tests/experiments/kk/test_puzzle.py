@@ -42,7 +42,7 @@ def as_python(statement):
     return f"({sign}{said[0]})" if kind == "not" else f"({sign.join(said)})"
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(any_claims())
 def test_the_solutions_are_exactly_the_ways_in_which_each_is_what_is_said(said):
     claims = [as_python(statement) for statement in said]
@@ -50,7 +50,7 @@ def test_the_solutions_are_exactly_the_ways_in_which_each_is_what_is_said(said):
     assert puzzle.solutions(said) == [k for k in ways if [eval(claim, {"k": k}) for claim in claims] == list(k)]
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(any_claims())
 def test_statements_survive_being_written_and_read(said):
     assert puzzle.parse(repr(said)) == said

@@ -4,13 +4,12 @@
 import random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from experiments.kk import puzzle, wording
 from gradloc.rewards import kk
 
-PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 TRUTH = {"solution_text_format": "(1) Zoey is a knight\n(2) Oliver is a knave", "statements": ""}
@@ -31,14 +30,12 @@ def score(text, ground_truth=TRUTH):
     return found["score"]
 
 
-@PROPERTY
 @given(one=any_puzzle, thoughts=any_thoughts)
 def test_the_generated_solution_scores_full(one, thoughts):
     text = wording.response(thoughts, wording.answer(one))
     assert score(text, truth(one)) == 3.0
 
 
-@PROPERTY
 @given(one=any_puzzle, data=st.data())
 def test_any_flipped_role_scores_the_answer_error(one, data):
     flipped = data.draw(st.sets(st.integers(0, len(one.names) - 1), min_size=1))
@@ -50,7 +47,6 @@ def test_any_flipped_role_scores_the_answer_error(one, data):
     assert score(wording.response("hm", "\n".join(lines)), truth(one)) == -0.5
 
 
-@PROPERTY
 @given(one=any_puzzle, data=st.data())
 def test_a_person_left_out_or_named_twice_scores_the_unreadable_answer(one, data):
     lines = wording.answer(one).splitlines()
@@ -59,7 +55,6 @@ def test_a_person_left_out_or_named_twice_scores_the_unreadable_answer(one, data
         assert score(wording.response("hm", "\n".join(answer)), truth(one)) == -1.0
 
 
-@PROPERTY
 @given(one=any_puzzle, tag=st.sampled_from(TAGS), place=st.floats(0, 1), add=st.booleans())
 def test_a_tag_missing_or_twice_scores_the_format_error(one, tag, place, add):
     text = wording.response("hm", wording.answer(one))

@@ -2,7 +2,7 @@
 """Restarts, resumes and runs beside each other are told apart, and every value that was logged is in some segment."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc.report.logs.recording import MEAN, Recording
@@ -58,7 +58,6 @@ def test_a_metric_that_comes_late_is_no_resume():
     assert parts == [{1: {MEAN: 1.0, "val/acc": 0.5}, 2: {MEAN: 1.0}, 3: {MEAN: 1.0, "val/acc": 0.6}}] and not notes
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=60))
 def test_no_value_is_lost(logged):
     rows = [(step, {name: float(value)}) for step, name, value in logged]
