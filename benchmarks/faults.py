@@ -289,17 +289,16 @@ def installed() -> list[str]:
 
 def world_of(trainer: str) -> World:
     """Two ranks that have what this trainer needs."""
-    if trainer.startswith("TRL"):
-        return World(2, preloaded=("trl", "gradloc.trl"))
+    if trainer.startswith("verl 0.7"):
+        from experiments.cpu.environment import ensure_patched_copy
+
+        return World(2, path=(str(ensure_patched_copy(sys.executable)),))
+    from experiments.verl09 import ENVIRONMENT
+    from tests.trainers import SETTINGS
+
     if trainer.startswith("verl 0.9"):
-        from experiments.verl09 import ENVIRONMENT
-        from tests.trainers import PRELOADED
-
         os.environ.update(ENVIRONMENT)
-        return World(2, preloaded=PRELOADED["verl 0.9"])
-    from experiments.cpu.environment import ensure_patched_copy
-
-    return World(2, path=(str(ensure_patched_copy(sys.executable)),))
+    return World(2, **SETTINGS)
 
 
 def cases_of(counts: list[dict[str, int]]) -> list[Fault]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
-A world is started once for the whole run, whichever folders use it: fifteen processes in all. GRADLOC_TEST_VERL names
-the verl to test on (0.7.1); tests/trainers.py says what runs on both, and on other trainers.
+A world is started once for the whole run, whichever folders use it. GRADLOC_TEST_VERL names the verl to test on
+(0.7.1); tests/trainers.py says what runs on both, and on other trainers.
 """
 
 import compileall
@@ -49,9 +49,8 @@ if TRAINER == "verl 0.9" and DEVICE == "cpu":  # what its workers need on a mach
 # Who asks for one of these needs verl; together they stay in one process, which has each once.
 WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl"}
-FIRST = ["trainer", "worlds", "worlds of features", "worlds of other verls"]
-"""The longest groups: one process begins with the first and goes on with the third, the other has the second."""
-ACTOR = ("adapters", "replay")
+FIRST = ["trainer", "worlds", "worlds of features"]
+"""The longest groups, each in a process of its own from the start."""
 LONG = """
 benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
 experiments/llm/test_natural experiments/test_launch house/test_figures house/test_imports house/test_pages
@@ -86,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif fixtures & WORLDS:
             call = getattr(item, "callspec", None)
             is_other = call is not None and call.params.get("verl_version", VERL) != VERL
-            group = FIRST[3 if is_other else 1 + (room[0] not in ACTOR)]
+            is_of_actor = room[0] == "adapters" and "single" not in fixtures or "unpatched_world" in fixtures
+            group = FIRST[1 if is_of_actor and not is_other else 2]  # each kind of world starts in one of the two
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:
@@ -204,16 +204,16 @@ def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
 @pytest.fixture(scope="session")
 def bare_world() -> Iterator[World]:
     """Two ranks without any verl, for tests.bare."""
-    with World(2) as world:
+    with World(2, preloaded=()) as world:
         yield world
 
 
 @pytest.fixture(scope="session")
-def compose(worlds: Callable[..., World]) -> Callable[..., list[Any]]:
+def compose(single: World) -> Callable[..., list[Any]]:
     """``compose(overrides, ...)``: the actor's settings in verl's config, or the error, for each list."""
     size = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     read = "tests.world.configs.actor"
-    return lambda *cases: worlds(1).run("configs.read_all", cases=[size + case for case in cases], read=read)[0]
+    return lambda *cases: single.run("configs.read_all", cases=[size + case for case in cases], read=read)[0]
 
 
 @pytest.fixture

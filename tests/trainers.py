@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from experiments.cpu.environment import DEFAULT_VERL
+from tests.world import PRELOADED
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_VERL07 = "verl 0.7"
@@ -36,12 +37,15 @@ def _installed() -> tuple[str, str]:
 TRAINER, VERSION = _installed()
 SHARED = ("adapters/same/", "analysis/", "reweighting/", "stabilize/")
 """The rooms with tests for several trainers."""
-PRELOADED = {
+INSTALLED = {
     "TRL": ("trl", "gradloc.trl"),
     "verl 0.9": ("verl.workers.engine_workers", "verl.trainer.ppo.v1", "transfer_queue"),
 }
 """Where a trainer is installed, most of a rank's start is importing it."""
-SETTINGS: dict[str, Any] = {"preloaded": PRELOADED.get(TRAINER, ()), "timeout_s": 300 if TRAINER == "verl 0.9" else 120}
+SETTINGS: dict[str, Any] = {
+    "preloaded": (*PRELOADED, *INSTALLED.get(TRAINER, ())),
+    "timeout_s": 300 if TRAINER == "verl 0.9" else 120,
+}
 """Of a world there: the installed one, with ours or without. Without a flag it takes its own classes."""
 
 # ---- verl 0.7: on every verl that there is a patch for

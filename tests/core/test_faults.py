@@ -44,7 +44,7 @@ def test_an_error_is_counted_and_training_goes_on_with_the_same_weights(bare_wor
 
 @pytest.mark.parametrize("place", [pytest.param("block", marks=pytest.mark.slow), "backward"])
 def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(place):
-    with World(2) as doomed:
+    with World(2, preloaded=()) as doomed:
         doomed.run("tests.bare.faults.train", layout="fsdp2")
         started = time.monotonic()
         with pytest.raises(RankError, match="was lost"):
@@ -54,7 +54,7 @@ def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(pla
 
 @pytest.mark.slow
 def test_four_ranks_recover_together_and_end_together():
-    with World(4) as four:
+    with World(4, preloaded=()) as four:
         (plain, *_) = four.run("tests.bare.faults.train", layout="fsdp2")
         for place, failing in (("block", [0, 1, 2, 3]), ("backward", [0, 1, 2, 3]), ("loss", [1, 2])):
             answers = four.run("tests.bare.faults.train", layout="fsdp2", place=place, number=3, failing=failing)
@@ -67,7 +67,7 @@ def test_four_ranks_recover_together_and_end_together():
 
 @pytest.mark.slow
 def test_so_it_is_on_four_ranks():
-    with World(4) as four:
+    with World(4, preloaded=()) as four:
         for place in PLACES:
             options = {"layout": "fsdp2", "place": place, "failing": [0, 1, 2, 3]}
             check(four.run("tests.bare.faults.train_past_every_pass", timeout_s=3600, **options), 3)
@@ -106,11 +106,11 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
 
 
 def test_a_rank_that_runs_out_of_memory_at_any_allocation_ends_no_run(bare_world):
-    run_out_of_memory(bare_world, 2, 6, seed=0)
+    run_out_of_memory(bare_world, 2, 4, seed=7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), (4, 2)])
 def test_so_it_is_two_hundred_times_on_two_and_on_four_ranks(size, seed):
-    with World(size) as world:
+    with World(size, preloaded=()) as world:
         run_out_of_memory(world, size, 100, seed)

@@ -25,8 +25,8 @@ DEVICE = os.environ.get("GRADLOC_TEST_DEVICE", "cpu")
 SHARDING = "fsdp2" if DEVICE == "cpu" else "fsdp"
 """verl's strategy for them: where ranks share a GPU by gloo, FSDP2's reduce-scatter ends the process (torch 2.11)."""
 # Ranks are forked from a process that has these, where they are installed: importing them is most of a start.
-PRELOADED = ["datasets", "peft", "ray", "tensordict", "torch", "torch.distributed.fsdp", "torchdata", "transformers"]
-PRELOADED += ["hydra", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED: tuple[str, ...] = ("datasets", "hydra", "peft", "ray", "tensordict", "torchdata", "transformers")
+PRELOADED += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3")
 
 
 class RankError(AssertionError):
@@ -42,7 +42,7 @@ class World:
         path: folders to put on ``sys.path`` of the ranks, after this repository: verl's archive has
             a ``tests`` of its own.
         timeout_s: how long a call may take, unless it says otherwise.
-        preloaded: modules to import once for all worlds, beside `PRELOADED`.
+        preloaded: modules to import once for all worlds of this process, beside torch; the first that starts decides.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class World:
         device: str = DEVICE,
         path: tuple[str, ...] = (),
         timeout_s: float = 120,
-        preloaded: tuple[str, ...] = (),
+        preloaded: tuple[str, ...] = PRELOADED,
     ):
         self.size = size
-        self._preloaded = [*PRELOADED, *preloaded]
+        self._preloaded = ["torch", "torch.distributed.fsdp", *preloaded]
         self._settings = (device, path)
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []

@@ -63,11 +63,11 @@ ON = {
 OFF = ["", "+gradloc=off", f"{ACTOR}.gradloc.trigger.force_step=3", "actor_rollout_ref.rollout.rollout_filter_value=1"]
 
 
-def test_the_seam_that_imports_the_package_knows_every_switch_of_its(worlds):
+def test_the_seam_that_imports_the_package_knows_every_switch_of_its(single):
     cases = [f"{key}={value}" for key, value in ON.items()]
     cases += [f"+gradloc={preset}" for preset in ("on", "observe", "mask", "skip", "safe")]
     read = "tests.world.configs.found_on"
-    found = worlds(1).run("configs.read_all", cases=[case.split() for case in [*cases, *OFF]], read=read)[0]
+    found = single.run("configs.read_all", cases=[case.split() for case in [*cases, *OFF]], read=read)[0]
     assert [answer for answer in found if not isinstance(answer, list | tuple)] == []
     assert [key for key, _ in found[: len(ON)]] == list(ON)
     assert all(key is not None for key, _ in found[: len(cases)])
