@@ -85,8 +85,9 @@ def run_experiment(tmp_path):
     """Calls a run_experiment.sh as a user would; returns the finished process."""
 
     def call(*args, cwd=None, script=REPO / "run_experiment.sh", **variables):
-        kept = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_CONFIG_FILE")
+        kept = ("HOME", "LANG", "PIP_INDEX_URL", "PIP_CONFIG_FILE")
         environ = {key: os.environ[key] for key in kept if key in os.environ}
+        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # a shim may be slow
         return subprocess.run(
             [str(script), *map(str, args)],
             cwd=cwd or tmp_path,
