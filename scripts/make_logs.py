@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what tools write themselves in tests/data/logs: a run of 60 steps that explodes at step 47.
 
-Consoles, tables and the lines of trainers that do not install on a laptop lie there as they are: edit these by hand.
-So is `answers.json`, which says what was planted in each file; a test holds the reader to it. Each part has its
+Consoles, tables and the lines of trainers that do not install on a laptop lie there as they are. Edit these by hand,
+and `answers.json`, which says what was planted in each file; a test holds the reader to it. Each part has its
 environment:
 
     python scripts/make_logs.py verl tests/data/logs            # once with each verl: PYTHONPATH names it
