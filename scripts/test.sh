@@ -58,10 +58,10 @@ lint() {
     PYTHON=$python bash make_patch.sh --check
 }
 
-# Three processes, since ranks wait for each other; conftest.py says which tests have to stay in one, and which begin. The ten slowest come last.
-# A test that hangs tells where, after LONGEST seconds, and fails; the others go on.
+# Two processes: a third takes longer to import all than it saves. conftest.py says which tests have to stay in one, and which begin. The ten
+# slowest come last. A test that hangs tells where, after LONGEST seconds, and fails; the others go on.
 tests() {
-    "$python" -m pytest -n "${WORKERS:-3}" --dist loadgroup --no-loadscope-reorder --durations=10 \
+    "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder --durations=10 \
         -o faulthandler_timeout="${LONGEST:-900}" -o faulthandler_exit_on_timeout=true -m "$1" "${@:2}"
 }
 case $tier in
@@ -76,9 +76,9 @@ case $tier in
         stage "lint" && cat "$said" && rm "$said"
         ((is_bad == 0)) || exit "$is_bad"
         ;;
-    quick) stage "quick tests" && WORKERS=${WORKERS:-2} tests "not full and not slow and not browser and not verl09" "$@" ;;
+    quick) stage "quick tests" && tests "not full and not slow and not browser and not verl09" "$@" ;;
     slow)
-        stage "slow tests" && LONGEST=7200 WORKERS=${WORKERS:-2} tests "slow and not browser and not verl09" "$@"
+        stage "slow tests" && LONGEST=7200 tests "slow and not browser and not verl09" "$@"
         stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
             -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/adapters/same tests/stabilize tests/analysis tests/replay "$@"
         ;;
@@ -90,7 +90,7 @@ case $tier in
             shared+=(tests/analysis/{test_split,quartiles/test_actor}.py tests/reweighting/test_stages.py)
             shared+=(tests/stabilize/{test_actor,test_ratios}.py)
         fi
-        stage "tests on $tier" && LONGEST=2400 WORKERS=${WORKERS:-2} tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"
+        stage "tests on $tier" && LONGEST=2400 tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"
         ;;
 esac
 stage "done"

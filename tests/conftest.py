@@ -50,7 +50,7 @@ if TRAINER == "verl 0.9" and DEVICE == "cpu":  # what its workers need on a mach
 WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl"}
 FIRST = ["trainer", "worlds", "worlds of features"]
-"""The longest groups, each in a process of its own from the start."""
+"""The longest groups: one process begins with the first and goes on with the third, the other has the second."""
 LONG = """
 benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
 experiments/llm/test_natural experiments/test_launch house/test_figures house/test_imports house/test_pages
@@ -96,7 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)
         item.add_marker(pytest.mark.xdist_group(group))
         groups[item] = group
-    items.sort(key=lambda item: FIRST.index(groups[item]) if groups[item] in FIRST else len(FIRST))
+    last = len(FIRST)  # and before what is short all that is not, so that both processes end together
+    order = {item: FIRST.index(group) if group in FIRST else last for item, group in groups.items()}
+    items.sort(key=lambda item: (order[item], item.get_closest_marker("full") is None))
 
 
 def pytest_collection_finish() -> None:
