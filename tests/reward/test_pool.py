@@ -45,10 +45,15 @@ def test_a_hanging_answer_times_out_while_twenty_others_are_scored_right_and_in_
 @pytest.mark.parametrize(
     "crashes, limit_s, said, counts",
     [
-        (False, 0.5, "no answer within 0.5 s", {"scored": 2, "timeouts": 1, "errors": 0}),
-        (True, 10, "the worker died, exit code -11", {"scored": 2, "timeouts": 0, "errors": 1}),
+        pytest.param(
+            *(False, 0.5, "no answer within 0.5 s", {"scored": 2, "timeouts": 1, "errors": 0}),
+            id="hangs",
+            marks=pytest.mark.slow,  # as the one above does among others
+        ),
+        pytest.param(
+            True, 10, "the worker died, exit code -11", {"scored": 2, "timeouts": 0, "errors": 1}, id="crashes"
+        ),
     ],
-    ids=["hangs", "crashes"],
 )
 def test_an_item_that_hangs_or_crashes_fails_alone_and_its_worker_is_replaced(
     make_pool, pool_module, crashes, limit_s, said, counts

@@ -133,14 +133,16 @@ def unlikely(is_rewarded: bool, is_sure: bool) -> Case:
     with torch.no_grad():
         case.model.head.weight *= SURE
     oracle = Oracle(case.model, case.batch)
-    every = [(row, position) for row in range(len(case.batch.labels)) for position in range(12)]
-    log_probs = {place: oracle.logits(place).log_softmax(-1) for place in every}
+    rows = [oracle.row_logits(row).log_softmax(-1) for row in range(len(case.batch.labels))]
+    log_probs = {
+        (row, position): values for row, by_position in enumerate(rows) for position, values in enumerate(by_position)
+    }
     labels, old = case.batch.labels.clone(), case.batch.old_log_probs.clone()
     for place, values in log_probs.items():
         labels[place], old[place] = values.argmax(), values.max()
     likely = case.batch.edited(labels=labels.clone(), old_log_probs=old.clone())
-    entropies = {place: float(-(log_probs[place].exp() * log_probs[place]).sum()) for place in every}
-    place = sorted((place for place in every if case.batch.mask[place]), key=entropies.get)[0 if is_sure else -1]
+    entropies = {place: float(-(log_probs[place].exp() * log_probs[place]).sum()) for place in log_probs}
+    place = sorted((place for place in log_probs if case.batch.mask[place]), key=entropies.get)[0 if is_sure else -1]
     values = log_probs[place]
     labels[place] = values.masked_fill(values > math.log(0.005), -math.inf).argmax()
     old[place] = values[labels[place]]
