@@ -13,13 +13,13 @@ def actor(**settings):
     return [f"actor_rollout_ref.actor.{key}={value}" for key, value in settings.items()]
 
 
-def of_loss(*modes):
+def loss_modes(*modes):
     return {mode: [f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"] for mode in modes}
 
 
 SPLITS = {
     **{mode: actor(loss_agg_mode=mode) for mode in AGGREGATIONS},
-    **of_loss("gspo", "clip_cov", "kl_cov", "geo_mean"),
+    **loss_modes("gspo", "clip_cov", "kl_cov", "geo_mean"),
     "fsdp1": actor(strategy="fsdp"),
     "dynamic micro-batches": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
     "one micro-batch": actor(ppo_micro_batch_size_per_gpu=8),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spike whose search fails on chosen ranks, in one of its passes or for want of memory; and the steps that follow."""
+"""Make a search fail on chosen ranks, in one of its passes or out of memory, and train on."""
 
 import hashlib
 import math

@@ -11,12 +11,12 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.record import Certificate, PathEntry
 from gradloc.search.find import localize
-from gradloc.search.overflow import in_training_unit
+from gradloc.search.overflow import in_training_unit, rescaled
 from gradloc.search.share import ShareMap
 from gradloc.search.task import SearchResult, Span
 from tests.bare import Oracle, build, random_batch
 from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
-from tests.search import spike_of, trained
+from tests.search import spike_of, task_of, trained
 
 ONE = {(3, 5): 1.0}
 SCALES = [1e22, 1e37]
@@ -67,6 +67,13 @@ def test_a_backward_that_is_not_finite_by_itself_is_traced_as_before():
     finding = localize(step, space, Ranks(), spike_of(batch, math.inf, 20.0), 1.0)
     assert not finding.tokens and finding.certificate.verdict == "not_explained"
     assert (finding.num_forwards, finding.num_backwards) == (12, 12), "no pass in another unit"
+
+
+def test_in_the_other_unit_the_spike_is_held_against_the_same_threshold():
+    task, _ = task_of({(3, 5): 1e22})
+    found = rescaled(task)
+    assert math.isfinite(found.spike.grad_norm) and found.unit > 1
+    assert (found.spike.threshold * found.unit, found.tau * found.unit) == (task.spike.threshold, task.tau)
 
 
 @pytest.mark.parametrize("norm_after", [0.5, math.inf])

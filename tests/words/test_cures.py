@@ -37,8 +37,8 @@ def test_how_a_setting_heals_is_told_with_its_price():
 
 
 def test_a_setting_that_another_version_tried_is_told_by_its_line():
-    made = event(cures=[HEALED | {"name": "of_tomorrow", "line": "actor.of_tomorrow=1"}])
-    assert "actor.of_tomorrow=1" in next_step(made).do
+    made = event(cures=[HEALED | {"name": "newer", "line": "actor.newer=1"}])
+    assert "actor.newer=1" in next_step(made).do
 
 
 def test_what_was_not_measured_is_told_where_the_cause_calls_for_it():

@@ -57,11 +57,11 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
 
 
 def settle(config: Any, settings: GradLocConfig) -> None:
-    """Write these settings into the trainer's config, before any worker gets it: under both names of each, with the
-    events' folder absolute (on another node it has another working folder), and with what makes them of the block."""
+    """Write these settings into the trainer's config, before any worker gets it: under both names of each, and with
+    what makes them of the block."""
     actor = config.actor_rollout_ref.actor
-    settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings), "dump_dir": settings.root}
-    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.root, settled)
+    settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings)}
+    values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir, settled)
     for name, value in zip((*PUBLISHED, "gradloc"), values, strict=True):
         OmegaConf.update(actor, name, value, merge=False, force_add=True)
 

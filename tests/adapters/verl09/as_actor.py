@@ -311,11 +311,11 @@ def make_trainer(
         harness.save_model(model_dir, model)
     renamed = [new for override in of_verl(overrides) for new in RENAMED.get(override, [override])]
     renamed = [override.replace(f"{ACTOR}.grad_clip=", f"{ACTOR}.optim.clip_grad=") for override in renamed]
-    of_run = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
+    given = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
     is_ours = any(name in override.lower() for override in overrides for name in OURS)
     if not any(override.startswith("+gradloc=") for override in overrides):
         renamed.insert(0, "+gradloc=on")
-    return harness.make_trainer(BASE + of_run + renamed, model_dir, stock=not is_ours, kind=kind)
+    return harness.make_trainer(BASE + given + renamed, model_dir, stock=not is_ours, kind=kind)
 
 
 def targets_of(plants: list[tuple[int, int, float]], batch: Any) -> list[tuple[torch.Tensor, int]]:

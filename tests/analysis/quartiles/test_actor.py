@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.analysis.test_split import AGGREGATIONS, LAYOUTS, actor, of_loss
+from tests.analysis.test_split import AGGREGATIONS, LAYOUTS, actor, loss_modes
 
 RUN = "tests.analysis.quartiles.scenarios."
 ENTROPY = actor(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k2")
@@ -28,7 +28,7 @@ def test_each_quartile_and_token_agrees_with_a_backward_of_every_token_on_a_plai
 
 CUTS = {
     **{mode: actor(loss_agg_mode=mode) for mode in AGGREGATIONS},
-    **of_loss("gspo", "clip_cov"),
+    **loss_modes("gspo", "clip_cov"),
     "dynamic": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
     "dynamic, fsdp1": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40, strategy="fsdp"),
     "original parameters": LAYOUTS["fsdp1, original parameters"],

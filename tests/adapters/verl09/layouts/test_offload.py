@@ -45,10 +45,10 @@ def test_looking_on_changes_nothing_also_where_a_pass_of_the_search_fails(
     folder = str(tmp_path / "model")
     world.run("tests.adapters.verl09.layouts.offload.save_deeper", folder=folder)
     given = {"scenario": f"{HARNESS}.train", "model_dir": folder, "plants": (PLANT,)}
-    of_run = [f"{ACTOR}.strategy={strategy}", f"{ACTOR}.ppo_epochs=2"]  # training goes on after the search
-    stock = offloaded.run(overrides=of_run, stock=True, **given)
+    layout = [f"{ACTOR}.strategy={strategy}", f"{ACTOR}.ppo_epochs=2"]  # training goes on after the search
+    stock = offloaded.run(overrides=layout, stock=True, **given)
     watched = offloaded.run(
-        overrides=[*ON, *of_run, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], fails_at=fails_at, **given
+        overrides=[*ON, *layout, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], fails_at=fails_at, **given
     )
     for one, other in zip(stock, watched, strict=True):
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]

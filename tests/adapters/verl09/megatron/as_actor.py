@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.adapters.verl09 import as_actor
 from tests.adapters.verl09.megatron import harness
-from tests.world import harness as of_world
+from tests.world import harness as world_harness
 from tests.world import spikes
 from tests.world.spikes import plant
 
@@ -37,7 +37,7 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
     _layout.update(dealt_out)
     given["overrides"] = [*given["overrides"], *dealt_out["model"]]  # the oracle's, too
     with (
-        mock.patch.object(of_world, "other_trainer", lambda: here),
+        mock.patch.object(world_harness, "other_trainer", lambda: here),
         mock.patch.object(module, "other_trainer", lambda: here, create=True),
     ):
         return getattr(module, name)(**given)
@@ -62,9 +62,9 @@ def fail_in_layer(way: str, process: int, overrides: list[str], dump_dir: str) -
 
     layers = [layer for layer in trainer.module.modules() if type(layer).__name__ == "TransformerLayer"]
     layers[0].register_forward_hook(in_layer)
-    batch = of_world.make_batch(seed=1)
+    batch = world_harness.make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
-    with mock.patch.object(of_world.part("core.ranks"), "_PATIENCE_S", 2.0):
+    with mock.patch.object(world_harness.part("core.ranks"), "_PATIENCE_S", 2.0):
         trainer.update(batch)
 
 
@@ -79,7 +79,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
         taken.append((1 if forward_only else 3) * (len(selections) + self.num_stages - 1))
         of_step(self, selections, forward_only, data)
 
-    batch = of_world.make_batch()
+    batch = world_harness.make_batch()
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
     with mock.patch.object(step_class(), "_run", run):
