@@ -82,6 +82,10 @@ def test_the_first_process_of_each_rank_speaks_for_it(of_four, known, rank, size
     assert ranks.max([0.5, math.nan]) == [1.5, math.inf]
 
 
+def test_one_process_has_the_same_largest_values():
+    assert Ranks().max([0.5, math.nan]) == [0.5, math.inf]
+
+
 @pytest.mark.parametrize(
     ("is_on", "device", "is_made"), [(False, "cuda", False), (True, "cpu", False), (True, "cuda", True)]
 )
