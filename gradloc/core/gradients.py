@@ -171,8 +171,8 @@ class GradientSpace:
         """Different for different shards, the same for replicas of one."""
 
     def forward_state(self) -> ForwardState:
-        """What forwards move, as it is now: also the buffers that they have moved since this was made."""
-        return ForwardState(self.device, [each for each in self._buffers if each.have_moved()])
+        """Everything that forwards move, as it is now: also the buffers that they have moved since this was made."""
+        return ForwardState(self.device, [each for each in self._buffers if each.have_moved()], self.model)
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ Shapes: B rows of the micro-batch, T response positions.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,7 +28,8 @@ class _Pass(NamedTuple):
     """One micro-batch of a pass: a forward, and a backward that begins with ``pull``."""
 
     micro_batch: int
-    pull: Outputs
+    pull: Any
+    """:class:`Outputs`, or a function of what the forward returns."""
     rows: list[int] | None = None
     """Those that run; None for all."""
 

@@ -10,6 +10,8 @@ Shapes: B rows of the micro-batch, T response positions.
 """
 
 import copy
+import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,17 +23,71 @@ import torch
 
 
 class RngState:
-    """This process' random state: the CPU's, from which losses such as ``clip_cov`` draw, and the accelerator's."""
+    """This process' random state: torch's on the CPU and the accelerator, Python's, NumPy's where it is imported.
 
-    def __init__(self, device: torch.device):
+    Args:
+        device: of the model.
+        generators: of the model's own, as some modules draw their noise from.
+    """
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()):
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
         self.cpu = torch.get_rng_state()
         self.accelerator = None if self._module is None else self._module.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._own = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self._module is not None:
             self._module.set_rng_state(self.accelerator)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._own:
+            generator.set_state(state)
+
+
+def generators_in(model: torch.nn.Module) -> list[torch.Generator]:
+    """Return the generators that modules keep as attributes."""
+    return [value for owner in model.modules() for value in vars(owner).values() if isinstance(value, torch.Generator)]
+
+
+class OwnAttributes:
+    """The state that modules keep in plain attributes, such as a running maximum: tensors, numbers, and lists, dicts
+    and sets of these. Buffers and parameters are not part of it."""
+
+    _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
+    _CONTAINERS = (list, dict, set)
+
+    def __init__(self, model: torch.nn.Module):
+        self._saved: list[tuple[dict[str, Any], str, Any, Any]] = []
+        for owner in model.modules():
+            for name, value in vars(owner).items():
+                if not name.startswith("_") and isinstance(value, self._PLAIN + self._CONTAINERS):
+                    self._saved.append((vars(owner), name, value, self._copy(value)))
+
+    @staticmethod
+    def _copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return copy.copy(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring back every value that was replaced or changed in place."""
+        for owner, name, value, copied in self._saved:
+            if owner.get(name) is not value:
+                owner[name] = value
+            if isinstance(value, torch.Tensor):
+                if value._version and not torch.equal(value, copied):
+                    value.copy_(copied)
+            elif isinstance(value, list):
+                value[:] = copied
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(copied)
 
 
 class OwnBuffers:
@@ -66,14 +122,18 @@ class OwnBuffers:
 
 
 class ForwardState:
-    """What a forward moves beside ``.grad``: the random state, and these buffers."""
+    """Everything that a forward moves except ``.grad``: the random state, these buffers, modules' plain attributes."""
 
-    def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = ()):
-        self._rng, self._buffers = RngState(device), [each.saved() for each in moving]
+    def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = (), model: torch.nn.Module | None = None):
+        self._rng = RngState(device, [] if model is None else generators_in(model))
+        self._buffers = [each.saved() for each in moving]
+        self._attributes = None if model is None else OwnAttributes(model)
 
     def restore(self) -> None:
         for each in self._buffers:
             each.restore()
+        if self._attributes is not None:
+            self._attributes.restore()
         self._rng.restore()
 
 
@@ -110,6 +170,19 @@ class Recorded:
     """d loss / d beside, a scalar, likewise."""
     is_value: bool = False
     """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
+    score: torch.Tensor | None = None
+    """(B, T): what forwards of a search return in place of log-probs, as training had it, where the loss is no function
+    of log-probs and entropies. :attr:`log_prob_coefficient` is then d loss / d score."""
+
+    @property
+    def read(self) -> torch.Tensor:
+        """(B, T): what forwards of a search return first, as training had it."""
+        return self.log_prob if self.score is None else self.score
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether that number enters the loss as it is; a log-prob is read as log-odds."""
+        return self.is_value or self.score is not None
 
     def coefficients(self, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """c_t and e_t (B, T): derivatives of the step's loss over all ranks, unscaled; c_t is zeros if no gradient
@@ -164,12 +237,17 @@ def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
     setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 
 
-def run_backward(outputs: Outputs, pull: Outputs) -> None:
+def run_backward(outputs: Any, pull: Any) -> None:
     """The backward of a pass: from the outputs of a forward that has a graph, with these coefficients.
+
+    A step whose forward returns something else than :class:`Outputs` pulls by a function of that.
 
     Every output of training's own backward gets its coefficient at the same place of the graph, so the kernels behind
     it run on the same values in the same order.
     """
+    if not isinstance(pull, Outputs):
+        pull(outputs)
+        return
     pairs = [(value, each) for value, each in zip(outputs, pull, strict=True) if value is not None and each is not None]
     pairs = [(value, each.to(value.dtype).view_as(value)) for value, each in pairs if value.requires_grad]
     torch.autograd.backward([value for value, _ in pairs], [each for _, each in pairs])
@@ -494,10 +572,12 @@ class HostStep:
         step.recorded(micro_batch).rng.restore()
         return step.forward(micro_batch) if rows is None else step.forward_rows(micro_batch, rows)
 
-    def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Outputs:
+    def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
         """See :meth:`Recorded.pull`: on the device."""
         there = None if selected is None else selected.to(self._device)
         pull = self._step.recorded(micro_batch).pull(there)
+        if not isinstance(pull, Outputs):
+            return partial(pull, unit=self._unit)
         if self._unit == 1.0:
             return pull
         return Outputs(*(None if each is None else each / self._unit for each in pull))  # type: ignore[arg-type]

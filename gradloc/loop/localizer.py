@@ -62,6 +62,8 @@ class ActorPowers(Protocol):
     """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
     optimizer: torch.optim.Optimizer
     """Whose state may lie in the host's memory while a step is looked into."""
+    is_unclipped: bool
+    """Whether the gradient of a step that is looked into was put back as it was before clipping."""
     scales_loss: bool
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
     takes_what_is_not_finite: bool
@@ -226,6 +228,8 @@ class Localizer:
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
+        if self.powers.is_unclipped:
+            return 1.0
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def _find_spike(self, policy: Policy, norm: float) -> Spike | None:

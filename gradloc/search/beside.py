@@ -192,6 +192,12 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
     return _result(task, "scale", StepCause("batch_scale", why, numbers))
 
 
+def unsearched(task: Task, why: str) -> SearchResult:
+    """The result of a step that cannot be searched, for this reason: nothing is named, nothing explained."""
+    path = [PathEntry("replay", verdict="differs", note=why)]
+    return SearchResult(path=path, stop_reason=why, certificate=nothing_found(task, why))
+
+
 def nothing_found(task: Task, reason: str) -> Certificate:
     """The certificate if no token is named, for this reason."""
     return replace(task.certify([]), reason=reason)

@@ -15,8 +15,9 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
+from ..record import Certificate
 from .auto import auto, share
-from .beside import first_not_finite, rerun, scaled_batch, triage
+from .beside import first_not_finite, rerun, scaled_batch, triage, unsearched
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
@@ -75,11 +76,15 @@ def localize(
     prober = Prober(step, space, ranks)
     held = prober.step
     try:
+        outside = getattr(held, "unsearched_norm", 0.0)
+        if outside:
+            spike = replace(spike, grad_norm=math.sqrt(max(spike.grad_norm**2 - outside**2, 0.0)))
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
-        reran = rerun(task) if reruns else None
-        result, first = triage(task, typical or {}, reran), None
+        objection = getattr(held, "objection", "")
+        reran = rerun(task) if reruns and not objection else None
+        result, first = unsearched(task, objection) if objection else triage(task, typical or {}, reran), None
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
             if overflow is None:
@@ -93,6 +98,8 @@ def localize(
             result.certificate = task.certify(result.tokens)
             is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
             result.rest = space.keep() if is_left else None
+        if outside:
+            result.certificate = _without_head(result.certificate, outside)
         # entropies take forwards, which bisection, for want of memory, does not run
         holders = _with_unlikely(result, held, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
@@ -112,6 +119,16 @@ def localize(
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _without_head(found: Certificate, outside: float) -> Certificate:
+    """A certificate that leaves the verdict open, since a part of the gradient was no part of the search."""
+    why = (
+        f"the head's own gradient, of norm {outside:.3g}, is no part of the search: the loss is not made of log-probs, "
+        f"and dL/dlogits was not kept (keep_gb); below the head the norm is {found.norm_before:.3g} with the culprits"
+    )
+    why += f" and {found.norm_after:.3g} without them" if found.norm_after is not None else ""
+    return replace(found, norm_after=None, error_bound=None, verdict="undecided", reason=why)
 
 
 def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:

@@ -400,7 +400,7 @@ class Readout:
     def __init__(self, recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None, is_half: bool):
         self._recorded, self._is_half = recorded, is_half
         self._log_prob, self._entropy = log_prob.double(), None if entropy is None else entropy.double()
-        rest = 1.0 if recorded.is_value else (-torch.expm1(recorded.log_prob.double())).clamp(min=0.0)
+        rest = 1.0 if recorded.is_linear else (-torch.expm1(recorded.log_prob.double())).clamp(min=0.0)
         self.slope = torch.where(self._log_prob != 0, self._log_prob * rest, 0.0)
         """c_t (1 - p_t), the derivative of the loss by the log-odds: float64 (B, T)."""
 
@@ -411,7 +411,7 @@ class Readout:
 
     def scores(self, log_prob: torch.Tensor) -> torch.Tensor:
         """Log-odds, or a critic's values as they are: float64 (B, T)."""
-        return log_prob.double() if self._recorded.is_value else log_odds(log_prob)
+        return log_prob.double() if self._recorded.is_linear else log_odds(log_prob)
 
     def read(self, outputs: Outputs) -> torch.Tensor:
         """l_t, the loss that each token adds up to a constant: float64 (B, T)."""
@@ -424,7 +424,7 @@ class Readout:
     def response(self, plus: Outputs, minus: Outputs | None) -> torch.Tensor:
         """How far each token's score moves (B, T): half the difference of two legs, or one leg's from training's."""
         if minus is None:
-            return (self.scores(plus[0]) - self.scores(self._recorded.log_prob)).abs()
+            return (self.scores(plus[0]) - self.scores(self._recorded.read)).abs()
         return (self.scores(plus[0]) - self.scores(minus[0])).abs() / 2
 
     def error(self, plus: Outputs, minus: Outputs | None, part: float = 1.0) -> torch.Tensor:
@@ -436,7 +436,7 @@ class Readout:
         """
         square = (self._log_prob * _ROUNDING).square() / 2
         if self._is_half and minus is not None:
-            ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.log_prob)
+            ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.read)
             square = square + only(self.slope.square(), _scatter(*ups, self.slope != 0, part))
             up, down, before = plus[1], minus[1], self._recorded.entropy
             if self._entropy is not None and up is not None and down is not None and before is not None:
@@ -451,7 +451,7 @@ class Readout:
         forward it has v / 2 + v = 3 v / 2, three times the v / 2 of half the difference.
         """
         up, down, before = (self.scores(part[0]) for part in (plus, minus, still))
-        bound = _scatter(up, down, self.scores(self._recorded.log_prob), self.slope != 0, 1.0)[self.slope != 0]
+        bound = _scatter(up, down, self.scores(self._recorded.read), self.slope != 0, 1.0)[self.slope != 0]
         found = ((up + down) / 2 - before)[self.slope != 0].square() / 3
         if not len(bound) or not float(bound.median()) > 0:
             return 0.0  # this rank has no token to tell by; others do

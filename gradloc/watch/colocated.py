@@ -71,7 +71,7 @@ class Colocated:
             return norm, {}
         policy, norm = self._policy(step, global_step, *counts), whole(norm)
         if policy is not None:
-            self.before_look(norm, policy)
+            policy = self.before_look(norm, policy)
         taken = localizer.before_step(norm, policy)
         localizer.end_update()
         step.release()
@@ -88,8 +88,12 @@ class Colocated:
         is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
         return taken if is_other else norm, metrics
 
-    def before_look(self, norm: torch.Tensor, policy: Policy) -> None:
-        """The step can be run again: ranks have as many micro-batches. All ranks call it together."""
+    is_unclipped = False
+    """See :class:`~..loop.localizer.ActorPowers`."""
+
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """Prepare a look into the step, on all ranks together: each has as many micro-batches. None: no look."""
+        return policy
 
     signal = "advantages"
     """What :meth:`.step.LoopStep.brief` tells beside the number of tokens, by the batch's names."""

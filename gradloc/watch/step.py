@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of a loop that nobody wrote for us, as a step that can be run again.
+"""One optimizer step of any loop, as a step that can be run again.
 
-The loop gives a function for each micro-batch's log-probs. The function is kept, and is the forward; the loss is never
-seen: what its backward put on the log-probs says all that a search asks.
+:class:`LoopStep` has what such steps share; a trainer's own says how a forward is run again.
 
 Shapes: B rows of a micro-batch, T positions.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
-from ..core.precise import head_of, precise_readout
 from ..core.sharding import reduction_deferred
-from ..core.step import Details, ForwardState, Numerics, Outputs, Recorded, record, to_host
+from ..core.step import Details, Numerics, Outputs, Recorded, to_host
 from ..loop.batch import Rows, joined
-from .log_probs import token_log_probs
 
 Forward = Callable[[], Any]
 """Gives log-probs (B, T), or a tuple of these, entropies (B, T) or None, and a scalar of what else the loss is made of
@@ -45,13 +42,8 @@ class LoopMicroBatch:
     is_deferred: bool = False
     """Whether its backward left the sum over ranks to a later one."""
     forward: Forward = field(init=False)
+    """How a trainer's step runs it again."""
     on_host: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a backward came to its log-probs."""
-        found = self.recorded
-        return found.log_prob_coefficient is not None or found.entropy_coefficient is not None
 
 
 class LoopStep:
@@ -70,19 +62,6 @@ class LoopStep:
         self.module, self.num_ranks, self._scale = module, num_ranks, scale
         self.micro_batches: list[LoopMicroBatch] = []
         self._loss_scale: float | None = None
-
-    def run(self, forward: Forward, made: LoopMicroBatch) -> Any:
-        """Training's forward of the next micro-batch; what it gave. Without a graph nothing is kept."""
-        given = forward()
-        outputs, made.forward = outputs_of(given), frozen(forward)
-        if outputs.log_prob.requires_grad:
-            record(made.recorded, outputs)
-            self.micro_batches.append(made)
-        return given
-
-    def forget(self, is_done: bool) -> None:
-        """Let go of the micro-batches that had their backward, or of those that had none."""
-        self.micro_batches = [each for each in self.micro_batches if each.is_done != is_done]
 
     # ---- what the search may ask
 
@@ -116,20 +95,6 @@ class LoopStep:
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
-
-    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        made = self.micro_batches[micro_batch]
-        with ExitStack() as stack:
-            stack.enter_context(made.autocast())
-            torch.clear_autocast_cache()  # weights may have moved since it was filled
-            if not torch.is_grad_enabled():
-                stack.enter_context(precise_readout(self.module, made.dtype))
-            return outputs_of(made.forward())
-
-    def forward_bytes(self) -> int:
-        """The logits in float32, and as much again; of a head that is not known nothing."""
-        head = getattr(head_of(self.module), "out_features", 0)
-        return 8 * head * max(each.mask.numel() for each in self.micro_batches)
 
     # ---- what the driver is told
 
@@ -190,34 +155,6 @@ class LoopStep:
         shared = set.intersection(*(set(part) for part in parts))
         return joined([{name: part[name] for name in part if name in shared} for part in parts])
 
-    @torch.no_grad()
-    def read_logits(self, state: ForwardState) -> None:
-        """Run every forward once more, and note of each token how many the model finds likelier, and how likely the
-        labels would be if they were moved by one. Where the logits are not the head's output, nothing is noted.
-
-        Args:
-            state: to be left as it is.
-        """
-        head, seen = head_of(self.module), []
-        hook = None if head is None else head.register_forward_hook(lambda *given: seen.append(given[-1]))
-        try:
-            for index, each in enumerate(self.micro_batches):
-                seen.clear()
-                each.recorded.rng.restore()
-                now = self.forward(index).log_prob
-                ids = each.ids.clamp(min=0)  # labels that are not trained on
-                found = None if not seen else _aligned(seen[-1], ids, now, each.mask)
-                if found is not None:
-                    own = found.gather(-1, ids[..., None])
-                    moved = [token_log_probs(found, ids.roll(by, 1)) for by in (1, -1)]
-                    means = torch.stack([(values * each.mask).sum(1) for values in moved])
-                    shifted = torch.where((means[0] > means[1]).unsqueeze(1), *moved)
-                    each.on_host |= {"ranks": (found > own).sum(-1).cpu(), "shifted": shifted.cpu()}
-        finally:
-            if hook is not None:
-                hook.remove()
-            state.restore()
-
     # ---- inside
 
     def _on_host(self, name: str) -> list[torch.Tensor]:
@@ -227,17 +164,6 @@ class LoopStep:
     def reduces_once(self) -> bool:
         """Whether ranks sum the gradient after the last micro-batch alone."""
         return any(each.is_deferred for each in self.micro_batches[:-1])
-
-
-def _aligned(logits: Any, ids: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    """The logits (B, T, V) of the positions that these log-probs (B, T) are of; None where there are none."""
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or len(logits) != len(ids):
-        return None
-    for start in range(logits.shape[1] - ids.shape[1] + 1):
-        part = logits[:, start : start + ids.shape[1]]
-        if torch.allclose(token_log_probs(part, ids)[mask], log_probs[mask].float(), atol=0.01):
-            return part
-    return None
 
 
 def outputs_of(given: Any) -> Outputs:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any PyTorch loop, in three lines: ``gradloc.Watch``.
+"""Any PyTorch loop, in one line: ``gradloc.Watch``.
 
-    watch = gradloc.Watch(model, optimizer, "runs/x", action="mask", tokenizer=tokenizer)
-    log_probs = watch.log_probs(lambda: forward(ids), mask, ids)    # of each micro-batch
-    norm = watch.clip_grad_norm_(1.0)                               # in place of torch's; then optimizer.step()
+    gradloc.Watch(model, optimizer, "runs/x", tokenizer=tokenizer)
 
-The loss is the loop's own and is never seen. Shapes: B rows of a micro-batch, T positions.
+Two taps are enough: on the model (:mod:`.taps`), and on the optimizer, whose step is about to be taken. Between them
+the loop's loss, its clip and its scaler are its own. Shapes: B rows of a micro-batch, T positions.
 """
 
+import json
 import logging
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -20,93 +21,175 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
+from ..core.gradients import Gradient, squared_norms
 from ..core.probe import Prober
 from ..core.ranks import Ranks, host_group
-from ..core.sharding import compute_device, compute_dtype, is_reduction_deferred
-from ..core.step import Recorded, RngState
+from ..core.sharding import compute_device, local_shard
+from ..core.trigger import Spike
 from ..loop.batch import Rows, at_first
 from ..loop.driver import Driver
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
-from .colocated import Colocated, whole
-from .step import Forward, LoopMicroBatch, LoopStep, autocast_now, outputs_of
+from ..words.text import plural
+from .clips import Clip, ClipTap, plain
+from .colocated import Colocated
+from .replay import hold_against
+from .step import Forward, frozen, outputs_of
+from .tap_step import TapStep
+from .taps import Forwarded, ModelTap, innermost
 
 logger = logging.getLogger(__name__)
 
-_SAME, _SAME_IN_HALF = 1e-3, 0.02
-"""Of the norm: two runs of a step differ by less, in float32 and in half precision."""
-_BESIDE = (
-    "gradloc: run again from its log-probs, step %d's gradient differs by %.1f %% of its norm. A part of the loss "
-    "passes by them (label smoothing, a z-loss, a router's loss), or the function does not give the same again. "
-    "Return such a part third, as (log_probs, None, part). Until then mask becomes skip."
-)
-_SCALED = (
-    "gradloc: step %d's gradient is %.4g times what its log-probs give. Gradients were multiplied after the backward "
-    "(multiply the loss instead), Watch lacks the loop's GradScaler, or the function does not give the same again. "
-    "Until then mask becomes skip."
-)
+_EARLY = 10  # optimizer steps, after which it is said once that nothing could be watched
+_MANY = 64  # forwards without an optimizer step, likewise
+_CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
+_watches: "weakref.WeakKeyDictionary[torch.nn.Module, Watch]" = weakref.WeakKeyDictionary()
 
 
 class Watch(Colocated):
-    """Looks into the steps of one loop, in every process of it.
+    """Looks into the optimizer steps of one model, in every process.
 
-    Steps 1, 2, 4, 8 and so on are run twice, to see that their forward can be run again and that the whole gradient
-    comes by the log-probs; else one sentence says so.
+    It lives as long as the model. A second watch on a model takes the place of the first.
 
     Args:
-        model: as the loop calls it: plain, compiled, with adapters, in DDP, FSDP1 or FSDP2.
-        optimizer: torch's, or accelerate's around it. Its ``zero_grad`` tells that a gradient was dropped.
-        folder: of the run; events go to ``gradloc`` in it.
+        model: plain, compiled, with adapters, in DDP, FSDP1 or FSDP2; or what such a wrapper is made around later.
+        optimizer: torch's, or accelerate's around it; None: found at its first step, by its parameters.
+        folder: of the run; events go to ``gradloc`` in it, metrics to ``metrics.jsonl``.
         action: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``.
         tokenizer: decodes what is named; None: events have token ids alone.
-        scaler: fp16's ``GradScaler``; False where a loss in fp16 is not scaled.
+        hidden: the module whose output is the last hidden state, or its name, where neither a transformers model nor
+            the linear layer that is called last says it.
+        keep_gb: what of dL/dlogits may be kept on the device in a step, in GiB. Beyond it, it is recovered from dL/dh.
         settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
 
     Raises:
-        ValueError: one sentence, for a wrong setting or a model that no search could look into.
+        ValueError: one sentence, for a wrong setting or a model without trained parameters.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        folder: str | os.PathLike[str] = "runs/gradloc",
         action: str = "observe",
         tokenizer: Any = None,
-        scaler: Any = None,
+        hidden: torch.nn.Module | str | None = None,
+        keep_gb: float = 0.25,
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
-        self.model = getattr(model, "_orig_mod", model)  # of a compiled one: a forward through either is the same
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
-        is_one = hasattr(self.optimizer, "param_groups") and hasattr(self.optimizer, "zero_grad")
-        require(is_one, "gradloc.Watch's optimizer", "one torch optimizer", type(optimizer).__name__)
-        self.scaler, self.clip_limit = scaler, float("inf")
-        self.scales_loss = bool(scaler)
-        self.takes_what_is_not_finite = not self.scales_loss
+        self.optimizer = self._plain_optimizer(optimizer)
+        self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
         self.metrics: dict[str, float] = {}
         """Of the last step, by name, for any tracker; on the first process."""
         self.number = 0
-        """Of the optimizer steps so far."""
-        self._next_try, self._gap = 0.0, 1
-        self._num_noted = 0
+        """Of the optimizer steps so far, or the trainer's own."""
+        self._num_steps = self._num_looks = 0
+        self._next_number: int | None = None
+        self._clips: list[Clip] = []
+        self._own_limit: float | None = None
+        self._raw: torch.Tensor | None = None
+        self._sees_clips, self._last_norms = False, (0.0, 0.0)
+        self._known_limit: float | None = None
+        """Of a clip by the loop's own code, once one was noticed."""
+        self._before: Gradient | None = None
+        self._handles: list[Any] = []
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
-            _check_wrapper(self.model)
-            is_trained = any(param.requires_grad for param in self.model.parameters())
+            is_trained = any(param.requires_grad for param in model.parameters())
             require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
-        ranks = Ranks(host_group(), device=compute_device(next(self.model.parameters())))
+        ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
+        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl")
         if kept is not None:
+            before = _watches.pop(innermost(model), None)
+            if before is not None:
+                before.close()
+            _watches[innermost(model)] = self
+            self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
+            self.tap.owner = self  # the model's hooks hold the tap, and so the watch
+            self.clip_tap = ClipTap(self._owns)
             self._listen()
 
-    # ---- the calls of a loop
+    def close(self) -> None:
+        """Take all hooks away."""
+        if self.localizer is not None:
+            self.tap.close()
+            self.clip_tap.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- what a loop may say
+
+    def note(
+        self,
+        *,
+        mask: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
+        rows: Sequence[Any] | None = None,
+        log_probs: torch.Tensor | None = None,
+        old_log_probs: torch.Tensor | None = None,
+        advantages: torch.Tensor | None = None,
+        rewards: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Say what is known of the last forward, for the event's record. None of it is needed.
+
+        Args:
+            mask: (B, T), true or 1 where a token is trained on; default: where dL/dh is not 0.
+            ids: (B, T) the tokens that these positions predict; given together with ``mask``.
+            rows: names of the documents or rollouts; equal ones are of one prompt.
+            log_probs: (B, T), as the loss takes them.
+            old_log_probs: (B, T), as the loss takes them.
+            advantages: (B, T) or (B,).
+            rewards: (B,).
+            weights: (B, T) or (B,), how much a token weighs in the step's loss.
+            step: the trainer's number of the step that is being made.
+
+        Raises:
+            ValueError: one sentence, where shapes do not fit.
+        """
+        if self.localizer is None:
+            return
+        self._next_number = self._next_number if step is None else int(step)
+        for name, value in (("mask", mask), ("ids", ids)):
+            is_matrix = value is None or isinstance(value, torch.Tensor) and value.dim() == 2
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
+        require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
+        if not self.tap.forwards or not torch.is_grad_enabled():
+            return
+        known = self.tap.forwards[-1].known
+        shape = mask if mask is not None else torch.zeros(self.tap.forwards[-1].positions)
+        if mask is not None and ids is not None:
+            if ids.shape != mask.shape:
+                raise ValueError(
+                    f"Watch: the ids have shape {tuple(ids.shape)}, the mask {tuple(mask.shape)}: give all of the tokens "
+                    "that the positions predict, such as ids[:, 1:] for next-token log-probs."
+                )
+            known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
+        if rows is not None:
+            known["rows"] = [*rows]
+            if len(known["rows"]) != len(shape):
+                raise ValueError(f"Watch: rows has {len(known['rows'])} names for {len(shape)} rows.")
+        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
+        tensors = {name: _wide(name, value, shape) for name, value in given.items() if value is not None}
+        if rewards is not None:
+            flat = _wide("rewards", rewards, shape, is_flat=True)[:, 0]
+            tensors["token_level_scores"] = at_first(flat, shape)
+        known["tensors"] = {**known.get("tensors", {}), **tensors}
+        if log_probs is not None and log_probs.requires_grad:
+            log_probs.register_hook(partial(_keep_coefficient, known))
 
     def log_probs(
         self,
@@ -115,27 +198,19 @@ class Watch(Colocated):
         ids: torch.Tensor,
         rows: Sequence[Any] | None = None,
         *,
-        old_log_probs: torch.Tensor | None = None,
-        advantages: torch.Tensor | None = None,
-        rewards: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
         entropy: bool = False,
+        **known: Any,
     ) -> Any:
-        """Run a micro-batch's forward, and remember how to run it again.
-
-        Where no gradient is asked for, as in an evaluation, it is run and nothing else.
+        """Run a micro-batch's forward, and say what is known of it: :meth:`note` with a function.
 
         Args:
             forward: gives log-probs (B, T); or a tuple: these, entropies (B, T) or None, and a tensor of what else the
-                loss is made of, which then belongs to no token. It is kept with its variables as they are now.
-            mask: (B, T), true or 1 where a token is trained on.
-            ids: (B, T) the tokens that the log-probs are of.
-            rows: names of the documents or rollouts; equal ones are of one prompt.
-            old_log_probs: (B, T), as the loss takes them. These and the next are for the record alone.
-            advantages: (B, T) or (B,).
-            rewards: (B,).
-            weights: (B, T) or (B,), how much a token weighs in the step's loss.
+                loss is made of and that passes through no hidden state, such as a router's loss.
+            mask: as of :meth:`note`.
+            ids: likewise.
+            rows: likewise.
             entropy: whether ``forward`` gives entropies, too; it may be left out where a tuple says so.
+            known: what else :meth:`note` takes.
 
         Returns:
             What ``forward`` gave, to compute the loss from.
@@ -143,41 +218,22 @@ class Watch(Colocated):
         Raises:
             ValueError: one sentence, where shapes do not fit.
         """
+        require(callable(forward), "Watch.log_probs' first argument", "a function", type(forward).__name__)
         if self.localizer is None or not torch.is_grad_enabled():
             return forward()
-        require(callable(forward), "Watch.log_probs' first argument", "a function", type(forward).__name__)
-        for name, value in (("mask", mask), ("ids", ids)):
-            is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            require(is_matrix, f"Watch.log_probs' {name}", "a tensor (B, T)", found)
-        rows = None if rows is None else [*rows]
-        step = self._present_step()
-        self._note_backward()
-        known = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
-        tensors = {name: _wide(name, value, mask) for name, value in known.items() if value is not None}
-        if rewards is not None:
-            tensors["token_level_scores"] = at_first(_wide("rewards", rewards, mask, is_flat=True)[:, 0], mask)
-        autocast, dtype = autocast_now(self.ranks.device)
-        if dtype == torch.float16:
-            require(self.scaler is not None, "scaler", "the loop's GradScaler under float16 (False: none)", None)
-        made = LoopMicroBatch(
-            mask.detach().bool(),
-            ids.detach(),
-            tensors,
-            Recorded(RngState(self.ranks.device)),
-            autocast,
-            dtype or compute_dtype(self.model),
-            rows,
-            is_reduction_deferred(self.model),
-        )
-        given = step.run(forward, made)
-        _check_outputs(given, mask, ids, rows, entropy)
+        before = self.tap.num_seen
+        given = forward()
+        outputs = outputs_of(given)
+        self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
+        _check_outputs(outputs, mask, entropy)
+        if self.tap.num_seen > before and outputs.beside is not None and outputs.beside.requires_grad:
+            last = self.tap.forwards[-1]
+            last.again = frozen(forward)
+            outputs.beside.register_hook(partial(_keep_beside, last))
         return given
 
     def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
-        """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step if it spikes.
-
-        With a scaler call ``scaler.unscale_(optimizer)`` first, as before torch's.
+        """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step now if it spikes.
 
         Args:
             max_norm: what the L2 norm is clipped to; None: it is not.
@@ -187,29 +243,55 @@ class Watch(Colocated):
 
         Raises:
             AbortedBySpike: where a spike is to stop the run.
-            ValueError: where the scaler has not unscaled the gradient.
         """
-        self.clip_limit = float("inf") if max_norm is None else float(max_norm)
-        if self.step is not None:
-            self._note_backward()
-            self._check_scale()
-        return self.before_step(self.clip())
+        limit = float("inf") if max_norm is None else float(max_norm)
+        model = innermost_fsdp(self.tap.outer) if self.localizer is not None else None
+        if isinstance(model, FSDP1):
+            norm = plain(model.clip_grad_norm_(limit))
+        else:
+            params = self._params() if self.localizer is not None else []
+            norm = plain(torch.nn.utils.clip_grad_norm_(params, limit))
+        return self.look(norm)
 
-    def before_step(self, norm: torch.Tensor) -> torch.Tensor:
-        """Look into the step whose gradient the loop has clipped, to ``clip_limit``; see :meth:`clip_grad_norm_`."""
-        step = self.step
-        if step is not None:
-            step.forget(is_done=False)
-        if step is None or not step.micro_batches:
-            return norm
-        self.number += 1
+    def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Look into the step that is about to be taken; the tap on the optimizer calls it.
+
+        Args:
+            norm: of its gradient before clipping, where it is known.
+
+        Returns:
+            The norm of the gradient that the optimizer is given, before clipping.
+
+        Raises:
+            AbortedBySpike: where a spike is to stop the run.
+        """
+        if self.localizer is None or self.step is None:
+            return torch.zeros(()) if norm is None else norm
+        forwards = self.tap.take_done()
+        if not forwards:
+            return torch.zeros(()) if norm is None else norm
+        self._num_looks += 1
+        self.step.take(forwards)
+        self._settle_outer()
+        self._clips = self.clip_tap.take()
+        with torch.no_grad():
+            norm = self._norm() if norm is None else norm
+        self.number = self.number + 1 if self._next_number is None else self._next_number
+        self._next_number, self._before = None, None
         try:
             with torch.enable_grad():  # the loop may clip without
-                norm, metrics = self.end_step(norm, self.number)
+                taken, metrics = self.end_step(norm, self.number)
         finally:
-            self.step = None
+            self.is_unclipped = False
+            if self._before is not None:
+                outcomes = self.localizer.outcomes
+                if not outcomes or all(each.taken == "observe" for each in outcomes):
+                    self.space.put(self._before)
+                self._before = None
+            self.step, self._raw = None, None
         self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
-        return norm
+        self._write_metrics(norm)
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, for the loop's checkpoint; on the first process all of it."""
@@ -223,10 +305,17 @@ class Watch(Colocated):
 
     # ---- what the localizer asks
 
+    @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        if isinstance(self.model, FSDP1):
-            return self.model.clip_grad_norm_(self.clip_limit)
-        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_limit))
+        """Clip what is in ``.grad`` as the loop clipped; returns the norm before."""
+        if not self._clips:
+            norm = self.space.norm()
+            if self._own_limit is not None:
+                self.space.scale(min(1.0, self._own_limit / (norm + 1e-6)))
+            return torch.tensor(norm)
+        with self.clip_tap.paused():
+            norms = [plain(call.again()) for call in self._clips]
+        return self._joined(norms)
 
     def save_weights(self, global_step: int) -> None:
         """A loop keeps its own checkpoints."""
@@ -236,117 +325,285 @@ class Watch(Colocated):
         return "advantages" if self.step.has_advantages else "loss_weights"
 
     def rows(self, step: Any) -> Rows:
-        if not step.has_advantages and self.localizer is not None:
-            self.localizer._safely(lambda: step.read_logits(self.space.forward_state()))
-            self.space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
         return step.all_rows()
+
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes."""
+        assert self.localizer is not None
+        value = float(norm)
+        spike = policy.spike(value, 0)
+        if spike is None or self.localizer.num_failures >= 3:
+            return policy
+        is_ready = self.localizer._safely(partial(self._prepare, spike))
+        return policy if is_ready else None
 
     # ---- inside
 
-    def _present_step(self) -> LoopStep:
-        if self.step is None:
-            self.begin_step(LoopStep(self.model, self.ranks.size, self._scale), self.model)
-            self._num_noted = 0
-        return self.step
+    def _prepare(self, spike: Spike) -> bool:
+        step, space, ranks = self.step, self.space, self.ranks
+        changed = sum(each.forwarded.is_changed for each in step.micro_batches)
+        (changed,) = ranks.sum([float(changed)])
+        if changed:
+            step.objection = (
+                f"{plural(int(changed), 'micro-batch')} cannot be run again: an input was changed in place after its "
+                "forward; give the model a copy"
+            )
+            return True
+        state, before = space.forward_state(), space.take()
+        try:
+            step.settle()
+            if math.isfinite(spike.grad_norm):
+                prober = Prober(step, space, ranks)
+                prober.compute((index, None) for index in range(step.num_micro_batches))
+                hold_against(step, space, before, self._clips, self._own_factor(spike.grad_norm), self.clip_tap)
+                self.is_unclipped = True
+            else:
+                space.put(before)
+        except BaseException:
+            space.put(before)
+            raise
+        finally:
+            space.reshard()
+            state.restore()
+        self._before = before
+        return True
 
-    def _scale(self) -> float:
-        return float(self.scaler.get_scale()) if self.scaler else 1.0
+    def _own_factor(self, norm: float) -> float | None:
+        """What a loop's own clip multiplied with; None where none was seen."""
+        return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
 
-    def _check_scale(self) -> None:
-        is_scaled = isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled()
-        if is_scaled and any(each.is_done for each in self.step.micro_batches):
-            stage = self.scaler._per_optimizer_states[id(self.optimizer)]["stage"]
-            if stage.name != "UNSCALED":
-                raise ValueError(
-                    "Watch.clip_grad_norm_ takes gradients in their own unit: call scaler.unscale_(optimizer) first."
-                )
+    def _norm(self) -> torch.Tensor:
+        """The gradient's norm before clipping, from the clips that were seen, else from the gradient itself."""
+        covered = {id(param) for call in self._clips for param in call.params}
+        is_all = all(id(param) in covered for param in self._params() if param.grad is not None)
+        self._sees_clips, self._own_limit = bool(self._clips) and is_all, None
+        if self._sees_clips:
+            single = len(self._clips) == 1 and not self._clips[0].is_by_value
+            self.clip_limit = self._clips[0].limit if single else float("inf")
+            return self._joined([plain(call.norm) for call in self._clips])
+        self.clip_limit = float("inf")
+        return torch.tensor(self._norm_without_clips())
 
-    def _note_backward(self) -> None:
-        """Note the gradient's norm so far, once for each backward; or that the loop dropped it."""
-        self._drop_what_is_gone()
-        done = [each for each in self.step.micro_batches if each.is_done]
-        if len(done) > self._num_noted:
-            self._num_noted = len(done)
-            if not done[-1].is_deferred:
-                self.localizer.after_backward()
+    def _norm_without_clips(self) -> float:
+        """A loop that clips by code of its own leaves norms at its limit, which those after the backward are not."""
+        space, raw = self.space, self._raw
+        if raw is None:
+            return space.norm()
+
+        def local() -> torch.Tensor:
+            grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
+            there = [grad for grad in grads if grad is not None]
+            now = squared_norms(there).sum() if there else raw.new_zeros(())
+            return torch.stack([now.to(raw.device), raw])
+
+        now, after_backward = (value**0.5 for value in space.reduce(local).tolist())
+        (last_now, last_ratio), ratio = self._last_norms, now / after_backward if after_backward > 0 else 1.0
+        self._last_norms = now, ratio
+        if not ratio < 1 - _CLIPPED or not math.isfinite(now):
+            return now
+        is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
+        was_whole = abs(last_ratio - 1) <= _CLIPPED
+        is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
+        if was_whole or is_steady or is_near[1]:
+            self._own_limit = self._known_limit = self.clip_limit = now
+            return after_backward
+        return now
+
+    def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One norm from those of the clips: of several on the same parameters the first counts."""
+        seen: set[int] = set()
+        squares = []
+        for call, norm in zip(self._clips, norms, strict=True):
+            if seen.isdisjoint(id(param) for param in call.params):
+                squares.append(norm.double() ** 2)
+            seen |= {id(param) for param in call.params}
+        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return self.space.params if self.step is not None else list(self.tap.outer.parameters())
+
+    def _owns(self, param: Any) -> bool:
+        return self.step is not None and id(param) in self._ids()
+
+    def _ids(self) -> set[int]:
+        if self._ids_of is not self.space:
+            self._ids_of, self._known_ids = self.space, {id(param) for param in self.space.params}
+        return self._known_ids
+
+    _ids_of: Any = None
+
+    # ---- the taps' calls
 
     def _listen(self) -> None:
+        reference = weakref.ref(self)
+        self.tap.on_begin = partial(_to, reference, "_begin_forward")
+        self.tap.on_backward = partial(_to, reference, "_after_backward")
+        self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
+        if self.optimizer is not None:
+            self._listen_to_zero_grad()
+        is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
+        if self.ranks.num_processes > 1 and not is_wrapped:
+            self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
+
+    def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
+        """Take DDP's or FSDP1's calls for training's, where the model was wrapped after this was made."""
+        is_wrapper = isinstance(module, DistributedDataParallel | FSDP1)
+        if is_wrapper and innermost(module) is innermost(self.tap.outer) and module is not self.tap.outer:
+            self.tap.attach(module)
+
+    def _listen_to_zero_grad(self) -> None:
         """Where the loop drops a gradient, drop what was recorded of it."""
-        zero_grad = self.optimizer.zero_grad
+        optimizer, reference = self.optimizer, weakref.ref(self)
+        zero_grad = optimizer.zero_grad  # type: ignore[union-attr]
 
         @wraps(zero_grad)
         def and_forget(*args: Any, **given: Any) -> None:
             zero_grad(*args, **given)
-            if self.step is not None and any(each.is_done for each in self.step.micro_batches):
-                self._drop()
+            watch = reference()
+            if watch is not None and watch.step is not None and any(each.is_done for each in watch.tap.forwards):
+                watch._drop()
 
-        self.optimizer.zero_grad = and_forget  # type: ignore[method-assign]
+        optimizer.zero_grad = and_forget  # type: ignore[union-attr, method-assign]
+
+    def _begin_forward(self) -> None:
+        if self.step is None:
+            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
+        else:
+            self._drop_what_is_gone()
+        if self.tap.num_seen == _MANY and self._num_steps == 0:
+            self._tell_once(
+                f"{_MANY} forwards and no step of an optimizer with this model's parameters: nothing can be watched. "
+                "Pass the optimizer whose step() the loop calls"
+            )
+
+    def _after_backward(self) -> None:
+        if self.step is None or self.localizer is None:
+            return
+        done = [each for each in self.tap.forwards if each.is_done]
+        if done and not done[-1].is_deferred:
+            self.localizer.after_backward()
+            if not self._sees_clips:
+                space = self.space
+                there = [local_shard(g) for g in space.counted(space.current()) if g is not None]
+                self._raw = squared_norms(there).sum() if there else None
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tap on the optimizer. Of a step with a closure the look follows the closure."""
+        if not self._is_ours(optimizer):
+            return None
+        self._num_steps += 1
+        if torch._C._current_graph_task_id() != -1:
+            self._tell_once("the optimizer steps inside of the backward, so no gradient is whole: nothing is watched")
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+
+            def watched() -> Any:
+                loss = closure()
+                self._look_before_step(optimizer)
+                return loss
+
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": watched}
+            return (args[0], watched, *args[2:]), kwargs
+        self._look_before_step(optimizer)
+        return None
+
+    def _look_before_step(self, optimizer: Any) -> None:
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            self._listen_to_zero_grad()
+        self.look()
+        if self._num_steps == _EARLY and not self._num_looks:
+            self._tell_once(self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        start = f"nothing could be watched in {_EARLY} optimizer steps: "
+        if not self.tap.num_seen:
+            return start + "the model's forward was not called with gradients; pass the model that the loop calls"
+        return start + (
+            "no gradient came back to a last hidden state; name the module that it is the output of, as "
+            'gradloc.Watch(model, hidden="model.norm")'
+        )
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        if self.optimizer is optimizer:
+            return True
+        ours = self._ids() if self.step is not None else {id(param) for param in self.tap.outer.parameters()}
+        return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
+
+    @staticmethod
+    def _plain_optimizer(optimizer: Any) -> Any:
+        if optimizer is None:
+            return None
+        found = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
+        is_one = hasattr(found, "param_groups") and hasattr(found, "zero_grad")
+        require(is_one, "gradloc.Watch's optimizer", "one torch optimizer", type(optimizer).__name__)
+        return found
+
+    def _settle_outer(self) -> None:
+        """Whether the model is shared over processes as a search needs it: asked at the first look."""
+        if self._num_looks > 1 or self.localizer is None:
+            return
+        outer = self.tap.outer
+        is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)
+        why = ""
+        if self.ranks.num_processes > 1 and not is_wrapped:
+            why = (
+                f"with {self.ranks.num_processes} processes the model has to be in DDP or FSDP, found a "
+                f"{type(outer).__name__}"
+            )
+        elif isinstance(outer, DistributedDataParallel) and outer.gradient_as_bucket_view:
+            why = "DistributedDataParallel's gradient_as_bucket_view must be false: a search would overwrite the gradient"
+        if why:
+            self._tell_once(f"{why}. Nothing is watched")
+            self.localizer.num_failures = 3
 
     def _drop(self) -> None:
-        self.step.forget(is_done=True)
-        self._num_noted = 0
+        self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
+        self.clip_tap.take()
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
     def _drop_what_is_gone(self) -> None:
-        """Where no ``.grad`` is left, as after the model's own ``zero_grad``. That is not wrapped: a copy of the model
-        would empty this one."""
-        done = [each for each in self.step.micro_batches if each.is_done]
-        is_elsewhere = isinstance(self.model, FSDP1) or (
-            isinstance(self.model, FSDPModule) and any(each.is_deferred for each in done)
+        """Where no ``.grad`` is left, as after the model's own ``zero_grad``."""
+        done = [each for each in self.tap.forwards if each.is_done]
+        is_elsewhere = isinstance(self.tap.outer, FSDP1) or (
+            isinstance(self.tap.outer, FSDPModule) and any(each.is_deferred for each in done)
         )
         if done and not is_elsewhere and all(param.grad is None for param in self.space.params):
             self._drop()
 
-    def before_look(self, norm: torch.Tensor, policy: Policy) -> None:
-        """Run a step again, the first and ever fewer after it, and say what does not come back."""
-        if self.number < self._next_try or self.localizer is None or not 0 < float(norm) < float("inf"):
+    def _write_metrics(self, norm: torch.Tensor) -> None:
+        """A line of ``metrics.jsonl``, from which the report draws the run's curve."""
+        if not self.ranks.is_first or not self.metrics:
             return
-        if policy.spike(float(norm), 0) is None:  # beside a spike, little else is seen
-            self._next_try, self._gap = self.number + self._gap, 2 * self._gap
-        clip_scale = self.localizer._clip_scale(float(norm))
-        found = self.localizer._safely(partial(self._difference, clip_scale))
-        if found is None:
-            self._next_try = float("inf")
-            return
-        same = _SAME if self.step.numerics.dtype == torch.float32 else _SAME_IN_HALF
-        factor, beside, differs = found
-        if not differs <= same:
-            self._next_try = float("inf")
-            if self.ranks.is_first:
-                said = (_SCALED, self.number, factor) if beside <= same else (_BESIDE, self.number, 100 * differs)
-                logger.warning(*said)
-            settings = self.settings
-            if settings.action.mode == "mask":
-                self.localizer.settings = replace(settings, action=replace(settings.action, mode="skip"))
-
-    def _difference(self, scale: float) -> tuple[float, float, float]:
-        """Of the gradient, which clipping has scaled, and the same from the log-probs: the factor that brings them
-        nearest to each other, and over the gradient's norm how far they are apart with it and without; where a later
-        step leaves no memory for another gradient as if they were the same."""
-        if self._gap > 2 and not self._has_room():
-            return 1.0, 0.0, 0.0
-        space, state = self.space, self.space.forward_state()
-        saved = space.take()
+        data = {"actor/grad_norm": float(norm), **{name: float(value) for name, value in self.metrics.items()}}
+        known = {name: value for name, value in data.items() if math.isfinite(value)}
         try:
-            prober = Prober(self.step, space, self.ranks)
-            prober.compute((index, None) for index in range(self.step.num_micro_batches))
-            squares, dots = space.squares_and_dots(saved)
-            again, norm = float(squares.sum()), space.norm(saved) / scale
-            factor = float(dots.sum()) / scale / again if 0 < again < float("inf") else 0.0
-            factor = factor if abs(factor - 1) > _SAME else 1.0
-            space.scale(factor)
-            prober.add(saved, alpha=-1.0 / scale)
-            beside = space.norm() / norm
-            space.reshard()
-        finally:
-            space.put(saved)
-            state.restore()
-        return factor, beside, math.hypot(beside, (factor - 1) * again**0.5 / norm)
+            os.makedirs(os.path.dirname(self._metrics_path), exist_ok=True)
+            with open(self._metrics_path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.number, "data": known}) + "\n")
+        except OSError as error:
+            self._tell_once(f"{self._metrics_path} cannot be written ({error}): the report will have no curve")
 
-    def _has_room(self) -> bool:
-        """Whether every rank could search without moving anything to the host."""
-        _, room = self.localizer._set_aside()
-        return self.ranks.max([float(self.ranks.agree(lambda: room.need.least_way(room.memory())))])[0] == 0
+
+def innermost_fsdp(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside torch.compile's wrapper."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _to(reference: Any, name: str, *given: Any) -> Any:
+    watch = reference()
+    return None if watch is None else getattr(watch, name)(*given)
+
+
+def _keep_coefficient(known: dict[str, Any], grad: torch.Tensor) -> None:
+    before = known.get("coefficient")  # of another backward through the same log-probs
+    known["coefficient"] = grad.detach() if before is None else before + grad.detach()
+
+
+def _keep_beside(forwarded: Forwarded, grad: torch.Tensor) -> None:
+    forwarded.beside = grad.detach() if forwarded.beside is None else forwarded.beside + grad.detach()
 
 
 def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
@@ -370,41 +627,25 @@ def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig
     return settings
 
 
-def _check_wrapper(model: torch.nn.Module) -> None:
-    num_processes = dist.get_world_size() if dist.is_initialized() else 1
-    is_wrapped = isinstance(model, DistributedDataParallel | FSDP1 | FSDPModule)
-    if num_processes > 1 and not is_wrapped:
-        raise ValueError(
-            f"gradloc.Watch takes the model as the loop calls it, with {num_processes} processes in DDP or FSDP, found "
-            f"a {type(model).__name__}: pass what DistributedDataParallel or fully_shard gave."
-        )
-    has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
-    expected = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
-    require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", expected, True)
-
-
 def _wide(name: str, value: Any, mask: torch.Tensor, is_flat: bool = False) -> torch.Tensor:
     """As (B, T)."""
-    require(isinstance(value, torch.Tensor), f"Watch.log_probs' {name}", "a tensor", type(value).__name__)
+    require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
     value = value.detach().view(-1) if is_flat else value.detach()
     value = value.unsqueeze(1) if value.dim() == 1 else value
     if value.dim() != 2 or value.shape[0] != mask.shape[0] or value.shape[1] not in (1, mask.shape[1]):
-        raise ValueError(f"Watch.log_probs: {name} has shape {tuple(value.shape)}, the mask {tuple(mask.shape)}.")
+        raise ValueError(f"Watch: {name} has shape {tuple(value.shape)}, the mask {tuple(mask.shape)}.")
     return value.expand(mask.shape)
 
 
-def _check_outputs(
-    given: Any, mask: torch.Tensor, ids: torch.Tensor, rows: Sequence[Any] | None, has_entropy: bool
-) -> None:
-    log_prob, entropy, _ = outputs_of(given)
-    shapes = {"log_probs": log_prob.shape, "ids": ids.shape, "entropies": None if entropy is None else entropy.shape}
+def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
+    shapes = {"log_probs": outputs.log_prob.shape, "entropies": getattr(outputs.entropy, "shape", None)}
     for name, shape in shapes.items():
         if shape is not None and shape != mask.shape:
             raise ValueError(
                 f"Watch.log_probs: the {name} have shape {tuple(shape)}, the mask {tuple(mask.shape)}: give all of the "
                 "tokens that the log-probs are of, such as ids[:, 1:] for next-token log-probs."
             )
-    if rows is not None and len(rows) != len(mask):
-        raise ValueError(f"Watch.log_probs: rows has {len(rows)} names for {len(mask)} rows.")
-    if has_entropy and entropy is None:
+    if has_entropy and outputs.entropy is None:
         raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
+
+

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of all ranks as one batch, and logits found again behind the log-probs that a loop gave."""
+"""Rows of all ranks as one batch."""
 
 import torch
 
-from gradloc import token_log_probs
 from gradloc.watch.colocated import brief_view, view_of
-from gradloc.watch.step import _aligned, brief_of, frozen
+from gradloc.watch.step import brief_of, frozen
 
 
 def rows(*names, weight=0.5, width=3):
@@ -44,18 +43,6 @@ def test_a_brief_batch_has_each_row_s_length_and_signal():
     made = brief_view([pairs[:2], pairs[2:]], "advantages").tensors
     assert made["response_mask"].tolist() == [[True, True, False], [True, True, True], [True, False, False]]
     assert made["advantages"].shape == (3, 3) and made["advantages"][:, 0].tolist() == [0.5, -1.0, 2.0]
-
-
-def test_logits_are_those_of_the_positions_that_the_log_probs_are_of():
-    logits, ids = torch.randn(2, 5, 7, generator=torch.manual_seed(0)), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    for start in range(3):
-        part = logits[:, start : start + 3]
-        assert torch.equal(_aligned(logits, ids, token_log_probs(part, ids), mask), part)
-    assert _aligned(logits, ids, torch.zeros(2, 3), mask) is None
-    assert (
-        _aligned(logits[0], ids, torch.zeros(2, 3), mask) is _aligned(logits[:1], ids, torch.zeros(2, 3), mask) is None
-    )
 
 
 def test_a_variable_that_has_no_value_yet_keeps_its_place():

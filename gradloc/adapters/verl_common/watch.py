@@ -43,6 +43,7 @@ class ActorWatch:
     """
 
     takes_what_is_not_finite = False
+    is_unclipped = False
     module: Any
     optimizer: Any
     scaler: Any

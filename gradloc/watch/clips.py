@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tap on clipping: which of torch's clip functions a loop called, with which limit, and the norm before it.
+
+Loops import ``clip_grad_norm_`` before a watch is made, so the function itself cannot be replaced. It finds the two
+halves that it is made of by name at each call, and these can: accelerate's, Lightning's and Trainers' clips pass there.
+FSDP1 has a method of its own.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+
+@dataclass
+class Clip:
+    """One call of a clip function on parameters of the watched model."""
+
+    params: Sequence[torch.nn.Parameter]
+    limit: float
+    """On the norm, or with ``is_by_value`` on each element."""
+    norm: Any
+    """L2 norm of their gradient before the call, a scalar tensor."""
+    again: Callable[[], Any]
+    """Clips what is in ``.grad`` now in the same way; returns the norm before."""
+    is_by_value: bool = False
+
+    def factor(self) -> float:
+        """Return what the gradient was multiplied by; reads the device."""
+        norm = float(plain(self.norm))
+        return min(1.0, self.limit / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+
+
+def plain(norm: Any) -> torch.Tensor:
+    """Return a gradient norm as a plain scalar tensor; of a DTensor all processes call this together."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+
+class ClipTap:
+    """Keeps the clips of one model's gradient until they are taken.
+
+    Args:
+        owns: whether a parameter is one of the model's.
+    """
+
+    def __init__(self, owns: Callable[[Any], bool]):
+        self.owns, self.calls = owns, list[Clip]()
+        self.is_off = False
+        _install()
+        _taps.add(self)
+
+    def take(self) -> list[Clip]:
+        """Return the clips since the last call, in order."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    def close(self) -> None:
+        _taps.discard(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See no clips in here."""
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
+
+
+_taps: "weakref.WeakSet[ClipTap]" = weakref.WeakSet()
+_last_order: list[float] = [2.0]  # of the norm that torch's clip computed last
+
+
+def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
+    for tap in list(_taps):
+        own = [] if tap.is_off else [param for param in params if param.grad is not None and tap.owns(param)]
+        if own:
+            tap.calls.append(make(own))
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _install() -> None:
+    """Put ours around torch's functions, once in a process. Without a tap they do what they did."""
+    if getattr(clip_grad, "_gradloc", False):
+        return
+    clip_grad._gradloc = True  # type: ignore[attr-defined]
+    total_norm, scale, by_value = (
+        clip_grad._get_total_norm,
+        clip_grad._clip_grads_with_norm_,
+        clip_grad.clip_grad_value_,
+    )
+
+    @wraps(total_norm)
+    def seen_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **given: Any) -> Any:
+        _last_order[0] = float(norm_type)
+        return total_norm(tensors, norm_type, *args, **given)
+
+    @wraps(scale)
+    def seen_scale(parameters: Any, max_norm: float, norm: Any, *args: Any, **given: Any) -> Any:
+        listed, order = _listed(parameters), _last_order[0]
+
+        def made(own: list[Any]) -> Clip:
+            def again() -> Any:
+                found = total_norm([param.grad for param in own if param.grad is not None], order)
+                scale(own, max_norm, found, *args, **given)
+                return found
+
+            size = norm if order == 2.0 else total_norm([param.grad for param in own])
+            return Clip(own, float(max_norm), size, again)
+
+        _note(listed, made)
+        return scale(listed, max_norm, norm, *args, **given)
+
+    @wraps(by_value)
+    def seen_by_value(parameters: Any, clip_value: float, *args: Any, **given: Any) -> Any:
+        listed = _listed(parameters)
+
+        def made(own: list[Any]) -> Clip:
+            def again() -> Any:
+                found = total_norm([param.grad for param in own if param.grad is not None])
+                by_value(own, clip_value, *args, **given)
+                return found
+
+            return Clip(own, float(clip_value), total_norm([param.grad for param in own]), again, is_by_value=True)
+
+        _note(listed, made)
+        return by_value(listed, clip_value, *args, **given)
+
+    for place in (clip_grad, torch.nn.utils):
+        for ours in (seen_total_norm, seen_scale, seen_by_value):
+            for name in (ours.__name__, ours.__name__.lstrip("_")):
+                if hasattr(place, name):
+                    setattr(place, name, ours)
+
+    of_fsdp1 = FSDP1.clip_grad_norm_
+
+    @wraps(of_fsdp1)
+    def seen_fsdp1(self: FSDP1, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        norm = of_fsdp1(self, max_norm, norm_type)
+        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: of_fsdp1(self, max_norm)))
+        return norm
+
+    FSDP1.clip_grad_norm_ = seen_fsdp1  # type: ignore[method-assign]

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss asked of each position's logits, recovered from the gradient of the last hidden state.
+
+With logits z = W h the chain rule gives dL/dh = W' dL/dz. Of a loss that is made of log-probs, entropies, mean log-probs
+(label smoothing) and log-sum-exps (a z-loss), dL/dz is a combination of four vectors that z alone determines, with one
+number for each. Least squares find these numbers, and their residual says whether the loss has that form.
+
+Shapes: N positions, V vocabulary, H hidden size, K = 4 + E parts, E outputs of further small heads.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.precise import precise_linear
+
+_CHUNK = 2**24  # logits in float32 at a time: 64 MiB
+_FITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 5e-3}
+"""Residual over the norm of dL/dh below which a position has the form; half precision rounds dL/dh itself."""
+
+
+def fits(dtype: torch.dtype) -> float:
+    """Return the residual that is rounding alone, for a model that computes in this precision."""
+    return _FITS.get(dtype, _FITS[torch.float32])
+
+
+class Potentials(NamedTuple):
+    """The four numbers of each position that a loss of the form is made of, float32 (N,)."""
+
+    log_prob: torch.Tensor
+    """Of the label."""
+    entropy: torch.Tensor
+    """In nats."""
+    mean_log_prob: torch.Tensor
+    """Over the vocabulary."""
+    log_sum_exp: torch.Tensor
+
+
+def potentials(logits: torch.Tensor, labels: torch.Tensor) -> Potentials:
+    """Return a loss's parts from logits (N, V) in float32 and labels (N,)."""
+    log_sum_exp = logits.logsumexp(-1)
+    log_probs = logits - log_sum_exp.unsqueeze(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    own = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return Potentials(own, entropy, log_probs.mean(-1), log_sum_exp)
+
+
+def logit_gradient(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Return dL/dz (N, V), in float32, of a loss whose derivatives by :class:`Potentials` are ``parts`` (N, K)."""
+    c, e, m, k = parts[:, :4].unsqueeze(-1).unbind(1)
+    log_probs = logits.float().log_softmax(-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs).sum(-1, keepdim=True)
+    found = probs * (k - c - m - e * (log_probs + entropy)) + m / logits.shape[-1]
+    return found.scatter_add_(-1, labels.unsqueeze(-1), c)
+
+
+class Fit(NamedTuple):
+    """What was recovered of each position."""
+
+    labels: torch.Tensor
+    """The given ones, and where these do not fit the token that does best, (N,)."""
+    parts: torch.Tensor
+    """dL / d potential, float32 (N, K)."""
+    residual: torch.Tensor
+    """L2 norm of what is not of the form, (N,)."""
+    potentials: Potentials
+    rank: torch.Tensor
+    """How many tokens are likelier than the label, (N,)."""
+    neighbours: torch.Tensor
+    """Log-probs of other tokens, (N, 2)."""
+
+
+def fit(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    pulls: torch.Tensor,
+    tolerance: float,
+    neighbours: torch.Tensor | None = None,
+    further: torch.Tensor | None = None,
+) -> Fit:
+    """Recover the parts of a loss from dL/dh. Runs without a graph, some positions at a time.
+
+    The fewest parts that fit are taken: a log-prob alone, with an entropy, all four, all.
+
+    Args:
+        hidden: (N, H) last hidden states, as training had them.
+        weight: (V, H) of the head.
+        bias: (V,), or None.
+        labels: (N,) token ids, as far as they are known: where they do not fit, the token that does is found.
+        pulls: (N, H) dL/dh.
+        tolerance: residual over the norm of dL/dh at which a position fits.
+        neighbours: (N, 2) other tokens whose log-probs are wanted; None: the labels'.
+        further: (E, H) rows of heads with few outputs, whose dL/dz are the parts from the fifth on; None without any.
+    """
+    found = []
+    for part in chunks(len(hidden), len(weight)):
+        others = labels[part, None] if neighbours is None else neighbours[part]
+        found.append(_fit(hidden[part], weight, bias, labels[part], pulls[part].float(), tolerance, others, further))
+    known = Potentials(*(torch.cat(each) for each in zip(*(each.potentials for each in found), strict=True)))
+    joined = {name: torch.cat([getattr(each, name) for each in found]) for name in Fit._fields if name != "potentials"}
+    return Fit(potentials=known, **joined)
+
+
+def _fit(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    pull: torch.Tensor,
+    tolerance: float,
+    neighbours: torch.Tensor,
+    further: torch.Tensor | None,
+) -> Fit:
+    """One part of :func:`fit`."""
+    logits = precise_linear(hidden, weight, bias)
+    log_probs = logits.log_softmax(-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs).sum(-1, keepdim=True)
+    expected, mean = _mix(probs, weight), weight.float().mean(0)
+    tilted = _mix(probs * (log_probs + entropy), weight)
+
+    def solved(labels: torch.Tensor, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        own = weight[labels].float() - expected[rows]
+        columns = torch.stack([own, -tilted[rows], mean - expected[rows], expected[rows]], -1)
+        if further is not None:
+            columns = torch.cat([columns, further.float().T.expand(len(columns), -1, -1)], -1)
+        return _solve(columns, pull[rows], tolerance)
+
+    labels = labels.clamp(0, len(weight) - 1)
+    parts, residual = solved(labels, slice(None))
+    bad = (residual > tolerance * pull.norm(dim=-1)).nonzero().squeeze(-1)
+    if len(bad):  # such as the last position, whose label the model was not given
+        best = _likeliest(pull[bad], expected[bad], weight)
+        again, left = solved(best, bad)
+        better = left < residual[bad]
+        rows = bad[better]
+        labels, parts, residual = labels.clone(), parts, residual
+        labels[rows], parts[rows], residual[rows] = best[better], again[better], left[better]
+    known = potentials(logits, labels)
+    rank = (logits > logits.gather(-1, labels.unsqueeze(-1))).sum(-1)
+    moved = log_probs.gather(-1, neighbours.clamp(0, len(weight) - 1))
+    return Fit(labels, parts, residual, known, rank, moved)
+
+
+def _likeliest(pull: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the label whose log-prob's derivative by h has the direction of dL/dh, or the opposite: (N,)."""
+    best, labels = pull.new_full((len(pull),), -1.0), torch.zeros(len(pull), dtype=torch.long, device=pull.device)
+    for first in range(0, len(weight), 4096):
+        rows = weight[first : first + 4096].float()
+        along = pull @ rows.T - (pull * expected).sum(-1, keepdim=True)
+        square = rows.square().sum(-1) - 2 * expected @ rows.T + expected.square().sum(-1, keepdim=True)
+        cosine, index = (along.abs() * square.clamp(min=1e-20).rsqrt()).nan_to_num().max(-1)
+        labels = torch.where(cosine > best, index + first, labels)
+        best = torch.maximum(cosine, best)
+    return labels
+
+
+def fit_small(pulls: torch.Tensor, rows: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dL/dz (N, E) of heads with rows (E, H) and no more outputs than H, and the residual (N,)."""
+    columns = rows.float().T.expand(len(pulls), -1, -1)
+    return _solve(columns, pulls.float(), tolerance)
+
+
+def chunks(count: int, width: int) -> Iterator[slice]:
+    """Cut positions so that a part's logits in float32 stay small."""
+    most = max(_CHUNK // max(width, 1), 1)
+    for first in range(0, max(count, 1), most):
+        yield slice(first, first + most)
+
+
+def typical_size(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the median norm of d log_prob / dh at these positions (N, H), of arbitrary labels: a scalar."""
+    labels = torch.arange(len(hidden), device=hidden.device) % len(weight)
+    expected = _mix(precise_linear(hidden, weight, bias).softmax(-1), weight)
+    return (weight[labels].float() - expected).norm(dim=-1).median()
+
+
+def _mix(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply (N, V) in float32 by a weight (V, H) of any precision, some rows of it at a time."""
+    out = values.new_zeros(len(values), weight.shape[1])
+    for first in range(0, len(weight), 4096):
+        out.addmm_(values[:, first : first + 4096], weight[first : first + 4096].float())
+    return out
+
+
+def _solve(columns: torch.Tensor, pull: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least squares of (N, H, K) against (N, H), with the fewest leading columns that fit."""
+    sizes = columns.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    unit = (columns / sizes).double()
+    target = pull.double()
+    length = target.norm(dim=1)
+    parts = torch.zeros(columns.shape[0], columns.shape[2], dtype=torch.float64, device=columns.device)
+    residual, is_open = length.clone(), length > 0
+    for count in sorted({1, 2, 4, columns.shape[2]}):
+        basis = unit[..., :count]
+        gram, right = basis.mT @ basis, (basis.mT @ target.unsqueeze(-1))
+        solved = (torch.linalg.pinv(gram.nan_to_num(), rtol=1e-6, hermitian=True) @ right).squeeze(-1)
+        left = (target - (basis @ solved.unsqueeze(-1)).squeeze(-1)).norm(dim=1)
+        better = is_open & (left < residual)
+        parts[better] = 0.0
+        parts[better, :count] = solved[better] / sizes.squeeze(1)[better, :count].double()
+        residual = torch.where(better, left, residual)
+        is_open = is_open & ~(residual <= tolerance * length)
+    parts[~length.isfinite()] = torch.nan
+    return parts.float(), residual.float()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the gradient that the taps give training's own? Asked at a spike, before anything is certified or masked.
+
+Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in ways that nobody can
+know. The gradient that is run again says which: parameter by parameter it is training's times one factor and the clips
+that were seen, or it is not.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..core.gradients import Gradient, GradientSpace
+from ..words.text import plural
+from .clips import Clip, ClipTap
+from .tap_step import TapStep
+
+SAME = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
+"""Of the norm: two runs of a step differ by less, by the precision of the forward."""
+_ROUNDING = 1e-3  # relative: a factor that is measured is off by less
+_MOST_NAMES = 3  # parameters named in the sentence
+_NOTABLE = 0.01  # of the squared difference: parameters with less are not named
+
+
+def hold_against(
+    step: TapStep, space: GradientSpace, before: Gradient, clips: Sequence[Clip], own: float | None, tap: ClipTap
+) -> None:
+    """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
+
+    ``.grad`` is left holding it in the unit in which it was clipped, and ``step.factor`` says by what it was scaled.
+    ``step.objection`` says what does not hold, if anything. All ranks call this together.
+
+    Args:
+        step: settled.
+        space: the trained parameters.
+        before: the gradient that the optimizer was to get.
+        clips: that the loop made, in order.
+        own: the factor of a clip by the loop's own code; None where there was none.
+        tap: on clips.
+    """
+    factors = _clip_factors(space, clips, own)
+    again, dots = space.squares_and_dots(before)
+    given = space.squares(before)
+    outside = _outside(step, space)
+    step.unsearched_norm = math.sqrt(float((given[outside] / factors[outside] ** 2).sum()))
+    again[outside] = dots[outside] = given[outside] = 0.0
+    is_by_value = any(call.is_by_value for call in clips)
+    ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    step.factor = _exact(_weighted_median(ratios, again) or 1.0)
+    if is_by_value:
+        step.factor = _exact(_factor_of_small(space, before, min(call.limit for call in clips if call.is_by_value)))
+        off = _after_clips(space, before, clips, step.factor, tap)
+        off[outside] = 0.0
+    else:
+        scaled = step.factor * factors
+        off = (given - 2 * scaled * dots + scaled**2 * again).clamp(min=0.0)
+    total = float(given.sum())
+    apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
+    if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
+        step.objection = _sentence(space, off, ratios / step.factor, apart)
+    space.scale(step.factor)
+
+
+def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None) -> torch.Tensor:
+    """What the clips multiplied each parameter's gradient with, float64 (num_params,)."""
+    found = torch.full((len(space.params),), 1.0 if own is None else own, dtype=torch.float64)
+    place = {id(param): index for index, param in enumerate(space.params)}
+    for call in clips:
+        if not call.is_by_value:
+            found[[place[id(param)] for param in call.params if id(param) in place]] *= call.factor()
+    return found
+
+
+def _outside(step: TapStep, space: GradientSpace) -> list[int]:
+    """Parameters whose gradient the search has no part of: the head's, where dL/dz is not known."""
+    if step.form != "hidden":
+        return []
+    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
+    return [index for index, param in enumerate(space.params) if id(param) in heads]
+
+
+def _exact(factor: float) -> float:
+    """The power of two that a measured factor is, as a loss's scale is one; else itself."""
+    power = 2.0 ** round(math.log2(factor)) if factor > 0 else factor
+    return power if abs(factor - power) <= _ROUNDING * power else factor
+
+
+def _weighted_median(values: torch.Tensor, weights: torch.Tensor) -> float:
+    """The value in the middle of the weights; 0 without any."""
+    if not float(weights.sum()) > 0:
+        return 0.0
+    order = values.argsort()
+    middle = int((weights[order].cumsum(0) >= weights.sum() / 2).nonzero()[0])
+    return float(values[order][middle])
+
+
+@torch.no_grad()
+def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> float:
+    """The factor from the elements that no clip by value touched."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for grad, given in zip(space.current(), before, strict=True):
+        if grad is not None and given is not None:
+            kept = given.abs() < limit
+            sums += torch.stack([given[kept].double().abs().sum(), grad[kept].double().abs().sum()]).cpu()
+    sums = space.reduce(lambda: sums)
+    return float(sums[0] / sums[1]) if float(sums[1]) > 0 else 1.0
+
+
+@torch.no_grad()
+def _after_clips(
+    space: GradientSpace, before: Gradient, clips: Sequence[Clip], factor: float, tap: ClipTap
+) -> torch.Tensor:
+    """Squared difference per parameter once the same clips were made; ``.grad`` is as it was."""
+    kept = space.take()
+    space.put([None if grad is None else grad * factor for grad in kept])
+    try:
+        with tap.paused():
+            for call in clips:
+                call.again()
+        space.add(before, alpha=-1.0)
+        return space.squares()
+    finally:
+        space.put(kept)
+
+
+def _sentence(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float) -> str:
+    """What does not hold, in which parameters."""
+    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
+    names = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MOST_NAMES])
+    more = f" and {len(order) - _MOST_NAMES} more" if len(order) > _MOST_NAMES else ""
+    whole = len(order) > len(space.params) / 2
+    why = (
+        "its forward gives something else when it is run again, or a part of the loss passes through no hidden state"
+        if whole
+        else "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
+    )
+    return (
+        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of its "
+        f"norm, in {plural(len(order), 'parameter')}: {names}{more}; {why}"
+    )
+
+

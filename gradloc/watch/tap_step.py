@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step as the taps saw it, in the form that a search takes.
+
+A search reads a number of each position from forwards without a graph, and asks for the gradient of some positions.
+The gradient comes from dL/dh and dL/dz themselves. What is read depends on the loss:
+
+- ``log_probs``: dL/dh fits a loss of log-probs, entropies, mean log-probs and log-sum-exps; these are read, in float32;
+- ``logits``: any other loss, where dL/dz was kept: <dL/dz, z> of each position is read;
+- ``hidden``: where it was not: <dL/dh, h>. The head's own gradient is then no part of the search.
+
+Shapes: B rows, T positions, H hidden size, V vocabulary, W a head's outputs. A loop that says which tokens are trained
+on may do so for a window of the positions, as ``logits[:, :-1]`` is one: its mask is then (B, T').
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core.precise import precise_linear
+from ..core.ranks import Ranks
+from ..core.step import Numerics, Outputs, Recorded
+from .head import Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, potentials
+from .step import LoopMicroBatch, LoopStep, brief_of
+from .taps import Forwarded, Graph, ModelTap, Zero
+
+FORMS = ("log_probs", "logits", "hidden")
+SMALL = 32
+"""Outputs of a head up to which dL/dz is found as a whole, by the pseudo-inverse."""
+_PROBED = 64  # positions by which labels are told from other inputs
+_BETTER = 0.9  # of a residual's square: later labels have to fit by so much better
+_TIMES = 3.0  # a position's tolerance: a residual of the whole step up to which its loss has the form
+_TINY = 1e-30  # in place of a size of 0
+
+
+@dataclass
+class TapRecorded(Recorded):
+    """What a search knows of a micro-batch; its gradient begins at dL/dh."""
+
+    backward: Any = None
+    """Called with a selection, the outputs of a forward with a graph, and a unit."""
+
+    def pull(self, selected: torch.Tensor | None) -> Any:
+        return partial(self.backward, selected)
+
+
+@dataclass
+class TapMicroBatch(LoopMicroBatch):
+    """One forward of the step."""
+
+    forwarded: Any = None
+    """The :class:`.taps.Forwarded`."""
+    start: int = 0
+    """Where the window of the mask begins."""
+    labels: torch.Tensor | None = None
+    """(B, T): the token that each position was to predict."""
+    found: Fit | None = None
+    """Of all positions, flat; None until the step is looked into."""
+    dots: torch.Tensor | None = None
+    """<dL/dh, h> of all positions, flat, as training had them."""
+    sizes: torch.Tensor | None = None
+    """Of all positions, flat: what a read number is multiplied by in the loss."""
+
+    @property
+    def window(self) -> slice:
+        return slice(self.start, self.start + self.mask.shape[1])
+
+    def shown(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return values of all positions as those of the window, (B, T')."""
+        return flat.view(self.forwarded.positions)[:, self.window]
+
+
+class TapStep(LoopStep):
+    """All forwards of one optimizer step: see :class:`~..core.step.TrainingStep`.
+
+    Args:
+        tap: on the model.
+        ranks: processes that the gradient is averaged over.
+    """
+
+    def __init__(self, tap: ModelTap, ranks: Ranks):
+        super().__init__(tap.outer, ranks.size, lambda: 1.0)
+        self.tap, self.ranks, self.form = tap, ranks, FORMS[0]
+        self.factor = 1.0
+        """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
+        self.objection = ""
+        """Why no search may trust the gradient that is run again; empty where it may."""
+        self.unsearched_norm = 0.0
+        """Of the head's own gradient, where it is no part of the search."""
+        self.residual = 0.0
+        """What is not of the form of :mod:`.head`, over the norm of all dL/dh."""
+        self.has_rest = False
+        """Whether some position has a part that is neither log-prob nor entropy."""
+
+    def take(self, forwards: Sequence[Forwarded]) -> None:
+        """Take over the forwards that had a backward."""
+        self.micro_batches = [self._made(each) for each in forwards]
+
+    def _made(self, forwarded: Forwarded) -> TapMicroBatch:
+        """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
+        assert forwarded.pull is not None
+        (rows, width), known = forwarded.positions, forwarded.known
+        norms = torch.linalg.vector_norm(forwarded.pull, dim=-1, dtype=torch.float32).view(rows, width)
+        start, window = 0, slice(None)
+        if "mask" in known and known["mask"].shape[1] != width:
+            start = min(_starts(width, known["mask"].shape[1]), default=0)
+            window = slice(start, start + known["mask"].shape[1])
+        coefficient = known.get("coefficient")
+        coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        mask = known["mask"] if "mask" in known else norms != 0
+        recorded = Recorded(forwarded.rng)
+        recorded.log_prob, recorded.log_prob_coefficient = torch.zeros_like(coefficient), coefficient
+        return TapMicroBatch(
+            mask=mask,
+            ids=known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long),
+            tensors=known.get("tensors", {}),
+            recorded=recorded,
+            autocast=forwarded.autocast,
+            dtype=forwarded.dtype,
+            names=known.get("rows"),
+            is_deferred=forwarded.is_deferred,
+            forwarded=forwarded,
+            start=start,
+        )
+
+    # ---- what the search may ask
+
+    @property
+    def numerics(self) -> Numerics:
+        """In the unit of the gradient as it was clipped."""
+        found = super().numerics
+        return Numerics(found.dtype, 1.0 / self.factor, self.factor / self.num_ranks, reduces_once=found.reduces_once)
+
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
+        made = self.micro_batches[micro_batch]
+        if torch.is_grad_enabled():
+            return self.tap.graph(made.forwarded)
+        seen: list[Outputs] = []
+        self.tap.read(made.forwarded, lambda hidden, heads: seen.append(self._read(made, hidden, heads, needs_entropy)))
+        if not seen:
+            raise RuntimeError("the forward, run again, came to no hidden state")
+        return seen[0]
+
+    def forward_bytes(self) -> int:
+        """The logits in float32, and as much again; of a head that is not known nothing."""
+        width = max((getattr(head, "out_features", 0) for head in self.tap.heads), default=0)
+        return 8 * width * max(rows * length for rows, length in (e.forwarded.positions for e in self.micro_batches))
+
+    # ---- before a search
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Recover what the loss asked of each position: one forward of each micro-batch. All ranks call it together."""
+        micro_batches = self.micro_batches
+        for made in micro_batches:
+            made.recorded.rng.restore()
+            self.tap.read(made.forwarded, partial(self._recover, made))
+            self._fill_small_heads(made)
+        founds = [made.found for made in micro_batches if made.found is not None]
+        off = sum(float(found.residual.double().square().sum()) for found in founds)
+        whole = sum(float(made.forwarded.pull.double().square().sum()) for made in micro_batches)
+        has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in founds)
+        off, whole, rest = self.ranks.sum([off, whole, float(has_rest)])
+        self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
+        is_labelled = self.ranks.all(all(made.labels is not None for made in micro_batches))
+        pulls = [made.forwarded.head_pulls for made in micro_batches]
+        is_kept = self.ranks.all(all(each and not any(pull is None for pull in each) for each in pulls))
+        is_formed = is_labelled and not self.residual > _TIMES * fits(micro_batches[0].dtype)
+        self.form = FORMS[0] if is_formed else FORMS[1] if is_kept else FORMS[2]
+        for made in micro_batches:
+            self._record(made)
+
+    def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
+        """Fit one micro-batch's dL/dh, inside of its forward."""
+        rows, width = made.forwarded.positions
+        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull))
+        made.dots = (h.float() * pulls.float()).sum(-1)
+        head, small = _parted(heads)
+        further = torch.cat([each.weight for each in small]) if small else None
+        tolerance = fits(made.dtype)
+        if head is None:
+            if further is not None:
+                parts, residual = fit_small(pulls, further, tolerance)
+                nothing = _nothing(residual)
+                made.found = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
+            return
+        weight, bias = head.weight, getattr(head, "bias", None)
+        loudest = pulls.float().norm(dim=-1).nan_to_num().topk(min(_PROBED, len(pulls))).indices
+        least: float | None = None
+        for labels, start in self._labels(made):
+            flat = labels.reshape(-1)
+            trial = fit(h[loudest], weight, bias, flat[loudest], pulls[loudest], tolerance, further=further)
+            off = float(trial.residual.nan_to_num().square().sum())
+            if least is None or off < _BETTER * least:
+                least, made.labels, made.start = off, labels, start
+        assert made.labels is not None
+        neighbours = torch.stack([made.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
+        made.found = fit(h, weight, bias, made.labels.reshape(-1), pulls, tolerance, neighbours, further)
+        made.labels = made.found.labels.view(rows, width)
+
+    def _labels(self, made: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:
+        """What each position may have been trained to say, (B, T), and where the loop's window then begins."""
+        forwarded, known = made.forwarded, made.forwarded.known
+        rows, width = forwarded.positions
+        if "ids" not in known:
+            inputs = [each.clamp(min=0) for each in forwarded.ids()]
+            found = [labels for each in inputs for labels in (each.roll(-1, 1), each)]
+            found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.pull.device)]
+            return [(labels, made.start) for labels in found]
+        ids, windows = known["ids"].clamp(min=0), []
+        for start in _starts(width, ids.shape[1]) if ids.shape[1] != width else [0]:
+            labels = ids.new_zeros(rows, width)
+            labels[:, start : start + ids.shape[1]] = ids
+            windows.append((labels, start))
+        return windows
+
+    @staticmethod
+    def _fill_small_heads(made: TapMicroBatch) -> None:
+        """Take dL/dz of heads with few outputs from the fit, where it was not kept."""
+        forwarded, first = made.forwarded, 4
+        for index, (module, place) in enumerate(forwarded.head_calls):
+            count = len(module.weight)
+            if count > SMALL or made.found is None or made.found.parts.shape[1] < first + count:
+                continue
+            if forwarded.head_pulls[index] is None:
+                where = place.positions(made.found.parts.device)
+                forwarded.head_pulls[index] = made.found.parts[:, first : first + count][where]
+            first += count
+
+    def _record(self, made: TapMicroBatch) -> None:
+        """What the search is given of a micro-batch, in the loss's form."""
+        forwarded = made.forwarded
+        norms = torch.linalg.vector_norm(forwarded.pull, dim=-1, dtype=torch.float32).view(-1)
+        found = made.found = _nothing(norms) if made.found is None else made.found
+        if "ids" not in forwarded.known and made.labels is not None:
+            made.ids = made.shown(made.labels.reshape(-1))
+        recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, made))
+        recorded.log_prob = made.shown(found.potentials.log_prob)
+        if self.form == "log_probs":
+            rest = found.parts[:, 1:]
+            made.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]
+            recorded.log_prob_coefficient = made.shown(found.parts[:, 0])
+            if self.has_rest or bool((rest != 0).any()):
+                recorded.entropy_coefficient = made.shown(made.sizes)
+            made.on_host |= {"ranks": made.shown(found.rank).cpu(), "shifted": _shifted(made, found)}
+        else:
+            made.sizes = norms / self.tap.unit
+            if self.form == "logits":
+                made.sizes = torch.zeros_like(norms)
+                for pull, (_, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
+                    size = pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
+                    made.sizes.index_add_(0, place.positions(norms.device).reshape(-1), size.reshape(-1))
+            recorded.log_prob_coefficient = made.shown(made.sizes)
+            recorded.score = made.shown((made.dots + self._biases(made)) / made.sizes.clamp(min=_TINY))
+        recorded.beside_coefficient = forwarded.beside
+        made.recorded = recorded
+        made.on_host["coefficient"] = recorded.log_prob_coefficient.float().cpu()
+
+    def _biases(self, made: TapMicroBatch) -> torch.Tensor:
+        """<dL/dz, bias> of each position, flat: a constant, by which <dL/dz, z> differs from <dL/dh, h>."""
+        assert made.dots is not None
+        found = torch.zeros_like(made.dots)
+        for pull, (module, place) in zip(made.forwarded.head_pulls, made.forwarded.head_calls, strict=True):
+            bias = getattr(module, "bias", None)
+            if self.form == "logits" and bias is not None:
+                where = place.positions(found.device).reshape(-1)
+                found.index_add_(0, where, pull.reshape(len(where), -1).float() @ bias.detach().float())
+        return found
+
+    def _read(
+        self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module], needs_entropy: bool
+    ) -> Outputs:
+        """What a search reads of each position at the present weights, float32 (B, T')."""
+        forwarded = made.forwarded
+        rows, width = forwarded.positions
+        flat = hidden.reshape(rows * width, -1)
+        head, small = _parted(heads)
+        if self.form != "log_probs" and not (needs_entropy and head is not None):
+            total = flat.new_zeros(rows * width, dtype=torch.float32)
+            if self.form == "hidden":
+                total = (forwarded.pull.reshape(rows * width, -1).float() * flat.float()).sum(-1)
+            else:
+                for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
+                    where = place.positions(flat.device).reshape(-1)
+                    total.index_add_(0, where, _along(flat[where], module, pull.reshape(len(where), -1)))
+            return Outputs(made.shown(total / made.sizes.clamp(min=_TINY)))
+        known = []
+        labels = made.labels.reshape(-1) if made.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
+        for part in chunks(len(flat), len(head.weight)):
+            logits = precise_linear(flat[part], head.weight, getattr(head, "bias", None))
+            known.append(potentials(logits, labels[part].clamp(0, len(head.weight) - 1)))
+        joined = Potentials(*(torch.cat(each) for each in zip(*known, strict=True)))
+        if needs_entropy or not self.has_rest:
+            return Outputs(made.shown(joined.log_prob), made.shown(joined.entropy))
+        parts = made.found.parts
+        rest = sum(parts[:, index] * joined[index] for index in (1, 2, 3))
+        if small:
+            further = torch.cat([precise_linear(flat, each.weight, each.bias) for each in small], 1)
+            rest = rest + (further * parts[:, 4 : 4 + further.shape[1]]).sum(-1)
+        return Outputs(made.shown(joined.log_prob), made.shown(rest / made.sizes.clamp(min=_TINY)))
+
+    # ---- the gradient of a selection
+
+    def _backward(self, made: TapMicroBatch, selected: torch.Tensor | None, graph: Graph, unit: float = 1.0) -> None:
+        """Add the selected positions' part of the gradient to ``.grad``."""
+        forwarded, keep = made.forwarded, None
+        if selected is not None:
+            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.pull.device)
+            keep[:, made.window] = selected
+        roots, grads = [graph.hidden], [_kept(forwarded.pull, keep, unit)]
+        for output, pull, (_, place) in zip(graph.heads, forwarded.head_pulls, forwarded.head_calls, strict=True):
+            if not output.requires_grad:
+                continue
+            positions = place.positions(output.device)
+            pull = self._head_pull(made, output, positions) if pull is None else pull
+            if pull is not None:
+                roots.append(output)
+                grads.append(_kept(pull.to(output.dtype), None if keep is None else keep.view(-1)[positions], unit))
+        if graph.beside is not None and forwarded.beside is not None and graph.beside.requires_grad:
+            roots.append(graph.beside)
+            grads.append((forwarded.beside / unit).to(graph.beside.dtype))
+        if graph.anchors:
+            roots.append(Zero.apply(*graph.anchors))
+            grads.append(torch.ones_like(roots[-1]))
+        torch.autograd.backward(roots, grads)
+
+    def _head_pull(self, made: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """dL/dz from the parts of the loss; None where it has not that form."""
+        if self.form != "log_probs" or made.labels is None or made.found is None:
+            return None
+        rows = output.detach().reshape(-1, output.shape[-1])
+        where, out = positions.reshape(-1), torch.empty_like(rows)
+        for part in chunks(len(rows), rows.shape[-1]):
+            labels = made.labels.reshape(-1)[where[part]].clamp(0, rows.shape[-1] - 1)
+            out[part] = logit_gradient(rows[part], labels, made.found.parts[where[part]]).to(out.dtype)
+        return out.view_as(output)
+
+    # ---- what the driver is told
+
+    def brief(self) -> list[tuple[int, float]]:
+        masks = self._on_host("mask")
+        if self.has_advantages:
+            return brief_of(masks, self._on_host("advantages"))
+        return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
+
+
+def _starts(width: int, window: int) -> list[int]:
+    """Where a window of the positions may begin: at the first, before the last, at the end."""
+    return sorted({start for start in (0, width - window - 1, width - window, 1) if 0 <= start <= width - window})
+
+
+def _parted(heads: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the head with a vocabulary, None where there is none, and those with few outputs."""
+    matrices = [head for head in heads if getattr(head, "weight", None) is not None and head.weight.dim() == 2]
+    large = [head for head in matrices if len(head.weight) > SMALL]
+    return max(large, key=lambda head: len(head.weight), default=None), [e for e in matrices if len(e.weight) <= SMALL]
+
+
+def _kept(pull: torch.Tensor, keep: torch.Tensor | None, unit: float) -> torch.Tensor:
+    """Return the pulls (..., W) of the kept positions (...), exactly 0 elsewhere."""
+    pull = pull if unit == 1.0 else pull / unit
+    if keep is None:
+        return pull
+    keep = keep.view(*pull.shape[:-1], 1)
+    if keep.is_floating_point():
+        return torch.where(keep != 0, pull * keep.to(pull.dtype), 0.0)
+    return torch.where(keep, pull, 0.0)
+
+
+def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:
+    """<dL/dz, z> of each position, float32 (N,)."""
+    found = []
+    for part in chunks(len(flat), len(head.weight)):
+        logits = precise_linear(flat[part], head.weight, getattr(head, "bias", None))
+        found.append((logits * pull[part].float()).sum(-1))
+    return torch.cat(found)
+
+
+def _shifted(made: TapMicroBatch, found: Fit) -> torch.Tensor:
+    """Log-probs (B, T') of the labels moved by one, in the direction that each row finds likelier; on the host."""
+    moved = [made.shown(values) for values in found.neighbours.unbind(-1)]
+    sums = [(values * made.mask).sum(1) for values in moved]
+    return torch.where((sums[0] > sums[1]).unsqueeze(1), *moved).cpu()
+
+
+def _nothing(norms: torch.Tensor) -> Fit:
+    zero = torch.zeros_like(norms)
+    return Fit(zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1))

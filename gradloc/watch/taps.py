@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tap on a model: each training forward's inputs, and the gradient of its last hidden state.
+
+A forward is kept by reference to its inputs, so it can be run again. Its last hidden state h gets a hook, through which
+training's backward leaves dL/dh; a small head's output gets one for dL/dz. The gradient of some positions is then the
+backward of <dL/dh, h> and of <dL/dz, z> there, whatever the loss: :meth:`ModelTap.graph` runs the forward with both cut
+off behind h and z, so that nothing flows in twice.
+
+Where h is: a transformers model says which module is its body and which its head. h is the body's output, or the head's
+input where that is another tensor (T5 scales it, BERT transforms it). In another model the head is the linear layer
+that is called last, and h its input.
+
+Shapes: B rows, T positions, H hidden size, V a head's outputs.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ..core.sharding import compute_dtype, is_reduction_deferred
+from ..core.step import RngState, generators_in
+from .head import typical_size
+from .step import autocast_now
+
+_AUXILIARY = ("aux_loss",)
+"""Outputs of transformers' models that enter the loss and pass through no hidden state: routers' balancing losses."""
+_SAMPLE = 64  # positions
+
+
+class Place(NamedTuple):
+    """Which rows of h (B, T, H) a view of it holds."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """From h's own, in elements."""
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Return the number in B x T of each of its rows."""
+        found = torch.tensor(self.offset, device=device)
+        for size, stride in zip(self.size[:-1], self.strides[:-1], strict=True):
+            found = found.unsqueeze(-1) + torch.arange(size, device=device) * stride
+        return found // self.size[-1]
+
+
+class Forwarded:
+    """One training forward: what it was given, and what its backward left."""
+
+    def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tap: "ModelTap"):
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self._versions = [(leaf, leaf._version) for leaf in self._inputs() if not leaf.is_inference()]
+        self.rng = RngState(tap.device, tap.generators)
+        self.autocast, dtype = autocast_now(tap.device)
+        self.dtype = dtype or compute_dtype(tap.outer)
+        self.is_deferred = is_reduction_deferred(tap.outer)
+        self.again: Callable[[], Any] | None = None
+        """A loop's own function, where part of the loss is made in it."""
+        self.shape: torch.Size | None = None
+        """Of h."""
+        self.pull: torch.Tensor | None = None
+        """dL/dh, of h's own shape; None before the backward."""
+        self.head_pulls: list[torch.Tensor | None] = []
+        """dL/dz of each call of a head; None where it was too large to keep."""
+        self.head_calls: list[tuple[torch.nn.Module, Place]] = []
+        """Each head that was called on h, and on which of its rows."""
+        self.is_body_alone = False
+        """Whether the loop called the body by itself, and then the heads."""
+        self.beside: torch.Tensor | None = None
+        """dL / d (what passes through no hidden state), a scalar."""
+        self.known: dict[str, Any] = {}
+        """What the loop said of it."""
+
+    def _inputs(self) -> Iterator[torch.Tensor]:
+        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a backward came to its hidden state."""
+        return self.pull is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an input was written to since."""
+        return any(leaf._version != version for leaf, version in self._versions)
+
+    def run(self) -> Any:
+        """Run it again, at the present weights and random state."""
+        with self.autocast():
+            torch.clear_autocast_cache()  # weights may have moved since it was filled
+            return self.module(*self.args, **self.kwargs) if self.again is None else self.again()
+
+    def ids(self) -> list[torch.Tensor]:
+        """Return the inputs that may be token ids or labels: integers with one for each position."""
+        size = self.positions
+        found = [leaf for leaf in self._inputs() if leaf.dim() == 2 and tuple(leaf.shape) == size]
+        integers = [leaf for leaf in found if not (leaf.is_floating_point() or leaf.dtype == torch.bool)]
+        named = [self.kwargs[name] for name in ("labels", "input_ids") if name in self.kwargs]
+        return sorted(integers, key=lambda leaf: not any(leaf is each for each in named))
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """B and T: a vector for each row counts as one position."""
+        assert self.shape is not None
+        return (self.shape[0], 1) if len(self.shape) == 2 else (self.shape[0], self.shape[1])
+
+
+class Graph:
+    """The outputs of a forward that was run again with a graph."""
+
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+        self.heads: list[torch.Tensor] = []
+        """The output of each call of a head, in their order."""
+        self.beside: torch.Tensor | None = None
+        self.anchors: list[torch.Tensor] = []
+        """What the model returned: FSDP prepares its backward by hooks there."""
+
+
+class _Cut(torch.autograd.Function):
+    """The same value, with the graph behind it, through which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+class Zero(torch.autograd.Function):
+    """A scalar zero, whose backward reaches these tensors with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(value.shape, value.dtype, value.device) for value in values]
+        return values[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(torch.zeros((), dtype=d, device=v).expand(s) for s, d, v in ctx.like)
+
+
+Reader = Callable[[torch.Tensor, Sequence[torch.nn.Module]], None]
+"""Called inside of a forward without a graph, with h and the heads."""
+
+
+class ModelTap:
+    """Hooks on a model; see the module.
+
+    Args:
+        model: as the loop calls it, or what a wrapper around it holds.
+        device: where it computes.
+        hidden: the module whose output is the last hidden state, or its name; None: found.
+        keep_bytes: how much of dL/dz is kept in a step at most; dL/dh is kept whole.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, hidden: torch.nn.Module | str | None, keep_bytes: int
+    ):
+        self.outer, self.device, self.keep_bytes = model, device, keep_bytes
+        self.generators = generators_in(model)
+        self.forwards: list[Forwarded] = []
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called before a training forward is kept."""
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called at the end of each backward that came to a hidden state."""
+        self.num_seen = 0
+        """Training forwards so far."""
+        self.unit: torch.Tensor | float = 1.0
+        """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
+        inner = innermost(model)
+        self.body, head = _found_parts(inner, hidden)
+        self.is_at_head = self.body is None
+        self.heads: list[torch.nn.Module] = []
+        self._is_searching = self.body is None
+        self._called: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self._present: Forwarded | None = None
+        self._is_over = False
+        """Whether the present one is a body that the loop called by itself: its heads may follow."""
+        self._hidden: torch.Tensor | None = None
+        self._kept = 0
+        self._reader: Reader | None = None
+        self._graph: Graph | None = None
+        self._is_queued = False
+        self._handles: list[Any] = []
+        self._attached: list[torch.nn.Module] = []
+        self.attach(model)
+        if self.body is not None:
+            self._add(self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
+            self._add(self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True))
+        inside = set() if self.body is None else set(self.body.modules())
+        candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
+        if head is not None:
+            candidates = [part for part in candidates if part not in set(head.modules())] + [head]
+        for part in candidates:
+            self._add(part.register_forward_pre_hook(partial(_call, weakref.ref(self), "_before_head")))
+            self._add(part.register_forward_hook(partial(_call, weakref.ref(self), "_after_head")))
+
+    def attach(self, outer: torch.nn.Module) -> None:
+        """Take this module's calls for training's, such as a wrapper's that is made later."""
+        self.outer = outer
+        if outer in self._attached:
+            return
+        self._attached.append(outer)
+        self._add(outer.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
+        after = partial(_call, weakref.ref(self), "_after_model")
+        self._add(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add(self, handle: Any) -> None:
+        self._handles.append(handle)
+
+    def take_done(self) -> list[Forwarded]:
+        """Return the forwards that had a backward, and forget all."""
+        done = [each for each in self.forwards if each.is_done]
+        self.forget()
+        return done
+
+    def forget(self) -> None:
+        self.forwards, self._kept = [], 0
+
+    # ---- run a forward again
+
+    def read(self, forwarded: Forwarded, reader: Reader) -> None:
+        """Run a forward without a graph; ``reader`` gets h and the heads inside of it."""
+        self._reader = reader
+        try:
+            with torch.no_grad():
+                forwarded.run()
+        finally:
+            self._reader = None
+
+    def graph(self, forwarded: Forwarded) -> Graph:
+        """Run a forward with a graph, cut behind h and behind each head's output."""
+        self._graph = found = Graph()
+        try:
+            given = forwarded.run()
+        finally:
+            self._graph = None
+        if found.hidden is None:
+            raise RuntimeError("the forward, run again, came to no hidden state")
+        if forwarded.is_body_alone:
+            cut = _Cut.apply(found.hidden)
+            for module, place in forwarded.head_calls:
+                is_whole = place.size == tuple(cut.shape)
+                found.heads.append(module(cut if is_whole else cut.as_strided(*place)))
+        if forwarded.again is not None and isinstance(given, tuple | list) and len(given) > 2:
+            found.beside = given[2]
+        return found
+
+    @property
+    def is_again(self) -> bool:
+        return self._reader is not None or self._graph is not None
+
+    # ---- hooks, in the order of a forward
+
+    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_again or not torch.is_grad_enabled() or _is_in_backward():
+            return
+        if self._present is not None and not self._is_over:
+            return
+        self.num_seen += 1
+        self.on_begin()
+        self._present, self._hidden, self._is_over = Forwarded(module, args, kwargs, self), None, False
+        self._called.clear()
+
+    def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = _hidden_in(output)
+        if hidden is None or _is_in_backward():
+            return None
+        if self.is_again and not self.is_at_head:
+            return _replaced(output, self._meet(hidden))
+        if self._present is not None:
+            self._hidden = hidden
+            if not self.is_at_head:
+                self._hook(hidden)
+            if self._present.module is module:  # as chunked losses call it
+                self._close()
+                self._is_over = self._present.is_body_alone = True
+        return None
+
+    def _before_head(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+        if not args or not isinstance(args[0], torch.Tensor) or _is_in_backward():
+            return None
+        given = args[0]
+        if self._present is not None and not self.is_again:
+            if self._is_searching:
+                return None
+            if self._hidden is not None and not self.is_at_head and not _is_view(given, self._hidden):
+                if self._may_be_hidden(module, given):
+                    self.is_at_head, self.heads = True, [module]
+                    self._unhook()
+            if self.is_at_head and module in self.heads and self._hidden is not given:
+                if self._present.shape is None:
+                    self._hidden = given
+                    self._hook(given)
+        elif self.is_at_head and self.is_again and module in self.heads and self._is_first_head():
+            return (self._meet(given), *args[1:])
+        return None
+
+    def _after_head(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not args or not isinstance(output, torch.Tensor) or _is_in_backward():
+            return None
+        if self.is_again:
+            if self._graph is not None and module in self.heads and self._graph.hidden is not None:
+                if _is_view(args[0], self._graph.hidden):
+                    self._graph.heads.append(output)
+                    return _Cut.apply(output)
+            return None
+        if self._present is not None and self._is_searching:
+            self._called.append((module, args[0], output))
+        elif self._present is not None and self._hidden is not None and _is_view(args[0], self._hidden):
+            self._note_head(module, args[0], output)
+        return None
+
+    def _note_head(self, module: torch.nn.Module, given: torch.Tensor, output: torch.Tensor) -> None:
+        """Remember a training call of a head, and hook what it returned."""
+        present = self._present
+        assert present is not None and self._hidden is not None
+        if module not in self.heads:
+            self.heads.append(module)
+        present.head_calls.append((module, _place(given, self._hidden)))
+        if self.num_seen == 1:
+            self._measure(module, given)
+        present.head_pulls.append(None)
+        size = output.numel() * output.element_size()
+        if output.requires_grad and self._kept + size <= self.keep_bytes:
+            self._kept += size
+            output.register_hook(partial(self._keep_head, present, len(present.head_pulls) - 1))
+
+    def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        present = self._present
+        if self._graph is not None and module is not self.body:
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            auxiliary = _auxiliary(output)
+            self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
+            self._graph.anchors = leaves if isinstance(self.outer, FSDP1 | FSDPModule) else []
+            return
+        if present is None or self.is_again or present.module is not module:
+            return
+        if self._is_searching and self._called:
+            self._settle_heads()
+        auxiliary = _auxiliary(output)
+        if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
+            auxiliary.register_hook(partial(_add_to, present, "beside"))
+        self._close()
+        self._present = self._hidden = None
+
+    # ---- inside
+
+    def _close(self) -> None:
+        present = self._present
+        if present is not None and present.shape is not None:
+            self.forwards.append(present)
+
+    def _hook(self, hidden: torch.Tensor) -> None:
+        present = self._present
+        if present is not None and hidden.requires_grad and present.shape is None:
+            present.shape = hidden.shape
+            self._hook_handle = hidden.register_hook(partial(self._keep, present))
+
+    def _unhook(self) -> None:
+        if self._present is not None and self._present.shape is not None:
+            self._present.shape = None
+            self._hook_handle.remove()
+
+    def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
+        if self.is_again:
+            return
+        _add_to(forwarded, "pull", grad)
+        if not self._is_queued:
+            self._is_queued = True
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._after_backward))  # behind those of DDP and FSDP, which are queued by then
+
+    def _after_backward(self) -> None:
+        self._is_queued = False
+        if self._is_over:
+            self._present, self._hidden, self._is_over = None, None, False
+        self.on_backward()
+
+    def _keep_head(self, forwarded: Forwarded, index: int, grad: torch.Tensor) -> None:
+        if not self.is_again:
+            before = forwarded.head_pulls[index]
+            forwarded.head_pulls[index] = grad.detach() if before is None else before + grad.detach()
+
+    def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the rest of a forward that is run again gets in h's place."""
+        if self._reader is not None:
+            self._reader(hidden.detach(), self.heads)
+            return hidden
+        assert self._graph is not None
+        if self._graph.hidden is not None:
+            return hidden
+        self._graph.hidden = hidden
+        return _Cut.apply(hidden)
+
+    def _is_first_head(self) -> bool:
+        return self._graph is None or self._graph.hidden is None
+
+    def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
+        assert self._hidden is not None
+        return given.requires_grad and module is not None and given.dim() == self._hidden.dim()
+
+    @torch.no_grad()
+    def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
+        """Measure how far a typical log-prob's derivative moves h: once, on a few positions."""
+        weight = getattr(head, "weight", None)
+        if weight is not None and weight.dim() == 2 and len(weight) > 1:
+            rows = given.detach().reshape(-1, given.shape[-1])[:_SAMPLE]
+            self.unit = typical_size(rows, weight, getattr(head, "bias", None))
+
+    def _settle_heads(self) -> None:
+        """Of a model that says nothing: the linear layer called last is a head, and so is each with the same input."""
+        _, hidden, _ = self._called[-1]
+        self._hidden, self._is_searching = hidden, False
+        self._hook(hidden)
+        for module, given, output in self._called:
+            if _is_view(given, hidden):
+                self._note_head(module, given, output)
+        self._called.clear()
+
+
+def _call(reference: Any, name: str, *given: Any) -> Any:
+    tap = reference()
+    return None if tap is None else getattr(tap, name)(*given)
+
+
+def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+    before = getattr(forwarded, name)  # of another backward through the same forward
+    setattr(forwarded, name, grad.detach() if before is None else before + grad.detach())
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP's, FSDP1's and torch.compile's wrappers."""
+    while True:
+        if isinstance(model, FSDP1):
+            model = model._fsdp_wrapped_module
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _found_parts(
+    model: torch.nn.Module, hidden: torch.nn.Module | str | None
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Return the body, whose output is the last hidden state, and the head; None where the model does not say."""
+    if isinstance(hidden, torch.nn.Module):
+        return hidden, None
+    if hidden is not None:
+        return model.get_submodule(hidden), None
+    plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
+    asked = getattr(plain, "get_output_embeddings", None)
+    if asked is None:
+        return None, None
+    try:
+        head = asked()
+    except (AttributeError, NotImplementedError):
+        head = None
+    head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
+    body = getattr(plain, "base_model", None)
+    body = innermost(body) if isinstance(body, torch.nn.Module) else None
+    is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
+    return body if is_body else None, head
+
+
+def _hidden_in(output: Any) -> torch.Tensor | None:
+    found = getattr(output, "last_hidden_state", output)
+    found = found[0] if isinstance(found, tuple | list) and found else found
+    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+
+
+def _replaced(output: Any, hidden: torch.Tensor) -> Any:
+    if getattr(output, "last_hidden_state", None) is not None:
+        output.last_hidden_state = hidden
+        return output
+    return hidden if isinstance(output, torch.Tensor) else type(output)((hidden, *output[1:]))
+
+
+def _auxiliary(output: Any) -> torch.Tensor | None:
+    found = next((getattr(output, name, None) for name in _AUXILIARY), None)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
+
+
+def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
+    if given is hidden:
+        return True
+    is_same = given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
+    return is_same and given.shape[-1:] == hidden.shape[-1:] and hidden.is_contiguous() and given.stride(-1) == 1
+
+
+def _place(given: torch.Tensor, hidden: torch.Tensor) -> Place:
+    if given.shape == hidden.shape:
+        return Place(tuple(given.shape), torch.empty(given.shape, device="meta").stride(), 0)
+    return Place(tuple(given.shape), given.stride(), given.storage_offset() - hidden.storage_offset())
