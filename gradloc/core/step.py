@@ -65,8 +65,14 @@ class OwnAttributes:
         self._saved: list[tuple[dict[str, Any], str, Any, Any]] = []
         for owner in model.modules():
             for name, value in vars(owner).items():
-                if not name.startswith("_") and isinstance(value, self._PLAIN + self._CONTAINERS):
+                is_state = not name.startswith("_") and isinstance(value, self._PLAIN + self._CONTAINERS)
+                if is_state and not self._is_freed(value):
                     self._saved.append((vars(owner), name, value, self._copy(value)))
+
+    @staticmethod
+    def _is_freed(value: Any) -> bool:
+        """Whether this is one of FSDP1's views of weights that are not gathered now."""
+        return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
 
     @staticmethod
     def _copy(value: Any) -> Any:

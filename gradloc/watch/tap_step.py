@@ -102,7 +102,7 @@ class TapStep(LoopStep):
         """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
         assert forwarded.pull is not None
         (rows, width), known = forwarded.positions, forwarded.known
-        norms = torch.linalg.vector_norm(forwarded.pull, dim=-1, dtype=torch.float32).view(rows, width)
+        norms = _sizes(forwarded.pull).view(rows, width)
         start, window = 0, slice(None)
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)
@@ -232,7 +232,7 @@ class TapStep(LoopStep):
     def _record(self, made: TapMicroBatch) -> None:
         """What the search is given of a micro-batch, in the loss's form."""
         forwarded = made.forwarded
-        norms = torch.linalg.vector_norm(forwarded.pull, dim=-1, dtype=torch.float32).view(-1)
+        norms = _sizes(forwarded.pull).view(-1)
         found = made.found = _nothing(norms) if made.found is None else made.found
         if "ids" not in forwarded.known and made.labels is not None:
             made.ids = made.shown(made.labels.reshape(-1))
@@ -344,6 +344,11 @@ class TapStep(LoopStep):
         if self.has_advantages:
             return brief_of(masks, self._on_host("advantages"))
         return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
+
+
+def _sizes(pull: torch.Tensor) -> torch.Tensor:
+    """The norm of each position's vector, in float32."""
+    return torch.linalg.vector_norm(pull, dim=-1, dtype=torch.promote_types(pull.dtype, torch.float32)).float()
 
 
 def _starts(width: int, window: int) -> list[int]:

@@ -118,6 +118,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.hidden: torch.Tensor | None = None
+        self.cut: torch.Tensor | None = None
+        """The same, as the rest of the forward gets it."""
         self.heads: list[torch.Tensor] = []
         """The output of each call of a head, in their order."""
         self.beside: torch.Tensor | None = None
@@ -256,7 +258,8 @@ class ModelTap:
         if found.hidden is None:
             raise RuntimeError("the forward, run again, came to no hidden state")
         if forwarded.is_body_alone:
-            cut = _Cut.apply(found.hidden)
+            cut = found.cut
+            assert cut is not None
             for module, place in forwarded.head_calls:
                 is_whole = place.size == tuple(cut.shape)
                 found.heads.append(module(cut if is_whole else cut.as_strided(*place)))
@@ -319,7 +322,7 @@ class ModelTap:
             return None
         if self.is_again:
             if self._graph is not None and module in self.heads and self._graph.hidden is not None:
-                if _is_view(args[0], self._graph.hidden):
+                if self._graph.cut is not None and _is_view(args[0], self._graph.cut):
                     self._graph.heads.append(output)
                     return _Cut.apply(output)
             return None
@@ -408,8 +411,8 @@ class ModelTap:
         assert self._graph is not None
         if self._graph.hidden is not None:
             return hidden
-        self._graph.hidden = hidden
-        return _Cut.apply(hidden)
+        self._graph.hidden, self._graph.cut = hidden, _Cut.apply(hidden)
+        return self._graph.cut
 
     def _is_first_head(self) -> bool:
         return self._graph is None or self._graph.hidden is None

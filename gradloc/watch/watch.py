@@ -86,7 +86,7 @@ class Watch(Colocated):
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
-        self.optimizer = self._plain_optimizer(optimizer)
+        self.model, self.optimizer = model, self._plain_optimizer(optimizer)
         self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
         self.metrics: dict[str, float] = {}
         """Of the last step, by name, for any tracker; on the first process."""
@@ -167,29 +167,31 @@ class Watch(Colocated):
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
         require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
-        if not self.tap.forwards or not torch.is_grad_enabled():
+        if mask is None and not self.tap.forwards:
             return
-        known = self.tap.forwards[-1].known
-        shape = mask if mask is not None else torch.zeros(self.tap.forwards[-1].positions)
+        size = tuple(mask.shape) if mask is not None else self.tap.forwards[-1].positions
+        known: dict[str, Any] = {}
         if mask is not None and ids is not None:
             if ids.shape != mask.shape:
                 raise ValueError(
-                    f"Watch: the ids have shape {tuple(ids.shape)}, the mask {tuple(mask.shape)}: give all of the tokens "
-                    "that the positions predict, such as ids[:, 1:] for next-token log-probs."
+                    f"Watch: the ids have shape {tuple(ids.shape)}, the mask {size}: give all of the tokens that the "
+                    "positions predict, such as ids[:, 1:] for next-token log-probs."
                 )
             known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
         if rows is not None:
             known["rows"] = [*rows]
-            if len(known["rows"]) != len(shape):
-                raise ValueError(f"Watch: rows has {len(known['rows'])} names for {len(shape)} rows.")
+            if len(known["rows"]) != size[0]:
+                raise ValueError(f"Watch: rows has {len(known['rows'])} names for {size[0]} rows.")
         given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
-        tensors = {name: _wide(name, value, shape) for name, value in given.items() if value is not None}
+        tensors = {name: _wide(name, value, size) for name, value in given.items() if value is not None}
         if rewards is not None:
-            flat = _wide("rewards", rewards, shape, is_flat=True)[:, 0]
-            tensors["token_level_scores"] = at_first(flat, shape)
-        known["tensors"] = {**known.get("tensors", {}), **tensors}
-        if log_probs is not None and log_probs.requires_grad:
-            log_probs.register_hook(partial(_keep_coefficient, known))
+            flat = _wide("rewards", rewards, size, is_flat=True)[:, 0]
+            tensors["token_level_scores"] = at_first(flat, torch.zeros(size, device=flat.device))
+        if self.tap.forwards and torch.is_grad_enabled():
+            last = self.tap.forwards[-1].known
+            last |= known | {"tensors": last.get("tensors", {}) | tensors}
+            if log_probs is not None and log_probs.requires_grad:
+                log_probs.register_hook(partial(_keep_coefficient, last))
 
     def log_probs(
         self,
@@ -221,6 +223,8 @@ class Watch(Colocated):
         require(callable(forward), "Watch.log_probs' first argument", "a function", type(forward).__name__)
         if self.localizer is None or not torch.is_grad_enabled():
             return forward()
+        for name, value in (("mask", mask), ("ids", ids)):
+            require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor (B, T)", type(value).__name__)
         before = self.tap.num_seen
         given = forward()
         outputs = outputs_of(given)
@@ -245,13 +249,11 @@ class Watch(Colocated):
             AbortedBySpike: where a spike is to stop the run.
         """
         limit = float("inf") if max_norm is None else float(max_norm)
-        model = innermost_fsdp(self.tap.outer) if self.localizer is not None else None
-        if isinstance(model, FSDP1):
-            norm = plain(model.clip_grad_norm_(limit))
-        else:
-            params = self._params() if self.localizer is not None else []
-            norm = plain(torch.nn.utils.clip_grad_norm_(params, limit))
-        return self.look(norm)
+        outer = self.model if self.localizer is None else self.tap.outer
+        outer = getattr(outer, "_orig_mod", outer)  # of a compiled one
+        if isinstance(outer, FSDP1):
+            return self.look(plain(outer.clip_grad_norm_(limit)))
+        return self.look(plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit)))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Look into the step that is about to be taken; the tap on the optimizer calls it.
@@ -411,6 +413,8 @@ class Watch(Colocated):
 
     def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         """One norm from those of the clips: of several on the same parameters the first counts."""
+        if len(norms) == 1:
+            return norms[0]
         seen: set[int] = set()
         squares = []
         for call, norm in zip(self._clips, norms, strict=True):
@@ -587,11 +591,6 @@ class Watch(Colocated):
             self._tell_once(f"{self._metrics_path} cannot be written ({error}): the report will have no curve")
 
 
-def innermost_fsdp(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside torch.compile's wrapper."""
-    return getattr(model, "_orig_mod", model)
-
-
 def _to(reference: Any, name: str, *given: Any) -> Any:
     watch = reference()
     return None if watch is None else getattr(watch, name)(*given)
@@ -627,14 +626,14 @@ def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig
     return settings
 
 
-def _wide(name: str, value: Any, mask: torch.Tensor, is_flat: bool = False) -> torch.Tensor:
+def _wide(name: str, value: Any, size: tuple[int, ...], is_flat: bool = False) -> torch.Tensor:
     """As (B, T)."""
     require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
     value = value.detach().view(-1) if is_flat else value.detach()
     value = value.unsqueeze(1) if value.dim() == 1 else value
-    if value.dim() != 2 or value.shape[0] != mask.shape[0] or value.shape[1] not in (1, mask.shape[1]):
-        raise ValueError(f"Watch: {name} has shape {tuple(value.shape)}, the mask {tuple(mask.shape)}.")
-    return value.expand(mask.shape)
+    if value.dim() != 2 or value.shape[0] != size[0] or value.shape[1] not in (1, size[1]):
+        raise ValueError(f"Watch: {name} has shape {tuple(value.shape)}, the mask {size}.")
+    return value.expand(size)
 
 
 def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:

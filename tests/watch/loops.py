@@ -114,7 +114,6 @@ class Loop:
         self.model: Any = model_of(layout) if model is None else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0, enabled=precision == "float16")
-        settings = {"scaler": self.scaler if self.scaler.is_enabled() else None, **settings}
         self.watch: Any = Unwatched(self.model)
         if folder:
             self.watch = gradloc.Watch(self.model, self.optimizer, folder, action, **settings)
