@@ -13,6 +13,8 @@ Shapes: B rows of a micro-batch, T positions, V vocabulary.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import math
@@ -272,15 +274,8 @@ class Valued(Loop):
 
     def loss(self, micro_batch):
         found = self.model(input_ids=micro_batch.ids)
-        values = functional.mse_loss(found.value.float(), self.returns(micro_batch), reduction="none")
-        policy = -log_probs(found.logits.float(), micro_batch.ids) * self.policy_weight(micro_batch)
-        return (policy + 0.1 * values * (micro_batch.weight if self.returns is Valued.returns else 1)).sum()
-
-    def returns(self, micro_batch):
-        return micro_batch.noise
-
-    def policy_weight(self, micro_batch):
-        return micro_batch.weight
+        values = functional.mse_loss(found.value.float(), micro_batch.noise, reduction="none")
+        return ((0.1 * values - log_probs(found.logits.float(), micro_batch.ids)) * micro_batch.weight).sum()
 
 
 class ValueOutlier(Valued):
@@ -548,8 +543,11 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
         with tempfile.TemporaryDirectory() as folder:
             folder = shared(folder, layout)
             made = make(seed, layout=layout)
-            watch = gradloc.Watch(made.model, folder=folder, action="mask", keep_gb=KEPT[name], trigger={"tau": tau})
-            made.run()
+            with contextlib.redirect_stdout(io.StringIO()):
+                watch = gradloc.Watch(
+                    made.model, folder=folder, action="mask", keep_gb=KEPT[name], trigger={"tau": tau}
+                )
+                made.run()
             watch.close()
             found[name] = judged(made, truth, events_in(folder))
     return found
