@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 _EARLY = 10  # optimizer steps, after which it is said once that nothing could be watched
 _MANY = 64  # forwards without an optimizer step, likewise
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
+_NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, Watch]" = weakref.WeakKeyDictionary()
 
 
@@ -106,6 +107,8 @@ class Watch(Colocated):
         if kept is not None:
             is_trained = any(param.requires_grad for param in model.parameters())
             require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
+            has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+            require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl")
@@ -558,7 +561,7 @@ class Watch(Colocated):
                 f"{type(outer).__name__}"
             )
         elif isinstance(outer, DistributedDataParallel) and outer.gradient_as_bucket_view:
-            why = "DistributedDataParallel's gradient_as_bucket_view must be false: a search would overwrite the gradient"
+            why = f"DistributedDataParallel's gradient_as_bucket_view must be {_NO_VIEWS}, found True"
         if why:
             self._tell_once(f"{why}. Nothing is watched")
             self.localizer.num_failures = 3
