@@ -20,7 +20,7 @@ import logging
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Loop:
 
     Args:
         seed: of the model, the data and the planted tokens.
-        is_spoiled: whether the planted tokens weigh what they weigh, or nothing.
+        without: planted tokens whose loss weighs nothing; None: all of them.
         layout: ``plain``, ``ddp``, ``fsdp2`` or ``fsdp1``.
     """
 
@@ -73,10 +73,10 @@ class Loop:
     is_one_term = False
     """Whether a row's tokens share one term of the loss, which has no weight of a token's own."""
 
-    def __init__(self, seed: int, is_spoiled: bool = True, layout: str = "plain"):
+    def __init__(self, seed: int, without: Collection[Place] | None = (), layout: str = "plain"):
         draw = self.draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.seed, self.is_spoiled, self.layout = seed, is_spoiled, layout
+        self.seed, self.layout = seed, layout
         self.rank, self.size = (0, 1) if layout == "plain" else (dist.get_rank(), dist.get_world_size())
         self.count, self.width = draw.choice((3, 4)), draw.randint(8, 14)
         spread, sharpness = draw.choice((0.02, 0.05, 0.1)), draw.choice((1.0, 3.0, 6.0))
@@ -97,6 +97,7 @@ class Loop:
             self.head().weight.mul_(sharpness)
         self.bare.train()
         self.planted = self.plant()
+        self.without = set(self.planted) if without is None else set(without)
         self.model: Any = wrapped(self.bare, layout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.norm, self.taken = math.nan, torch.empty(0)
@@ -134,7 +135,8 @@ class Loop:
             weight[:, -1] = 0.0  # has no next token
             for (of, row, position), worth in self.planted.items():
                 if step == STEPS and of == index:
-                    weight[row, position] = worth if self.is_spoiled or self.is_one_term else 0.0
+                    is_left = (of, row, position) not in self.without
+                    weight[row, position] = worth if is_left or self.is_one_term else 0.0
             if index // self.count == self.rank:
                 yield MicroBatch(ids, weight, noise, teacher)
 
@@ -330,21 +332,21 @@ class Dpo(Loop):
     def batch(self, step):
         self.is_planted_step = step == STEPS
         for index, micro_batch in enumerate(super().batch(step)):
-            self.index = index
+            self.index = self.rank * self.count + index
             yield micro_batch
 
     def plant(self):
         return {place: worth / 10 for place, worth in super().plant().items()}
 
     def loss(self, micro_batch):
-        self.kept = torch.ones_like(micro_batch.weight, dtype=torch.bool)
-        if self.is_planted_step and not self.is_spoiled:
-            self.kept = micro_batch.weight <= 1.0
+        kept = torch.ones_like(micro_batch.weight, dtype=torch.bool)
+        for index, row, position in self.without if self.is_planted_step else ():
+            kept[row, position] &= index != self.index
         sums = []
         for half in range(2):
             ids = micro_batch.ids[half : half + 1]
             found = log_probs(self.model(input_ids=ids).logits.float(), ids)
-            found = torch.where(self.kept[half], found, found.detach())
+            found = torch.where(kept[half], found, found.detach())
             reference = found.detach() + 0.1 * micro_batch.noise[half] / micro_batch.weight[half].clamp(min=1.0)
             sums.append(((found - reference) * micro_batch.weight[half]).sum())
         return -functional.logsigmoid(0.1 * (sums[0] - sums[1])) * self.width
@@ -535,7 +537,7 @@ class Found:
 def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] = tuple(KEPT)) -> dict[str, Found]:
     """One seed of a kind, for each of ``keeps``; in a layout all ranks call this together."""
     make = KINDS[kind]
-    spoiled, truth = make(seed, layout=layout).run(), make(seed, is_spoiled=False, layout=layout).run()
+    spoiled, truth = make(seed, layout=layout).run(), make(seed, None, layout).run()
     tokens = sum(int((each.weight != 0).sum()) for each in truth.batch(1)) * truth.size
     tau = math.sqrt(spoiled.norm * truth.norm * tokens)
     found = {}
@@ -549,7 +551,7 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
                 )
                 made.run()
             watch.close()
-            found[name] = judged(made, truth, events_in(folder))
+            found[name] = judged(made, truth, events_in(folder), math.sqrt(spoiled.norm * truth.norm))
     return found
 
 
@@ -567,7 +569,8 @@ def events_in(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def judged(made: Loop, truth: Loop, events: list[dict[str, Any]]) -> Found:
+def judged(made: Loop, truth: Loop, events: list[dict[str, Any]], threshold: float) -> Found:
+    """A planted token counts where the step is over the threshold without the others."""
     planted = made.is_planted()
     if len(events) != 1 or events[0]["step"]["global_step"] != STEPS:
         steps = [event["step"]["global_step"] for event in events]
@@ -575,6 +578,9 @@ def judged(made: Loop, truth: Loop, events: list[dict[str, Any]]) -> Found:
     event = events[0]
     certificate, action = event["certificate"], event["action"]
     named = {place for culprit in event["culprits"] for place in made.named(culprit)}
+    if len(planted) == len(made.planted) and named and named < planted:
+        truth = type(made)(made.seed, named, made.layout).run()
+        planted = planted if truth.norm >= threshold else named
     after, bound = certificate["norm_after"], certificate.get("error_bound") or 0.0
     off = math.nan if after is None or not event["culprits"] else abs(after - truth.norm)
     apart = math.nan
@@ -589,7 +595,7 @@ def judged(made: Loop, truth: Loop, events: list[dict[str, Any]]) -> Found:
         off <= bound + 1e-6 * truth.norm,
         action["taken"],
         apart,
-        certificate.get("reason") or "",
+        f"{certificate.get('reason')}; {action.get('reason')}",
     )
 
 
