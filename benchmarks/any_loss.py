@@ -38,8 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import gradloc
 from benchmarks.run import table
 
-VOCABULARY, HIDDEN, ROWS, STEPS = 96, 32, 2, 3
-"""ROWS of a micro-batch; the last of STEPS is spoiled."""
+VOCABULARY, HIDDEN, ROWS = 96, 32, 2
+"""ROWS of a micro-batch."""
 Place = tuple[int, int, int]
 """Micro-batch over all ranks, row in it, position."""
 
@@ -67,6 +67,8 @@ class Loop:
         layout: ``plain``, ``ddp``, ``fsdp2`` or ``fsdp1``.
     """
 
+    num_steps = 3
+    """The last is spoiled."""
     is_tied = False
     dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -134,7 +136,7 @@ class Loop:
             weight = self.usual(torch.rand(ROWS, self.width, generator=generator))
             weight[:, -1] = 0.0  # has no next token
             for (of, row, position), worth in self.planted.items():
-                if step == STEPS and of == index:
+                if step == self.num_steps and of == index:
                     is_left = (of, row, position) not in self.without
                     weight[row, position] = worth if is_left or self.is_one_term else 0.0
             if index // self.count == self.rank:
@@ -144,7 +146,7 @@ class Loop:
         return torch.ones_like(drawn)
 
     def run(self) -> "Loop":
-        for step in range(1, STEPS + 1):
+        for step in range(1, self.num_steps + 1):
             self.optimizer.zero_grad()
             for micro_batch in self.batch(step):
                 with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
@@ -330,7 +332,7 @@ class Dpo(Loop):
     is_one_term = True
 
     def batch(self, step):
-        self.is_planted_step = step == STEPS
+        self.is_planted_step = step == self.num_steps
         for index, micro_batch in enumerate(super().batch(step)):
             self.index = self.rank * self.count + index
             yield micro_batch
@@ -546,8 +548,9 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
             folder = shared(folder, layout)
             made = make(seed, layout=layout)
             with contextlib.redirect_stdout(io.StringIO()):
+                action = {"mode": "mask", "max_masked_share": 1.0}
                 watch = gradloc.Watch(
-                    made.model, folder=folder, action="mask", keep_gb=KEPT[name], trigger={"tau": tau}
+                    made.model, folder=folder, action=action, keep_gb=KEPT[name], trigger={"tau": tau}
                 )
                 made.run()
             watch.close()
@@ -572,7 +575,7 @@ def events_in(folder: str) -> list[dict[str, Any]]:
 def judged(made: Loop, truth: Loop, events: list[dict[str, Any]], threshold: float) -> Found:
     """A planted token counts where the step is over the threshold without the others."""
     planted = made.is_planted()
-    if len(events) != 1 or events[0]["step"]["global_step"] != STEPS:
+    if len(events) != 1 or events[0]["step"]["global_step"] != made.num_steps:
         steps = [event["step"]["global_step"] for event in events]
         return Found(0, len(planted), 0, "no event", math.nan, False, "", math.nan, f"events at steps {steps}")
     event = events[0]
