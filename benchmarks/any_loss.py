@@ -221,7 +221,8 @@ def wrapped(model: Any, layout: str) -> Any:
             fully_shard(layer)
         return fully_shard(model)
     if layout == "fsdp1":
-        return FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}), use_orig_params=True)
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FSDP1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
     return model
 
 
@@ -367,7 +368,10 @@ class Distilled(Loop):
 
 
 class RewardPair(Loop):
-    """Bradley and Terry's loss of two answers' scores; a planted pair counts for many."""
+    """Bradley and Terry's loss of two answers' scores; a planted pair counts for many.
+
+    The lower score is the chosen one's, so that no pair is without a gradient.
+    """
 
     def build(self):
         self.config.num_labels, self.config.pad_token_id = 1, None
@@ -385,7 +389,7 @@ class RewardPair(Loop):
     def loss(self, micro_batch):
         scores = [self.model(input_ids=micro_batch.ids[row : row + 1]).logits.float().squeeze() for row in range(2)]
         weight = micro_batch.weight[0, self.width - 2]
-        return -functional.logsigmoid(scores[0] - scores[1]) * weight * self.width
+        return -functional.logsigmoid(-(scores[0] - scores[1]).abs()) * weight * self.width
 
     def is_planted(self):
         return {(index, row, self.width - 1) for index, _, _ in self.planted for row in range(2)}
@@ -554,6 +558,8 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
                 )
                 made.run()
             watch.close()
+            if layout != "plain":
+                dist.barrier()  # the first rank has written
             found[name] = judged(made, truth, events_in(folder), math.sqrt(spoiled.norm * truth.norm))
     return found
 

@@ -240,6 +240,7 @@ class TapStep(LoopStep):
             made.ids = made.shown(made.labels.reshape(-1))
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, made))
         recorded.log_prob = made.shown(found.potentials.log_prob)
+        recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
             made.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]

@@ -173,7 +173,7 @@ def uneven(folder: str) -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = torch.distributed.get_rank()
     if folder:
-        gradloc.Watch(model, folder=folder, **TAU)
+        gradloc.Watch(model, folder=folder, trigger={"tau": 1e3})
     for number, (ids, _) in enumerate(batches(4)):
         optimizer.zero_grad()
         with model.no_sync():
