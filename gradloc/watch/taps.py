@@ -200,8 +200,12 @@ class ModelTap:
         self._attached: list[torch.nn.Module] = []
         self.attach(model)
         if self.body is not None:
-            self._add(self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
-            self._add(self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True))
+            self._add(
+                self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
+            )
+            self._add(
+                self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True)
+            )
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:

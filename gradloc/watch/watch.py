@@ -18,7 +18,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -672,5 +671,3 @@ def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
             )
     if has_entropy and outputs.entropy is None:
         raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
-
-
