@@ -87,6 +87,8 @@ class TapStep(LoopStep):
         """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
         self.objection = ""
         """Why no search may trust the gradient that is run again; empty where it may."""
+        self.apart = 0.0
+        """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
         """Of the head's own gradient, where it is no part of the search."""
         self.residual = 0.0

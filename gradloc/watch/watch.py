@@ -272,11 +272,14 @@ class Watch(Colocated):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
-        if self.localizer is None or self.step is None:
+        if self.localizer is None:
             return torch.zeros(()) if norm is None else norm
-        forwards = self.tap.take_done()
-        if not forwards:
+        forwards = self.tap.take_done() if self.step is not None else []
+        (num_ranks,) = self.ranks.sum([float(bool(forwards))])
+        if not num_ranks:
             return torch.zeros(()) if norm is None else norm
+        if self.step is None:  # another rank has micro-batches
+            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
         self._num_looks += 1
         self.step.take(forwards)
         self._settle_outer()
@@ -432,7 +435,9 @@ class Watch(Colocated):
         return self.space.params if self.step is not None else list(self.tap.outer.parameters())
 
     def _owns(self, param: Any) -> bool:
-        return self.step is not None and id(param) in self._ids()
+        if self.step is None:  # on one process no gradient is the model's then
+            return self.ranks.num_processes > 1 and any(param is own for own in self.tap.outer.parameters())
+        return id(param) in self._ids()
 
     def _ids(self) -> set[int]:
         if self._ids_of is not self.space:
