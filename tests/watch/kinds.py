@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -795,7 +796,11 @@ class NanoGpt(Kind):
 
         sizes = {"total_batch_size": ROWS * T, "micro_batch_size": ROWS_EACH, "sequence_length": T}
         config = TrainConfig(**sizes, max_lr=1e-3, warmup_steps=1, max_steps=STEPS)
-        nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
+        cross_entropy = F.cross_entropy
+        with pytest.MonkeyPatch.context() as patched:
+            if not self.is_planted:  # one denominator, though a label is left out
+                patched.setattr(F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T))
+            nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
 
     def loader(self):
         for ids, weight in self.batches():
