@@ -13,7 +13,7 @@ __version__ = "0.4.0"
 
 logging.getLogger(__name__).setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))  # of all loggers in here, as verl's own
 
-_FACE = {"Watch": "watch", "token_log_probs": "log_probs"}
+_FACE = {"Watch": "watch", "TrainerCallback": "callback", "token_log_probs": "log_probs"}
 """What a loop calls, and the module of ``gradloc.watch`` that has it: torch is imported when it is first asked for."""
 
 

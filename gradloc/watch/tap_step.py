@@ -156,8 +156,8 @@ class TapStep(LoopStep):
         micro_batches = self.micro_batches
         for made in micro_batches:
             made.recorded.rng.restore()
-            self.tap.read(made.forwarded, partial(self._recover, made))
-            self._fill_small_heads(made)
+            self.ranks.together(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
+            self.ranks.agree(partial(self._fill_small_heads, made))
         founds = [made.found for made in micro_batches if made.found is not None]
         off = sum(float(found.residual.double().square().sum()) for found in founds)
         whole = sum(float(made.forwarded.pull.double().square().sum()) for made in micro_batches)
@@ -170,7 +170,7 @@ class TapStep(LoopStep):
         is_formed = is_labelled and not self.residual > _TIMES * fits(micro_batches[0].dtype)
         self.form = FORMS[0] if is_formed else FORMS[1] if is_kept else FORMS[2]
         for made in micro_batches:
-            self._record(made)
+            self.ranks.agree(partial(self._record, made))
 
     def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit one micro-batch's dL/dh, inside of its forward."""
@@ -256,7 +256,8 @@ class TapStep(LoopStep):
             recorded.score = made.shown((made.dots + self._biases(made)) / made.sizes.clamp(min=_TINY))
         recorded.beside_coefficient = forwarded.beside
         made.recorded = recorded
-        made.on_host["coefficient"] = recorded.log_prob_coefficient.float().cpu()
+        given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
+        made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
     def _biases(self, made: TapMicroBatch) -> torch.Tensor:
         """<dL/dz, bias> of each position, flat: a constant, by which <dL/dz, z> differs from <dL/dh, h>."""

@@ -14,13 +14,16 @@ from tests.watch.test_harmless import events_in
 
 
 class Failing(Loop):
-    """The forward raises when the second rank runs the spoiled step again."""
+    """The model raises when the second rank runs the spoiled step again."""
 
-    def forward(self, x):
-        is_again = self.watch.number > len(self.norms)
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self.model.register_forward_pre_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        is_again = self.watch.tap.is_again
         if is_again and self.rank == 1 and self.watch.number == SPIKE:
             raise RuntimeError("out of memory, say")
-        return super().forward(x)
 
 
 def run(folder: str, action: str = "observe", uneven: bool = False, failing: bool = False) -> dict[str, Any]:
@@ -55,9 +58,8 @@ def test_a_search_that_fails_on_one_rank_leaves_the_step_as_it_was(bare_world, t
     assert watched[0]["metrics"]["gradloc/failures"] == 1 and events_in(tmp_path) == []
 
 
-def refused(has_views: bool = False) -> str:
-    model = model_of("plain")
-    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if has_views else model
+def refused() -> str:
+    model = torch.nn.parallel.DistributedDataParallel(model_of("plain"), gradient_as_bucket_view=True)
     gradloc.Watch(model, torch.optim.SGD(model.parameters(), lr=1.0), ".", "off")
     try:
         gradloc.Watch(model, torch.optim.SGD(model.parameters(), lr=1.0), ".")
@@ -66,9 +68,34 @@ def refused(has_views: bool = False) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("has_views", "said"),
-    [(False, "with 2 processes in DDP or FSDP, found a Decoder"), (True, "gradient_as_bucket_view must be false")],
-)
-def test_a_model_that_no_rank_shares_or_whose_gradients_are_views_is_refused(bare_world, has_views, said):
-    assert all(said in each for each in bare_world.run("tests.watch.test_ranks.refused", has_views=has_views))
+def test_a_model_whose_gradients_are_views_is_refused(bare_world):
+    assert all("gradient_as_bucket_view must be false" in each for each in bare_world.run("tests.watch.test_ranks.refused"))
+
+
+def unshared(folder: str) -> dict[str, Any]:
+    """Steps of a model that each process has for itself."""
+    made = Loop(folder, model=model_of("plain"), layout="ddp", **TAU).run()
+    return {"trained": len(made.norms), "is_off": made.watch.localizer.num_failures}
+
+
+def test_a_model_that_no_rank_shares_is_not_watched(bare_world, tmp_path):
+    for each in bare_world.run("tests.watch.test_ranks.unshared", folder=str(tmp_path)):
+        assert each == {"trained": 4, "is_off": 3}
+    assert events_in(tmp_path) == []
+
+
+def wrapped_later(folder: str, action: str = "observe") -> dict[str, Any]:
+    """A watch is made around the plain model, and DDP after it, as Trainers do."""
+    torch.manual_seed(7)
+    model = model_of("plain", dropout=0.1)
+    watch = gradloc.Watch(model, folder=folder, action=action, **TAU) if folder else None
+    made = Loop("", layout="ddp", model=torch.nn.parallel.DistributedDataParallel(model)).run()
+    return {"weights": flat(made.model), "number": watch.number if watch else 0}
+
+
+def test_a_model_that_is_wrapped_later_is_watched_through_its_wrapper(bare_world, tmp_path):
+    watched = bare_world.run("tests.watch.test_ranks.wrapped_later", folder=str(tmp_path))
+    stock = bare_world.run("tests.watch.test_ranks.wrapped_later", folder="")
+    assert all(torch.equal(one["weights"], other["weights"]) for one, other in zip(watched, stock, strict=True))
+    (event,) = events_in(tmp_path)
+    assert event["step"]["global_step"] == SPIKE and event["certificate"]["verdict"] == "explained"
