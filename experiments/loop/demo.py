@@ -2,8 +2,8 @@
 """Supervised fine-tuning in a plain PyTorch loop, one document damaged: `python -m experiments.loop.demo`.
 
 A small model learns to add, from nothing. Each token has a weight in the loss. At one step a token of one document is
-another one, and weighs far more than the others. What gradloc needs are the three lines that say so; the rest is what
-any loop has.
+another one, and weighs far more than the others. GradLoc needs the one line that says so; a second one gives it the
+documents' names. The rest is what any loop has.
 """
 
 import json
@@ -68,7 +68,7 @@ def main(overrides: list[str]) -> None:
     torch.set_num_threads(1)  # more cost more than they gain, of a model of this size
     fault, tokenizer, model = draw(settings.seed, settings.first_step, settings.last_step), Tokenizer(), Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    watch = gradloc.Watch(model, optimizer, run_dir, settings.gradloc, tokenizer)  # the first line
+    watch = gradloc.Watch(model, optimizer, run_dir, settings.gradloc, tokenizer, metrics=False)  # the one line
     print(f"Total training steps: {settings.steps}", flush=True)
     for step in range(1, settings.steps + 1):
         began = time.monotonic()
@@ -80,16 +80,12 @@ def main(overrides: list[str]) -> None:
         loss = 0.0
         for rows in torch.arange(len(ids)).split(8):  # micro-batches
             x, labels = ids[rows, :-1], ids[rows, 1:]
-            log_probs = watch.log_probs(  # the second
-                lambda: gradloc.token_log_probs(model(x), labels),  # noqa: B023 (it keeps what x and labels are now)
-                mask[rows],
-                labels,
-                rows=[f"document-{step}-{row}" for row in rows],
-            )
+            log_probs = gradloc.token_log_probs(model(x), labels)
+            watch.note(mask=mask[rows], ids=labels, rows=[f"document-{step}-{row}" for row in rows])  # for the record
             part = -(log_probs * weights[rows]).sum() / mask.sum()
             part.backward()
             loss += float(part.detach())
-        norm = watch.clip_grad_norm_(1.0)  # the third, in place of torch's
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         log(
             step,

@@ -77,7 +77,7 @@ def main(overrides: list[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, fused=True)
     trigger = {"floor": settings.peak, "cap": settings.peak, "window": WINDOW}
-    watch = gradloc.Watch(model, optimizer, run_dir, "observe", tokenizer, trigger=trigger)
+    watch = gradloc.Watch(model, optimizer, run_dir, "observe", tokenizer, trigger=trigger, metrics=False)
     texts, kinds, norms = source.sample(documents(), settings.documents), damaged(settings), []
     print(f"Total training steps: {settings.steps}", flush=True)
     for step in range(1, settings.steps + 1):
@@ -98,16 +98,12 @@ def main(overrides: list[str]) -> None:
         loss = 0.0
         for part in torch.arange(settings.rows).split(2):  # micro-batches
             x, kept = ids[part], mask[part]
-            log_probs = watch.log_probs(
-                lambda: gradloc.token_log_probs(model(x[:, :-1]).logits, x[:, 1:]),  # noqa: B023 (keeps what x is now)
-                kept,
-                x[:, 1:],
-                rows=[names[row] for row in part],
-            )
+            log_probs = gradloc.token_log_probs(model(x[:, :-1]).logits, x[:, 1:])
+            watch.note(mask=kept, ids=x[:, 1:], rows=[names[row] for row in part])
             share = -(log_probs * kept).sum() / mask.sum()
             share.backward()
             loss += share.item()
-        norms.append(float(watch.clip_grad_norm_(1.0)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         data = {"loss": loss, "actor/grad_norm": norms[-1], "timing_s/step": time.monotonic() - began}
         log(step, data, watch, run_dir)

@@ -13,13 +13,14 @@ import copy
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 
 class RngState:
@@ -60,14 +61,23 @@ class OwnAttributes:
 
     _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
     _CONTAINERS = (list, dict, set)
+    _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+    _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
     def __init__(self, model: torch.nn.Module):
         self._saved: list[tuple[dict[str, Any], str, Any, Any]] = []
         for owner in model.modules():
-            for name, value in vars(owner).items():
-                is_state = not name.startswith("_") and isinstance(value, self._PLAIN + self._CONTAINERS)
-                if is_state and not self._is_freed(value):
-                    self._saved.append((vars(owner), name, value, self._copy(value)))
+            for name, value in self.of(owner):
+                self._saved.append((vars(owner), name, value, self.copied(value)))
+
+    @classmethod
+    def of(cls, owner: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield a module's own, by name; none of a wrapper's, which says there whether ranks reduce."""
+        kind = type(owner).__module__
+        for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
+            is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
+            if is_state and not (kind.startswith("torch.") and name.startswith("_")) and not cls._is_freed(value):
+                yield name, value
 
     @staticmethod
     def _is_freed(value: Any) -> bool:
@@ -75,7 +85,7 @@ class OwnAttributes:
         return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
 
     @staticmethod
-    def _copy(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().clone()
         return copy.copy(value)
@@ -87,13 +97,72 @@ class OwnAttributes:
             if owner.get(name) is not value:
                 owner[name] = value
             if isinstance(value, torch.Tensor):
-                if value._version and not torch.equal(value, copied):
+                if value is not copied and value._version and not torch.equal(value, copied):
                     value.copy_(copied)
             elif isinstance(value, list):
                 value[:] = copied
             elif isinstance(value, dict | set):
                 value.clear()
                 value.update(copied)
+
+
+class MovingState:
+    """Learns in a model's first forwards which attributes and buffers move, and keeps these for each later forward.
+
+    A model without such state pays nothing from the fourth forward on.
+    """
+
+    _NUM_FORWARDS = 3
+    _MOST = 4096  # entries of a list, dict or set that is copied before each forward
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._in_place: set[tuple[int, str]] = set()
+        """Tensors that are written to, and so have to be copied."""
+        self._marks: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._num_seen = 0
+
+    def before_forward(self, model: torch.nn.Module) -> OwnAttributes:
+        """Return what the next forward begins with."""
+        if self._num_seen < self._NUM_FORWARDS:
+            self._num_seen += 1
+            self._learn(model)
+        found = OwnAttributes.__new__(OwnAttributes)
+        found._saved = []
+        for key, (owner, name) in self._places.items():
+            value = owner.get(name)
+            has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+            is_long = isinstance(value, OwnAttributes._CONTAINERS) and len(value) > self._MOST
+            if name in owner and not has_graph and not is_long:
+                is_kept = isinstance(value, torch.Tensor) and key not in self._in_place
+                found._saved.append((owner, name, value, value if is_kept else OwnAttributes.copied(value)))
+        return found
+
+    def _learn(self, model: torch.nn.Module) -> None:
+        """Compare with the forward before."""
+        if any(isinstance(owner, FSDP1) for owner in model.modules()):
+            return  # its views of weights are attributes, and are others in each forward
+        marks: dict[tuple[int, str], tuple[Any, Any]] = {}
+        for owner in model.modules():
+            buffers = [(owner._buffers, name, value) for name, value in owner._buffers.items() if value is not None]
+            for place, name, value in [*((vars(owner), *each) for each in OwnAttributes.of(owner)), *buffers]:
+                key = id(place), name
+                marks[key] = value, self._mark(value)
+                value_before, mark_before = self._marks.get(key, marks[key])
+                if value is not value_before or marks[key][1] != mark_before:
+                    self._places[key] = place, name
+                    if value is value_before:
+                        self._in_place.add(key)
+        self._marks = marks if self._num_seen < self._NUM_FORWARDS else {}
+
+    @staticmethod
+    def _mark(value: Any) -> Any:
+        """Return what differs once a value was changed in place."""
+        if isinstance(value, torch.Tensor):
+            return 0 if value.is_inference() else value._version
+        if isinstance(value, dict):
+            return [(id(key), id(each)) for key, each in value.items()]
+        return [id(each) for each in value] if isinstance(value, list | set) else None
 
 
 class OwnBuffers:
@@ -585,7 +654,7 @@ class HostStep:
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
         """See :meth:`Recorded.pull`: on the device."""
         there = None if selected is None else selected.to(self._device)
-        pull = self._step.recorded(micro_batch).pull(there)
+        pull: Any = self._step.recorded(micro_batch).pull(there)
         if not isinstance(pull, Outputs):
             return partial(pull, unit=self._unit)
         if self._unit == 1.0:

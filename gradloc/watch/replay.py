@@ -162,8 +162,6 @@ def _sentence(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apa
         else "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
     )
     return (
-        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of its "
-        f"norm, in {plural(len(order), 'parameter')}: {names}{more}; {why}"
+        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of "
+        f"its norm, in {plural(len(order), 'parameter')}: {names}{more}; {why}"
     )
-
-

@@ -396,4 +396,6 @@ def _shifted(made: TapMicroBatch, found: Fit) -> torch.Tensor:
 
 def _nothing(norms: torch.Tensor) -> Fit:
     zero = torch.zeros_like(norms)
-    return Fit(zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1))
+    return Fit(
+        zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1)
+    )

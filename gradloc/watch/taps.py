@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.sharding import compute_dtype, is_reduction_deferred
-from ..core.step import RngState, generators_in
+from ..core.step import MovingState, RngState, generators_in
 from .head import typical_size
 from .step import autocast_now
 
@@ -59,6 +59,7 @@ class Forwarded:
         self.module, self.args, self.kwargs = module, args, kwargs
         self._versions = [(leaf, leaf._version) for leaf in self._inputs() if not leaf.is_inference()]
         self.rng = RngState(tap.device, tap.generators)
+        self._state = tap.moving.before_forward(tap.outer)
         self.autocast, dtype = autocast_now(tap.device)
         self.dtype = dtype or compute_dtype(tap.outer)
         self.is_deferred = is_reduction_deferred(tap.outer)
@@ -95,7 +96,8 @@ class Forwarded:
         return any(leaf._version != version for leaf, version in self._versions)
 
     def run(self) -> Any:
-        """Run it again, at the present weights and random state."""
+        """Run it again, at the present weights and random state, and with the attributes that it began with."""
+        self._state.restore()
         with self.autocast():
             torch.clear_autocast_cache()  # weights may have moved since it was filled
             return self.module(*self.args, **self.kwargs) if self.again is None else self.again()
@@ -175,6 +177,7 @@ class ModelTap:
     ):
         self.outer, self.device, self.keep_bytes = model, device, keep_bytes
         self.generators = generators_in(model)
+        self.moving = MovingState()
         self.forwards: list[Forwarded] = []
         self.on_begin: Callable[[], None] = lambda: None
         """Called before a training forward is kept."""
@@ -203,8 +206,12 @@ class ModelTap:
         self._attached: list[torch.nn.Module] = []
         self.attach(model)
         if self.body is not None:
-            self._add(self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
-            self._add(self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True))
+            self._add(
+                self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
+            )
+            self._add(
+                self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True)
+            )
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:
@@ -308,8 +315,8 @@ class ModelTap:
         if self.is_again and not self.is_at_head:
             return _replaced(output, hidden, self._meet(hidden))
         if self._present is not None:
-            self._hidden = hidden
             if not self.is_at_head:
+                self._hidden = hidden
                 self._hook(hidden)
             if self._present.module is module:  # as chunked losses call it
                 self._close()
@@ -331,8 +338,11 @@ class ModelTap:
                 if self._present.shape is None:
                     self._hidden = given
                     self._hook(given)
-        elif self.is_at_head and self.is_again and module in self.heads and self._is_first_head():
-            return (self._meet(given), *args[1:])
+        elif self.is_at_head and self.is_again and module in self.heads:
+            if self._graph is None or self._graph.hidden is None:
+                return (self._meet(given), *args[1:])
+            if _is_view(given, self._graph.hidden):  # of a further head
+                return (_Cut.apply(given), *args[1:])
         return None
 
     def _after_head(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -399,6 +409,8 @@ class ModelTap:
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
             self._present.shape = None
+            self._present.head_calls.clear()
+            self._present.head_pulls.clear()
             self._hook_handle.remove()
 
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
@@ -431,9 +443,6 @@ class ModelTap:
             return hidden
         self._graph.hidden, self._graph.cut = hidden, _Cut.apply(hidden)
         return self._graph.cut
-
-    def _is_first_head(self) -> bool:
-        return self._graph is None or self._graph.hidden is None
 
     def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
         assert self._hidden is not None

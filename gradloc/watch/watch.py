@@ -18,7 +18,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -69,6 +68,7 @@ class Watch(Colocated):
         hidden: the module whose output is the last hidden state, or its name, where neither a transformers model nor
             the linear layer that is called last says it.
         keep_gb: what of dL/dlogits may be kept on the device in a step, in GiB. Beyond it, it is recovered from dL/dh.
+        metrics: write ``metrics.jsonl``; False where the loop writes its own there.
         settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
 
     Raises:
@@ -84,6 +84,7 @@ class Watch(Colocated):
         tokenizer: Any = None,
         hidden: torch.nn.Module | str | None = None,
         keep_gb: float = 0.25,
+        metrics: bool = True,
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
@@ -111,7 +112,8 @@ class Watch(Colocated):
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
-        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl")
+        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
+        self._has_written = False
         if kept is not None:
             before = _watches.pop(innermost(model), None)
             if before is not None:
@@ -587,16 +589,36 @@ class Watch(Colocated):
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
         """A line of ``metrics.jsonl``, from which the report draws the run's curve."""
-        if not self.ranks.is_first or not self.metrics:
+        if not self.ranks.is_first or not self.metrics or not self._metrics_path:
             return
         data = {"actor/grad_norm": float(norm), **{name: float(value) for name, value in self.metrics.items()}}
         known = {name: value for name, value in data.items() if math.isfinite(value)}
         try:
-            os.makedirs(os.path.dirname(self._metrics_path), exist_ok=True)
+            if not self._has_written:
+                self._has_written = True
+                begin_file(self._metrics_path, self.number)
             with open(self._metrics_path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.number, "data": known}) + "\n")
         except OSError as error:
             self._tell_once(f"{self._metrics_path} cannot be written ({error}): the report will have no curve")
+
+
+def begin_file(path: str, step: int) -> None:
+    """Make place for the metrics of a run that begins at this step: an earlier run's, which went further, move aside.
+
+    A run that goes on where an earlier one ended appends to its file.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(os.path.getsize(path) - 2**16, 0))
+            last = json.loads(file.read().splitlines()[-1])["step"]
+    except (FileNotFoundError, IndexError, ValueError, KeyError, TypeError):
+        return
+    if last >= step:
+        base, end = os.path.splitext(path)
+        number = next(number for number in range(1, 10**6) if not os.path.exists(f"{base}.{number}{end}"))
+        os.rename(path, f"{base}.{number}{end}")
 
 
 def _to(reference: Any, name: str, *given: Any) -> Any:
@@ -654,5 +676,3 @@ def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
             )
     if has_entropy and outputs.entropy is None:
         raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
-
-

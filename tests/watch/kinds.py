@@ -1,0 +1,809 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of models, losses, optimizers and loops, each tiny; one line of each is ours: ``gradloc.Watch(model, folder=...)``.
+
+A kind is a class. It runs as people write it, with one token's loss spoiled in one step: multiplied, or, where the
+model computes the loss itself, with a label whose row of the head is a thousand times too long.
+
+Shapes: R rows of a batch, B of a micro-batch, T positions, V vocabulary, H hidden size.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import gradloc
+
+ROWS, ROWS_EACH, T, VOCABULARY, H = 4, 2, 8, 64, 16
+STEPS, SPIKE, PLANT = 3, 2, (3, 2)
+"""Optimizer steps, the one that is spoiled, and in which row and at which position of all ranks' batch."""
+WORTH = 4000.0
+POISON, POISON_TIMES = VOCABULARY - 1, 1000.0
+"""A label whose row of the head is so many times too long, where the model computes the loss."""
+TAU = {"trigger": {"tau": 20.0}}
+
+
+def llama(**given: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**sizes(**given)))
+
+
+def sizes(**given: Any) -> dict[str, Any]:
+    """Return what the configurations of decoders share."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    small = {"vocab_size": VOCABULARY, "hidden_size": H, "intermediate_size": 24, "max_position_embeddings": 64}
+    return {**small, **heads, "attn_implementation": "eager", "pad_token_id": 0, **given}
+
+
+class Kind:
+    """Llama with a weighted cross-entropy, in a plain loop that clips.
+
+    Args:
+        folder: of the run; empty: nothing is watched.
+        action: as of ``gradloc.Watch``.
+        is_planted: whether the planted token has a loss; if not, the run is what masking has to give.
+    """
+
+    rows_each = ROWS_EACH
+    rows = ROWS
+    is_exact = True
+    """Whether the masked step is bit for bit the one without the token; else the class says why."""
+    plant = PLANT
+
+    def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
+        self.folder, self.action, self.is_planted = folder, action, is_planted
+        torch.manual_seed(7)
+        self.model = self.build()
+        self.watch = None
+        self.norms: list[float] = []
+        self.number = 0
+        self.prepare()
+
+    def build(self) -> Any:
+        return llama()
+
+    def prepare(self) -> None:
+        self.add_watch(self.model)
+        self.optimizer = self.build_optimizer()
+
+    def add_watch(self, model: Any) -> None:
+        if self.folder:
+            self.watch = gradloc.Watch(model, folder=self.folder, action=self.action, **TAU)
+
+    def build_optimizer(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids).logits
+
+    def loss(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's loss.
+
+        Args:
+            ids: (B, T + 1).
+            weight: (B, T), of the token that each position predicts.
+        """
+        return weighted(self.logits(ids[:, :-1]), ids[:, 1:], weight)
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        loss.backward()
+
+    def take_step(self) -> None:
+        self.norms.append(float(plain(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, ids: torch.Tensor, weight: torch.Tensor) -> None:
+        parts = torch.arange(len(ids)).split(self.rows_each)
+        for part in parts:
+            self.backward(self.loss(ids[part], weight[part]), part is parts[-1])
+        self.take_step()
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """ids (R, T + 1) and weights (R, T)."""
+        generator = torch.Generator().manual_seed(1)
+        for number in range(1, STEPS + 1):
+            ids = torch.randint(1, VOCABULARY - 1, (self.rows, T + 1), generator=generator)
+            weight = torch.ones(self.rows, T)
+            if number == SPIKE:
+                weight[self.plant] = WORTH if self.is_planted else 0.0
+            yield ids, weight
+
+    def run(self) -> "Kind":
+        seed(11)
+        self.train()
+        return self
+
+    def train(self) -> None:
+        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+            self.step(ids, weight)
+
+    def result(self) -> dict[str, Any]:
+        """Return everything that a watch may not move."""
+        weights = {name: plain(param.detach()).clone() for name, param in self.model.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        kept, place = numpy.random.get_state()[1:3]
+        states = {"torch": torch.get_rng_state(), "numpy": torch.tensor([*kept.tolist(), place])}
+        states["random"] = torch.tensor(random.getstate()[1])
+        return {"weights": weights, "state": {**buffers, **states, **self.more()}, "norms": self.norms}
+
+    def more(self) -> dict[str, torch.Tensor]:
+        """Return a state of the kind's own."""
+        return {}
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value)
+
+
+def plain(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    return (each * weight.flatten()).sum() / (ROWS * T)
+
+
+def poisoned(head: nn.Linear) -> nn.Linear:
+    """Return a head of the same shape in which one token is very unlikely, and very hard to learn."""
+    made = nn.Linear(head.in_features, head.out_features)
+    with torch.no_grad():
+        made.weight.copy_(head.weight)
+        made.bias.zero_()
+        made.weight[POISON] *= POISON_TIMES
+        made.bias[POISON] = -1e4
+    return made
+
+
+def labelled(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return labels (B, T): the ids, at a spoiled position another label or none."""
+    labels = ids[:, :T].clone()
+    target = weight[:, : T - 1]
+    labels[:, 1:][target > 1] = POISON
+    labels[:, 1:][target == 0] = -100
+    return labels
+
+
+# ---- models
+
+
+class Tied(Kind):
+    def build(self):
+        return llama(tie_word_embeddings=True)
+
+
+class Partial(Kind):
+    """The last micro-batch has fewer rows."""
+
+    rows = 5
+
+
+class Inside(Kind):
+    """The model computes the loss from labels."""
+
+    def build(self):
+        model = self.build_plain()
+        model.set_output_embeddings(poisoned(model.get_output_embeddings()))
+        return model
+
+    def build_plain(self):
+        return llama()
+
+    def loss(self, ids, weight):
+        return self.model(input_ids=ids[:, :T], labels=labelled(ids, weight), num_items_in_batch=ROWS * (T - 1)).loss
+
+
+class Mixtral(Inside):
+    """A router's balancing loss, in the loss inside of the model."""
+
+    def build_plain(self):
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        routed = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+        return MixtralForCausalLM(MixtralConfig(**sizes(**routed), router_aux_loss_coef=0.1))
+
+
+class Qwen3Moe(Inside):
+    def build_plain(self):
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        routed = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes(**routed, head_dim=8), router_aux_loss_coef=0.1))
+
+
+class T5(Kind):
+    def build(self):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        small = {"vocab_size": VOCABULARY, "d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(**small, decoder_start_token_id=0, dropout_rate=0.1)).train()
+
+    def loss(self, ids, weight):
+        labels = ids[:, 1:].contiguous()
+        return weighted(self.model(input_ids=ids.flip(1), labels=labels).logits, labels, weight)
+
+
+class Bert(Kind):
+    """Masked words, with dropout."""
+
+    def build(self):
+        from transformers import BertConfig, BertForMaskedLM
+
+        return BertForMaskedLM(BertConfig(**sizes(hidden_dropout_prob=0.1))).train()
+
+    def loss(self, ids, weight):
+        labels = ids[:, 1:]
+        masked = torch.where(torch.rand(labels.shape) < 0.3, 1, labels)
+        attention = torch.ones_like(masked)
+        return weighted(self.model(input_ids=masked, attention_mask=attention).logits, labels, weight)
+
+
+class Mamba(Kind):
+    def build(self):
+        from transformers import MambaConfig, MambaForCausalLM
+
+        small = {"vocab_size": VOCABULARY, "hidden_size": H, "num_hidden_layers": 2, "state_size": 4}
+        return MambaForCausalLM(MambaConfig(**small, time_step_rank=2, pad_token_id=0))
+
+
+class Llava(Kind):
+    """An image of four patches before the words."""
+
+    def build(self):
+        from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = CLIPVisionConfig(hidden_size=H, intermediate_size=24, image_size=8, patch_size=4, **heads)
+        config = LlavaConfig(vision, LlamaConfig(**sizes()), image_token_index=POISON, vision_feature_layer=-1)
+        return LlavaForConditionalGeneration(config)
+
+    def logits(self, ids):
+        places = torch.full((len(ids), 4), POISON)
+        pixels = torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8).expand(len(ids), -1, -1, -1)
+        return self.model(input_ids=torch.cat([places, ids], 1), pixel_values=pixels).logits[:, 4:]
+
+    plant_seen = (PLANT[0], PLANT[1] + 4)
+
+
+class Lora(Kind):
+    def build(self):
+        import peft
+
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights="gaussian")
+        return peft.get_peft_model(llama(), config)
+
+
+class Gemma2(Kind):
+    """The final logits are capped."""
+
+    def build(self):
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        config = Gemma2Config(**sizes(head_dim=8, sliding_window=8), final_logit_softcapping=3.0)
+        return Gemma2ForCausalLM(config)
+
+
+class Tail(Kind):
+    """The head is called for the last positions alone."""
+
+    def loss(self, ids, weight):
+        logits = self.model(input_ids=ids[:, :-1], logits_to_keep=T - 1).logits
+        return weighted(logits, ids[:, 2:], weight[:, 1:])
+
+
+class Packed(Kind):
+    """Documents share a row, and each begins at position 0."""
+
+    def logits(self, ids):
+        positions = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)]).expand_as(ids)
+        return self.model(input_ids=ids, position_ids=positions).logits
+
+
+class Chunked(Kind):
+    """The loop calls the body, and then the head for some positions at a time."""
+
+    def loss(self, ids, weight):
+        hidden = self.model.model(input_ids=ids[:, :-1]).last_hidden_state
+        parts = zip(hidden.split(3, 1), ids[:, 1:].split(3, 1), weight.split(3, 1), strict=True)
+        return sum(weighted(self.model.lm_head(each), labels, weights) for each, labels, weights in parts)
+
+
+class ChunkedBackward(Kind):
+    """The same, and each part's backward follows at once; the body's comes last."""
+
+    def loss(self, ids, weight):
+        hidden = self.model.model(input_ids=ids[:, :-1]).last_hidden_state
+        leaf = hidden.detach().requires_grad_()
+        for each, labels, weights in zip(leaf.split(3, 1), ids[:, 1:].split(3, 1), weight.split(3, 1), strict=True):
+            weighted(self.model.lm_head(each), labels, weights).backward()
+        self.hidden, self.grad = hidden, leaf.grad
+        return hidden
+
+    def backward(self, loss, is_last):
+        loss.backward(self.grad)
+
+
+class Own(nn.Module):
+    """A user's own small model; what a kind needs is made in :meth:`begin` and done in :meth:`between`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.last = nn.Embedding(VOCABULARY, H), nn.Linear(H, H), nn.LayerNorm(H)
+        self.head = nn.Linear(H, VOCABULARY, bias=False)
+        self.begin()
+
+    def begin(self):
+        pass
+
+    def between(self, x):
+        return x
+
+    def hidden(self, ids):
+        x = self.embed(ids)
+        return self.last(x + torch.tanh(self.first(self.between(x))))
+
+    def forward(self, ids):
+        return self.head(self.hidden(ids))
+
+
+class OfOwn(Kind):
+    made: Any = Own
+
+    def build(self):
+        return self.made()
+
+    def logits(self, ids):
+        return self.model(ids)
+
+
+class Generating(OfOwn):
+    """Noise from a generator of the model's own."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.generator = torch.Generator().manual_seed(3)
+
+        def between(self, x):
+            return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+    def more(self):
+        return {"own": self.model.generator.get_state()}
+
+
+class Drawing(OfOwn):
+    """Noise from Python's random numbers and from NumPy's."""
+
+    class made(Own):  # noqa: N801
+        def between(self, x):
+            return x * random.uniform(0.9, 1.1) + torch.tensor(numpy.random.normal(0, 0.1, x.shape)).float()
+
+
+class Remembering(OfOwn):
+    """A state in attributes: a running maximum, as fp8's, and a list."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.amax, self.history, self.calls = torch.zeros(()), [], 0
+
+        def between(self, x):
+            self.amax = torch.maximum(self.amax * 0.9, x.detach().abs().amax())
+            self.calls += 1
+            self.history.append(float(self.amax))
+            return x / (self.amax + 0.01 * self.calls)
+
+    def more(self):
+        return {"amax": self.model.amax, "history": torch.tensor(self.model.history)}
+
+
+class Heads(OfOwn):
+    """Two heads on one hidden state: the next token, and the one after (MTP). A position has both losses."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.second = nn.Linear(H, VOCABULARY, bias=False)
+
+        def forward(self, ids):
+            hidden = self.hidden(ids)
+            return self.head(hidden), self.second(hidden)
+
+    def loss(self, ids, weight):
+        first, second = self.model(ids[:, :-1])
+        return weighted(first, ids[:, 1:], weight) + 0.3 * weighted(second[:, :-1], ids[:, 2:], weight[:, :-1])
+
+
+class Valued(OfOwn):
+    """A value head on the same hidden state."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.value = nn.Linear(H, 1)
+
+        def forward(self, ids):
+            hidden = self.hidden(ids)
+            return self.head(hidden), self.value(hidden).squeeze(-1)
+
+    def loss(self, ids, weight):
+        logits, values = self.model(ids[:, :-1])
+        off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
+        return weighted(logits, ids[:, 1:], weight) + 0.1 * off
+
+
+class Rounded(nn.Module):
+    """Weights in 16 steps, with a straight-through gradient."""
+
+    def forward(self, weight):
+        step = weight.detach().abs().amax() / 8
+        return weight + ((weight / step).round() * step - weight).detach()
+
+
+class Quantized(Kind):
+    def build(self):
+        model = llama()
+        for layer in model.model.layers:
+            parametrize.register_parametrization(layer.mlp.up_proj, "weight", Rounded())
+        return model
+
+
+# ---- how the forward runs
+
+
+class Recomputed(Kind):
+    is_reentrant = False
+
+    def build(self):
+        model = llama(attention_dropout=0.1)
+        model.gradient_checkpointing_enable({"use_reentrant": self.is_reentrant})
+        return model.train()
+
+
+class RecomputedReentrant(Recomputed):
+    is_reentrant = True
+
+    def build(self):
+        model = super().build()
+        model.enable_input_require_grads()
+        return model
+
+
+class RecomputedWhole(Kind):
+    """Checkpointed as a whole."""
+
+    def logits(self, ids):
+        return checkpoint(lambda given: self.model(input_ids=given).logits, ids, use_reentrant=False)
+
+
+class RecomputedWholeReentrant(Kind):
+    """The same in the older way: the whole forward runs inside of the backward."""
+
+    def logits(self, ids):
+        embeds = self.model.get_input_embeddings()(ids)
+        return checkpoint(lambda given: self.model(inputs_embeds=given).logits, embeds, use_reentrant=True)
+
+
+class CompiledOutside(Kind):
+    def build(self):
+        torch._dynamo.reset()
+        return torch.compile(llama(), backend="aot_eager")
+
+
+class CompiledInside(Kind):
+    """The watch is on the model, and the loop calls what is compiled of it later."""
+
+    def prepare(self):
+        torch._dynamo.reset()
+        super().prepare()
+        self.compiled = torch.compile(self.model, backend="aot_eager")
+
+    def logits(self, ids):
+        return self.compiled(input_ids=ids).logits
+
+
+class CompiledLayers(Kind):
+    def build(self):
+        torch._dynamo.reset()
+        model = llama()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+
+# ---- optimizers
+
+
+class Fused(Kind):
+    def build_optimizer(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+
+class Closure(Kind):
+    """LBFGS, which evaluates a closure twice in a step."""
+
+    def build_optimizer(self):
+        return torch.optim.LBFGS(self.model.parameters(), lr=1e-3, max_iter=2)
+
+    def step(self, ids, weight):
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.loss(ids, weight)
+            loss.backward()
+            return loss.detach()
+
+        self.optimizer.step(closure)
+
+
+class Scaled(Kind):
+    """fp16 with its scaler."""
+
+    def build_optimizer(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        return super().build_optimizer()
+
+    def logits(self, ids):
+        with torch.autocast("cpu", torch.float16):
+            return super().logits(ids)
+
+    def backward(self, loss, is_last):
+        self.scaler.scale(loss).backward()
+
+    def take_step(self):
+        self.scaler.unscale_(self.optimizer)
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+# ---- two ranks
+
+
+class Ranked(Kind):
+    def train(self):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+            self.step(ids.chunk(size)[rank], weight.chunk(size)[rank])
+
+    rows_each = 1
+
+
+class Replicated(Ranked):
+    def build(self):
+        return DDP(llama())
+
+
+class ReplicatedOnce(Replicated):
+    """The sum over ranks comes with the last micro-batch."""
+
+    def step(self, ids, weight):
+        for part in range(len(ids)):
+            is_last = part == len(ids) - 1
+            with contextlib.nullcontext() if is_last else self.model.no_sync():
+                self.loss(ids[part, None], weight[part, None]).backward()
+        self.take_step()
+
+
+class ZeroOne(Replicated):
+    def build_optimizer(self):
+        return ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+
+class Sharded(Ranked):
+    policies: Any = staticmethod(lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
+
+    def build(self):
+        model = llama()
+        for layer in model.model.layers:
+            fully_shard(layer, **self.policies())
+        return fully_shard(model, **self.policies())
+
+
+class ShardedOffloaded(Sharded):
+    policies = staticmethod(lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+
+
+def on_ranks(name: str, **given: Any) -> dict[str, Any]:
+    """Run a kind on this rank."""
+    return globals()[name](**given).run().result()
+
+
+# ---- trainers
+
+
+class Rows(torch.utils.data.Dataset):
+    """All steps' rows, as a trainer reads them."""
+
+    def __init__(self, kind: Kind, has_labels: bool):
+        self.rows = []
+        for ids, weight in kind.batches():
+            labels = labelled(ids, weight) if has_labels else ids[:, :T]
+            self.rows += [
+                {"input_ids": row[:T], "labels": label, "weight": each[:T]}
+                for row, label, each in zip(ids, labels, weight, strict=True)
+            ]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Stock(Inside):
+    """``transformers.Trainer`` as it is: two micro-batches a step, ``max_grad_norm=1.0``."""
+
+    has_labels = True
+
+    def prepare(self):
+        self.add_watch(self.model)
+
+    def train(self):
+        from transformers import Trainer
+
+        self.trainer = self.made_trainer(Trainer)
+        self.trainer.train()
+        self.norms = [line["grad_norm"] for line in self.trainer.state.log_history if "grad_norm" in line]
+
+    def made_trainer(self, base: Any) -> Any:
+        from transformers import TrainingArguments
+
+        class Ordered(base):
+            """The rows in their order, and one denominator, in the run that the others are held against, too."""
+
+            def _get_train_sampler(self, *given):
+                return torch.utils.data.SequentialSampler(self.train_dataset)
+
+            def get_batch_samples(self, *given):
+                return super().get_batch_samples(*given)[0], ROWS * (T - 1)
+
+        arguments = TrainingArguments(
+            output_dir=str(self.folder or "/nonexistent"),
+            per_device_train_batch_size=ROWS_EACH,
+            gradient_accumulation_steps=ROWS // ROWS_EACH,
+            max_steps=STEPS,
+            max_grad_norm=1.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            remove_unused_columns=self.has_labels,
+            logging_nan_inf_filter=False,
+        )
+        return Ordered(model=self.model, args=arguments, train_dataset=Rows(self, self.has_labels))
+
+
+class StockWeighted(Stock):
+    """A subclass with a weighted loss of its own."""
+
+    has_labels = False
+
+    def build(self):
+        return llama()
+
+    def made_trainer(self, base):
+        class Weighted(base):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                logits, ids = model(input_ids=inputs["input_ids"]).logits, inputs["labels"]
+                return weighted(logits[:, :-1], ids[:, 1:], inputs["weight"][:, :-1])
+
+        return super().made_trainer(Weighted)
+
+
+class Accelerated(Kind):
+    def prepare(self):
+        from accelerate import Accelerator
+
+        self.add_watch(self.model)
+        self.accelerator = Accelerator(gradient_accumulation_steps=ROWS // ROWS_EACH, cpu=True)
+        loader = torch.utils.data.DataLoader(Rows(self, False), batch_size=ROWS_EACH)
+        self.prepared = self.accelerator.prepare(self.model, self.build_optimizer(), loader)
+
+    def train(self):
+        model, optimizer, loader = self.prepared
+        for batch in loader:
+            with self.accelerator.accumulate(model):
+                logits, ids = model(input_ids=batch["input_ids"]).logits, batch["labels"]
+                self.accelerator.backward(weighted(logits[:, :-1], ids[:, 1:], batch["weight"][:, :-1]))
+                if self.accelerator.sync_gradients:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Lightning(Kind):
+    """Lightning's trainer, which clips by norm."""
+
+    by = "norm"
+
+    def prepare(self):
+        self.add_watch(self.model)
+
+    def train(self):
+        import logging
+
+        import lightning
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        kind = self
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = kind.model
+
+            def training_step(self, batch, index):
+                logits, ids = self.model(input_ids=batch["input_ids"]).logits, batch["labels"]
+                return weighted(logits[:, :-1], ids[:, 1:], batch["weight"][:, :-1])
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+            def on_before_optimizer_step(self, optimizer):
+                total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+                kind.norms.append(float(total))
+
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
+        trainer = lightning.Trainer(
+            max_steps=STEPS,
+            accelerator="cpu",
+            accumulate_grad_batches=ROWS // ROWS_EACH,
+            gradient_clip_val=1.0 if self.by == "norm" else 0.01,
+            gradient_clip_algorithm=self.by,
+            enable_model_summary=False,
+            **quiet,
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(Rows(self, False), batch_size=ROWS_EACH))
+
+
+class LightningByValue(Lightning):
+    """Lightning's trainer, which clips each element."""
+
+    by = "value"
+
+
+class NanoGpt(Kind):
+    """nano-gpt's model and trainer, unchanged; its loss is computed inside of the model."""
+
+    def build(self):
+        import nano_gpt.trainer as nano
+        from nano_gpt.config import GPTConfig
+
+        config = GPTConfig(block_size=T, vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=H)
+        model = nano.GPT(config, tokenizer=None)
+        model.lm_head = poisoned(model.lm_head)
+        return model
+
+    def train(self):
+        import nano_gpt.trainer as nano
+        from nano_gpt.config import TrainConfig
+
+        sizes = {"total_batch_size": ROWS * T, "micro_batch_size": ROWS_EACH, "sequence_length": T}
+        config = TrainConfig(**sizes, max_lr=1e-3, warmup_steps=1, max_steps=STEPS)
+        cross_entropy = F.cross_entropy
+        with pytest.MonkeyPatch.context() as patched:
+            if not self.is_planted:  # one denominator, though a label is left out
+                patched.setattr(F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T))
+            nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
+
+    def loader(self):
+        for ids, weight in self.batches():
+            labels = torch.where(weight == 0, -100, torch.where(weight > 1, POISON, ids[:, 1:]))
+            yield from zip(ids[:, :-1].split(ROWS_EACH), labels.split(ROWS_EACH), strict=True)
+
