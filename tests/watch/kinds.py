@@ -799,11 +799,12 @@ class NanoGpt(Kind):
         cross_entropy = F.cross_entropy
         with pytest.MonkeyPatch.context() as patched:
             if not self.is_planted:  # one denominator, though a label is left out
-                patched.setattr(F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T))
+                patched.setattr(
+                    F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T)
+                )
             nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
 
     def loader(self):
         for ids, weight in self.batches():
             labels = torch.where(weight == 0, -100, torch.where(weight > 1, POISON, ids[:, 1:]))
             yield from zip(ids[:, :-1].split(ROWS_EACH), labels.split(ROWS_EACH), strict=True)
-

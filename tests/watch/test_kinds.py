@@ -47,8 +47,14 @@ def check(kind: Any, run: Any, tmp_path: Path) -> None:
         events = events_in(tmp_path / name)
         problems += [f"{name}: {len(events)} events"] * (len(events) != 1)
         for event in events:
-            if named(event) != [getattr(kind, "plant_seen", kind.plant)] or event["certificate"]["verdict"] != "explained" or event["action"]["taken"] != name:
-                problems.append(f"{name}: named {named(event)}, {event['certificate']['verdict']} {event['certificate'].get('reason')}, {event['action']} step {event['step']['global_step']}")
+            if (
+                named(event) != [getattr(kind, "plant_seen", kind.plant)]
+                or event["certificate"]["verdict"] != "explained"
+                or event["action"]["taken"] != name
+            ):
+                problems.append(
+                    f"{name}: named {named(event)}, {event['certificate']['verdict']} {event['certificate'].get('reason')}, {event['action']} step {event['step']['global_step']}"
+                )
     if not any(not torch.equal(a, b) for a, b in zip(stock[0]["weights"].values(), without[0]["weights"].values())):
         problems.append("plant does not matter")
     assert not problems, " ;; ".join(problems)
