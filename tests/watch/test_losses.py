@@ -10,7 +10,7 @@ from benchmarks.any_loss import KINDS, measure
 WITHOUT_CERTIFICATE = {"distilled"}
 """Kinds of which the head's gradient is not known where dL/dlogits is not kept."""
 HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
-LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights")
+LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
 DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
 ON_RANKS = [
     pytest.param(layout, kind, marks=() if (layout, kind) in DEFAULT else pytest.mark.slow)
