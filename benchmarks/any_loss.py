@@ -261,36 +261,38 @@ class ZLoss(Loop):
         return -log_probs(logits, micro_batch.ids) + 1e-2 * logits.logsumexp(-1).square()
 
 
+class WithValues(LlamaForCausalLM):
+    """Returns logits and values."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.value = torch.nn.Linear(HIDDEN, 1)
+
+    def forward(self, input_ids):
+        found = super().forward(input_ids=input_ids, output_hidden_states=True)
+        return found.logits, self.value(found.hidden_states[-1]).squeeze(-1)
+
+
 class Valued(Loop):
     """A value head on the same hidden state, of which nothing is said."""
 
     def build(self):
-        model = LlamaForCausalLM(self.config)
-        model.value = torch.nn.Linear(HIDDEN, 1)
-        plain = model.forward
-
-        def forward(input_ids):
-            found = plain(input_ids=input_ids, output_hidden_states=True)
-            found["value"] = model.value(found.hidden_states[-1]).squeeze(-1)
-            return found
-
-        model.forward = forward
-        return model
+        return WithValues(self.config)
 
     def loss(self, micro_batch):
-        found = self.model(input_ids=micro_batch.ids)
-        values = functional.mse_loss(found.value.float(), micro_batch.noise, reduction="none")
-        return ((0.1 * values - log_probs(found.logits.float(), micro_batch.ids)) * micro_batch.weight).sum()
+        logits, values = self.model(input_ids=micro_batch.ids)
+        value_losses = functional.mse_loss(values.float(), micro_batch.noise, reduction="none")
+        return ((0.1 * value_losses - log_probs(logits.float(), micro_batch.ids)) * micro_batch.weight).sum()
 
 
 class ValueOutlier(Valued):
     """The planted position's return is far off; its log-prob is as others."""
 
     def loss(self, micro_batch):
-        found = self.model(input_ids=micro_batch.ids)
+        logits, values = self.model(input_ids=micro_batch.ids)
         far = torch.where(micro_batch.weight > 1, micro_batch.weight, micro_batch.noise)
-        values = functional.mse_loss(found.value.float(), far, reduction="none")
-        return ((-log_probs(found.logits.float(), micro_batch.ids) + values) * (micro_batch.weight > 0)).sum()
+        value_losses = functional.mse_loss(values.float(), far, reduction="none")
+        return ((value_losses - log_probs(logits.float(), micro_batch.ids)) * (micro_batch.weight > 0)).sum()
 
 
 class Entropy(Loop):
