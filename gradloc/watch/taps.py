@@ -181,6 +181,9 @@ class ModelTap:
         """Called before a training forward is kept."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called at the end of each backward that came to a hidden state."""
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called once, where a hook failed and the tap steps aside."""
+        self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
         self.unit: torch.Tensor | float = 1.0
@@ -199,6 +202,8 @@ class ModelTap:
         self._reader: Reader | None = None
         self._graph: Graph | None = None
         self._is_queued = False
+        self._hook_handles: list[Any] = []
+        """On tensors of the present forward."""
         self._handles: list[Any] = []
         self._attached: list[torch.nn.Module] = []
         self.attach(model)
@@ -227,6 +232,13 @@ class ModelTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def give_up(self, error: Exception) -> None:
+        """Take no further part in the run."""
+        self.has_failed = True
+        self.forget()
+        self._present = self._hidden = None
+        self.on_failure(error)
 
     def _add(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -351,7 +363,8 @@ class ModelTap:
         size = output.numel() * output.element_size()
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
-            output.register_hook(partial(self._keep_head, present, len(present.head_pulls) - 1))
+            handle = output.register_hook(partial(_call, weakref.ref(self), "_keep_head", present, len(present.head_pulls) - 1))
+            self._hook_handles.append(handle)
 
     def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         present = self._present
@@ -382,14 +395,15 @@ class ModelTap:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._hook_handle = hidden.register_hook(partial(self._keep, present))
+            self._hook_handles = [hidden.register_hook(partial(_call, weakref.ref(self), "_keep", present))]
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
             self._present.shape = None
             self._present.head_calls.clear()
             self._present.head_pulls.clear()
-            self._hook_handle.remove()
+            for handle in self._hook_handles:
+                handle.remove()
 
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
         if self.is_again:
@@ -398,7 +412,8 @@ class ModelTap:
         if not self._is_queued:
             self._is_queued = True
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._after_backward))  # behind those of DDP and FSDP, which are queued by then
+            after = partial(_call, weakref.ref(self), "_after_backward")
+            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _after_backward(self) -> None:
         self._is_queued = False
@@ -446,8 +461,17 @@ class ModelTap:
 
 
 def _call(reference: Any, name: str, *given: Any) -> Any:
+    """Call a tap's method from a hook. In training nothing that goes wrong in it reaches the loop."""
     tap = reference()
-    return None if tap is None else getattr(tap, name)(*given)
+    if tap is None or tap.has_failed:
+        return None
+    try:
+        return getattr(tap, name)(*given)
+    except Exception as error:
+        if tap.is_again:
+            raise
+        tap.give_up(error)
+        return None
 
 
 def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:

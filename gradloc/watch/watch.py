@@ -33,7 +33,7 @@ from ..core.ranks import Ranks, host_group
 from ..core.sharding import compute_device, local_shard
 from ..core.trigger import Spike
 from ..loop.batch import Rows, at_first
-from ..loop.driver import Driver
+from ..loop.driver import AbortedBySpike, Driver
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
@@ -273,11 +273,21 @@ class Watch(Colocated):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
+        unknown = torch.zeros(()) if norm is None else norm
         if self.localizer is None or self.step is None:
-            return torch.zeros(()) if norm is None else norm
+            return unknown
         forwards = self.tap.take_done()
         if not forwards:
-            return torch.zeros(()) if norm is None else norm
+            return unknown
+        try:
+            return self._look(forwards, norm)
+        except AbortedBySpike:
+            raise
+        except Exception as error:
+            self.tap.give_up(error)
+            return unknown
+
+    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None) -> torch.Tensor:
         self._num_looks += 1
         self.step.take(forwards)
         self._settle_outer()
@@ -448,12 +458,19 @@ class Watch(Colocated):
         reference = weakref.ref(self)
         self.tap.on_begin = partial(_to, reference, "_begin_forward")
         self.tap.on_backward = partial(_to, reference, "_after_backward")
+        self.tap.on_failure = partial(_to, reference, "_step_aside")
         self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
         if self.ranks.num_processes > 1 and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
+
+    def _step_aside(self, error: Exception) -> None:
+        """After a failure of ours between a forward and its step: the run goes on without a watch."""
+        what = f"{type(error).__name__}: {error}"
+        logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
+        self.step = None
 
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
         """Take DDP's or FSDP1's calls for training's, where the model was wrapped after this was made."""
