@@ -16,7 +16,7 @@ from ..words.text import plural
 from .clips import Clip, ClipTap
 from .tap_step import TapStep
 
-SAME = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
+SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
 """Of the norm: two runs of a step differ by less, by the precision of the forward."""
 _ROUNDING = 1e-3  # relative: a factor that is measured is off by less
 _MOST_NAMES = 3  # parameters named in the sentence

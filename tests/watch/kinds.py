@@ -62,8 +62,11 @@ class Kind:
     rows_each = ROWS_EACH
     rows = ROWS
     is_exact = True
-    """Whether the masked step is bit for bit the one without the token; else the class says why."""
+    """Whether the masked step is bit for bit the one without the token; else the class says why not."""
     plant = PLANT
+    named = PLANT
+    """Row and position that the event names."""
+    num_events = 1
 
     def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
         self.folder, self.action, self.is_planted = folder, action, is_planted
@@ -267,6 +270,8 @@ class Mamba(Kind):
 class Llava(Kind):
     """An image of four patches before the words."""
 
+    named = (PLANT[0], PLANT[1] + 4)
+
     def build(self):
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -279,8 +284,6 @@ class Llava(Kind):
         places = torch.full((len(ids), 4), POISON)
         pixels = torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8).expand(len(ids), -1, -1, -1)
         return self.model(input_ids=torch.cat([places, ids], 1), pixel_values=pixels).logits[:, 4:]
-
-    plant_seen = (PLANT[0], PLANT[1] + 4)
 
 
 class Lora(Kind):
@@ -327,7 +330,12 @@ class Chunked(Kind):
 
 
 class ChunkedBackward(Kind):
-    """The same, and each part's backward follows at once; the body's comes last."""
+    """The same, and each part's backward follows at once; the body's comes last.
+
+    Training adds the head's gradient up part by part, and a masked step in one backward: other roundings.
+    """
+
+    is_exact = False
 
     def loss(self, ids, weight):
         hidden = self.model.model(input_ids=ids[:, :-1]).last_hidden_state
@@ -491,7 +499,9 @@ class RecomputedWhole(Kind):
 
 
 class RecomputedWholeReentrant(Kind):
-    """The same in the older way: the whole forward runs inside of the backward."""
+    """The same in the older way: the whole forward runs inside of the backward, where no tap follows."""
+
+    num_events = 0
 
     def logits(self, ids):
         embeds = self.model.get_input_embeddings()(ids)
@@ -534,7 +544,9 @@ class Fused(Kind):
 
 
 class Closure(Kind):
-    """LBFGS, which evaluates a closure twice in a step."""
+    """LBFGS, which evaluates a closure twice in a step; each evaluation is looked into."""
+
+    num_events = 2
 
     def build_optimizer(self):
         return torch.optim.LBFGS(self.model.parameters(), lr=1e-3, max_iter=2)
