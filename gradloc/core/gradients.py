@@ -105,6 +105,14 @@ def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
     return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(_PART))
 
 
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Inner product, in float32 of finer: torch's own keeps its sum in the tensors' precision, which may be half."""
+    if one.dtype.itemsize >= 4 and other.dtype.itemsize >= 4:
+        return torch.dot(one.flatten(), other.flatten())
+    parts = [torch.dot(a.flatten().float(), b.flatten().float()).double() for a, b in in_parts(one, other)]
+    return torch.stack(parts).sum()
+
+
 def _sampled(size: int) -> int:
     """How many elements of a tensor of this size are read."""
     return min(size, max(_LEAST, size // _SAMPLE))
@@ -312,7 +320,7 @@ class GradientSpace:
         out = self._zeros(len(self.params))
         for index, (a, b) in enumerate(zip(self.counted(left), self.counted(right), strict=True)):
             if a is not None and b is not None:
-                out[index] = torch.dot(local_shard(a).flatten(), local_shard(b).to(a.device).flatten())
+                out[index] = _dot(local_shard(a), local_shard(b).to(a.device))
         return out
 
     def weight_square_and_count(self) -> tuple[float, int]:

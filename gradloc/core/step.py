@@ -649,7 +649,7 @@ class HostStep:
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
         """See :meth:`Recorded.pull`: on the device."""
         there = None if selected is None else selected.to(self._device)
-        pull = self._step.recorded(micro_batch).pull(there)
+        pull: Any = self._step.recorded(micro_batch).pull(there)
         if not isinstance(pull, Outputs):
             return partial(pull, unit=self._unit)
         if self._unit == 1.0:

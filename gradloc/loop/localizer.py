@@ -289,7 +289,10 @@ class Localizer:
             before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
             step, finding, squares, action, grad_norm = told
             if is_written:
-                event = self._safely(lambda: (self._gather(policy, spike, action, step, finding, squares),))
+                event = self._safely(
+                    lambda: (self._gather(policy, spike, action, step, finding, squares),),
+                    f"the step was decided before ({action.taken}), and its event is lost",
+                )
                 is_written = event is not None
                 self.events += [each for each in event or () if each is not None]
         finally:
@@ -336,8 +339,13 @@ class Localizer:
             "max_cures": search.max_cures,
         }
 
-    def _safely(self, joint: Callable[[], T]) -> T | None:
-        """What all ranks find out together; None, counted, where it failed in a way that all of them know of."""
+    def _safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
+        """What all ranks find out together; None, counted, where it failed in a way that all of them know of.
+
+        Args:
+            joint: runs on all ranks.
+            taken: what the log says of the step, where it was acted on before.
+        """
         try:
             return self.ranks.together(joint)
         except LostRank:
@@ -351,11 +359,11 @@ class Localizer:
         except Exception:
             self.num_failures += 1
             logger.exception(
-                "gradloc: looking into step %s failed (failure %d of %d before it switches itself off); training goes "
-                "on with the gradient it had",
+                "gradloc: looking into step %s failed (failure %d of %d before it switches itself off); %s",
                 self._policy.global_step if self._policy else "?",
                 self.num_failures,
                 _MAX_FAILURES,
+                taken or "training goes on with the gradient it had",
             )
             return None
 
@@ -431,7 +439,7 @@ class Localizer:
                     name = finding.healer.name if finding.healer is not None else ""
                     prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
                 return self.ranks.together(self.powers.clip)
-            except Exception:
+            except BaseException:  # also Ctrl-C
                 self._space.put(gradient)
                 raise
             finally:

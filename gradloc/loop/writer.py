@@ -402,12 +402,7 @@ class DriverSide:
 
     def _decode(self, ids: list[int]) -> str | None:
         """None without a tokenizer; token ids that it does not know are shown as numbers."""
-        if self.tokenizer is None:
-            return None
-        try:
-            return self.tokenizer.decode(ids, skip_special_tokens=False)
-        except Exception:
-            return " ".join(f"<{token}>" for token in ids)
+        return None if self.tokenizer is None else _decoded(self.tokenizer, ids, skip_special_tokens=False)
 
     def _tokens_in(self, ids: list[int]) -> tuple[str, ...] | None:
         """Each by itself."""
@@ -483,6 +478,15 @@ def _turn(mask: list[float], position: int) -> Turn | None:
 # ---- of a loop without advantages
 
 
+def _decoded(tokenizer: Any, ids: list[int], **how: Any) -> str:
+    """Return the text of token ids: numbers where the tokenizer raises, and nothing that UTF-8 cannot hold."""
+    try:
+        text = str(tokenizer.decode(ids, **how))
+    except Exception:
+        return " ".join(f"<{token}>" for token in ids)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 class Documents:
     """What a culprit's row is like beside the batch's others: of all rows of a batch that has ``log_probs`` (R, T), and
     where logits were seen ``ranks`` and ``shifted`` (R, T).
@@ -498,7 +502,7 @@ class Documents:
         self._pad = getattr(tokenizer, "pad_token_id", None)
         self._rows = [ids[kept].tolist() for ids, kept in zip(tensors["responses"], self._mask, strict=True)]
         self._log_probs = [self._mean("log_probs", row) for row in range(len(self._rows))]
-        texts = ["" if tokenizer is None else str(tokenizer.decode(ids)) for ids in self._rows]
+        texts = ["" if tokenizer is None else _decoded(tokenizer, ids) for ids in self._rows]
         self._looks = {
             "tokens": [float(len(ids)) for ids in self._rows],
             "repeats": [repeats_in(ids) for ids in self._rows],

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..core.certificate import judge
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
@@ -100,6 +101,8 @@ def localize(
             result.rest = space.keep() if is_left else None
         if outside:
             result.certificate = _without_head(result.certificate, outside)
+        elif getattr(held, "apart", 0.0):
+            result.certificate = _with_error(result.certificate, held.apart)
         # entropies take forwards, which bisection, for want of memory, does not run
         holders = _with_unlikely(result, held, ranks) if strategy != "bisect" else []
         holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
@@ -129,6 +132,15 @@ def _without_head(found: Certificate, outside: float) -> Certificate:
     )
     why += f" and {found.norm_after:.3g} without them" if found.norm_after is not None else ""
     return replace(found, norm_after=None, error_bound=None, verdict="undecided", reason=why)
+
+
+def _with_error(found: Certificate, error: float) -> Certificate:
+    """Widen a certificate's bound by how far the gradient that was searched is from the one that training made."""
+    if found.error_bound is None or found.norm_after is None or found.method == "none":
+        return found
+    bound = found.error_bound + error
+    verdict, reason = judge(found.norm_after, bound, found.threshold)
+    return replace(found, error_bound=bound, verdict=verdict, reason=reason)
 
 
 def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gradloc.TrainerCallback``: a watch for ``transformers.Trainer`` and what is built on it.
 
-    Trainer(..., callbacks=[gradloc.TrainerCallback("runs/x")])
+Trainer(..., callbacks=[gradloc.TrainerCallback("runs/x")])
 """
 
 import os

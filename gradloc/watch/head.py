@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a loss asked of each position's logits, recovered from the gradient of the last hidden state.
 
-With logits z = W h the chain rule gives dL/dh = W' dL/dz. Of a loss that is made of log-probs, entropies, mean log-probs
+With logits z = W h the chain rule gives dL/dh = W' dL/dz. If the loss is made of log-probs, entropies, mean log-probs
 (label smoothing) and log-sum-exps (a z-loss), dL/dz is a combination of four vectors that z alone determines, with one
 number for each. Least squares find these numbers, and their residual says whether the loss has that form.
 

@@ -87,6 +87,8 @@ class TapStep(LoopStep):
         """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
         self.objection = ""
         """Why no search may trust the gradient that is run again; empty where it may."""
+        self.apart = 0.0
+        """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
         """Of the head's own gradient, where it is no part of the search."""
         self.residual = 0.0
@@ -393,4 +395,6 @@ def _shifted(made: TapMicroBatch, found: Fit) -> torch.Tensor:
 
 def _nothing(norms: torch.Tensor) -> Fit:
     zero = torch.zeros_like(norms)
-    return Fit(zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1))
+    return Fit(
+        zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1)
+    )

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.sharding import compute_dtype, is_reduction_deferred
 from ..core.step import MovingState, RngState, generators_in
@@ -75,6 +75,8 @@ class Forwarded:
         """Each head that was called on h, and on which of its rows."""
         self.is_body_alone = False
         """Whether the loop called the body by itself, and then the heads."""
+        self.is_head_inlined = False
+        """Whether the head's weight was used without a call of the head, as fused losses do."""
         self.beside: torch.Tensor | None = None
         """dL / d (what passes through no hidden state), a scalar."""
         self.known: dict[str, Any] = {}
@@ -190,6 +192,7 @@ class ModelTap:
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
         inner = innermost(model)
         self.body, head = _found_parts(inner, hidden)
+        self._declared_head: Any = head
         self.is_at_head = self.body is None
         self.heads: list[torch.nn.Module] = []
         self._is_searching = self.body is None
@@ -208,8 +211,12 @@ class ModelTap:
         self._attached: list[torch.nn.Module] = []
         self.attach(model)
         if self.body is not None:
-            self._add(self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
-            self._add(self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True))
+            self._add(
+                self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
+            )
+            self._add(
+                self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True)
+            )
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:
@@ -246,8 +253,23 @@ class ModelTap:
     def take_done(self) -> list[Forwarded]:
         """Return the forwards that had a backward, and forget all."""
         done = [each for each in self.forwards if each.is_done]
+        for each in done:
+            self._inline_head(each)
         self.forget()
         return done
+
+    def _inline_head(self, forwarded: Forwarded) -> None:
+        """Take the model's own head for called on all of h, where no head was called and its weight has a gradient."""
+        weight = getattr(self._declared_head, "weight", None)
+        if forwarded.head_calls or weight is None or weight.dim() != 2 or not weight.requires_grad:
+            return
+        if forwarded.shape is None or weight.shape[1] != forwarded.shape[-1]:
+            return
+        forwarded.is_head_inlined = True
+        forwarded.head_calls.append((self._declared_head, whole_of(forwarded.shape)))
+        forwarded.head_pulls.append(None)
+        if self._declared_head not in self.heads:
+            self.heads.append(self._declared_head)
 
     def forget(self) -> None:
         self.forwards, self._kept = [], 0
@@ -272,7 +294,7 @@ class ModelTap:
             self._graph = None
         if found.hidden is None:
             raise RuntimeError("the forward, run again, came to no hidden state")
-        if forwarded.is_body_alone:
+        if forwarded.is_body_alone or forwarded.is_head_inlined:
             cut = found.cut
             assert cut is not None
             for module, place in forwarded.head_calls:
@@ -303,7 +325,7 @@ class ModelTap:
         if hidden is None or _is_in_backward():
             return None
         if self.is_again and not self.is_at_head:
-            return _replaced(output, self._meet(hidden))
+            return _replaced(output, hidden, self._meet(hidden))
         if self._present is not None:
             if not self.is_at_head:
                 self._hidden = hidden
@@ -525,11 +547,9 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
 
 
-def _replaced(output: Any, hidden: torch.Tensor) -> Any:
-    if getattr(output, "last_hidden_state", None) is not None:
-        output.last_hidden_state = hidden
-        return output
-    return hidden if isinstance(output, torch.Tensor) else type(output)((hidden, *output[1:]))
+def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
+    """Return a body's output with another tensor wherever it has h: last_hidden_state, and the last of hidden_states."""
+    return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 
 def _auxiliary(output: Any) -> torch.Tensor | None:
@@ -544,7 +564,12 @@ def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
     return is_same and given.shape[-1:] == hidden.shape[-1:] and hidden.is_contiguous() and given.stride(-1) == 1
 
 
+def whole_of(shape: torch.Size) -> Place:
+    """Return the place of all of h."""
+    return Place(tuple(shape), torch.empty(shape, device="meta").stride(), 0)
+
+
 def _place(given: torch.Tensor, hidden: torch.Tensor) -> Place:
     if given.shape == hidden.shape:
-        return Place(tuple(given.shape), torch.empty(given.shape, device="meta").stride(), 0)
+        return whole_of(given.shape)
     return Place(tuple(given.shape), given.stride(), given.storage_offset() - hidden.storage_offset())

@@ -18,7 +18,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -274,10 +273,11 @@ class Watch(Colocated):
             AbortedBySpike: where a spike is to stop the run.
         """
         unknown = torch.zeros(()) if norm is None else norm
-        if self.localizer is None or self.step is None:
+        if self.localizer is None:
             return unknown
-        forwards = self.tap.take_done()
-        if not forwards:
+        forwards = self.tap.take_done() if self.step is not None else []
+        (num_ranks,) = self.ranks.sum([float(bool(forwards))])
+        if not num_ranks:
             return unknown
         try:
             return self._look(forwards, norm)
@@ -288,6 +288,8 @@ class Watch(Colocated):
             return unknown
 
     def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None) -> torch.Tensor:
+        if self.step is None:  # another rank has micro-batches
+            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
         self._num_looks += 1
         self.step.take(forwards)
         self._settle_outer()
@@ -443,7 +445,9 @@ class Watch(Colocated):
         return self.space.params if self.step is not None else list(self.tap.outer.parameters())
 
     def _owns(self, param: Any) -> bool:
-        return self.step is not None and id(param) in self._ids()
+        if self.step is None:  # on one process no gradient is the model's then
+            return self.ranks.num_processes > 1 and any(param is own for own in self.tap.outer.parameters())
+        return id(param) in self._ids()
 
     def _ids(self) -> set[int]:
         if self._ids_of is not self.space:
@@ -689,5 +693,3 @@ def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
             )
     if has_entropy and outputs.entropy is None:
         raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
-
-

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a healthy step of a watched loop asks of the device in addition to the loop's own: counted on the path of a GPU."""
+"""What a healthy step of a watched loop adds to what the loop asks of the device: counted on the path of a GPU."""
 
 import pytest
 import torch
@@ -42,5 +42,5 @@ def test_a_healthy_step_costs_few_operations_and_two_reads(tmp_path, monkeypatch
         watch = gradloc.Watch(model, optimizer, tmp_path) if is_watched else None
         found[is_watched] = counted(watch, model, optimizer)
     (ops, reads, _, _), (watched_ops, watched_reads, collectives, places) = found[False], found[True]
-    print(f"operations {ops} -> {watched_ops} ({watched_ops / ops - 1:.2%}), reads {reads} -> {watched_reads} {dict(places)}")
+    print(f"operations {ops} -> {watched_ops} ({watched_ops / ops - 1:.2%}), reads {reads} -> {watched_reads}", places)
     assert watched_ops <= (1 + most) * ops and watched_reads - reads <= 2 and collectives == 0

@@ -4,7 +4,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import gradloc
@@ -69,7 +68,9 @@ def refused() -> str:
 
 
 def test_a_model_whose_gradients_are_views_is_refused(bare_world):
-    assert all("gradient_as_bucket_view must be false" in each for each in bare_world.run("tests.watch.test_ranks.refused"))
+    assert all(
+        "gradient_as_bucket_view must be false" in each for each in bare_world.run("tests.watch.test_ranks.refused")
+    )
 
 
 def unshared(folder: str) -> dict[str, Any]:
