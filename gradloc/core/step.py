@@ -61,6 +61,7 @@ class OwnAttributes:
 
     _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
     _CONTAINERS = (list, dict, set)
+    _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
     _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
     def __init__(self, model: torch.nn.Module):
@@ -71,11 +72,11 @@ class OwnAttributes:
 
     @classmethod
     def of(cls, owner: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield a module's own, by name; of torch's wrappers the public ones."""
-        is_wrapper = type(owner).__module__.startswith("torch.")
-        for name, value in vars(owner).items():
+        """Yield a module's own, by name; none of a wrapper's, which says there whether ranks reduce."""
+        kind = type(owner).__module__
+        for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
             is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
-            if is_state and not (is_wrapper and name.startswith("_")) and not cls._is_freed(value):
+            if is_state and not (kind.startswith("torch.") and name.startswith("_")) and not cls._is_freed(value):
                 yield name, value
 
     @staticmethod
