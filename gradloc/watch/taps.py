@@ -13,7 +13,7 @@ that is called last, and h its input.
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
 
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -212,18 +212,18 @@ class ModelTap:
         self.attach(model)
         if self.body is not None:
             self._add(
-                self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
+                self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True)
             )
             self._add(
-                self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True)
+                self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True)
             )
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:
             candidates = [part for part in candidates if part not in set(head.modules())] + [head]
         for part in candidates:
-            self._add(part.register_forward_pre_hook(partial(_call, weakref.ref(self), "_before_head")))
-            self._add(part.register_forward_hook(partial(_call, weakref.ref(self), "_after_head")))
+            self._add(part.register_forward_pre_hook(_Hook(self, "_before_head")))
+            self._add(part.register_forward_hook(_Hook(self, "_after_head")))
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Take this module's calls for training's, such as a wrapper's that is made later."""
@@ -231,8 +231,8 @@ class ModelTap:
         if outer in self._attached:
             return
         self._attached.append(outer)
-        self._add(outer.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
-        after = partial(_call, weakref.ref(self), "_after_model")
+        self._add(outer.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
+        after = _Hook(self, "_after_model")
         self._add(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
@@ -385,7 +385,7 @@ class ModelTap:
         size = output.numel() * output.element_size()
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
-            handle = output.register_hook(partial(_call, weakref.ref(self), "_keep_head", present, len(present.head_pulls) - 1))
+            handle = output.register_hook(_Hook(self, "_keep_head", present, len(present.head_pulls) - 1))
             self._hook_handles.append(handle)
 
     def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -417,7 +417,7 @@ class ModelTap:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._hook_handles = [hidden.register_hook(partial(_call, weakref.ref(self), "_keep", present))]
+            self._hook_handles = [hidden.register_hook(_Hook(self, "_keep", present))]
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
@@ -434,7 +434,7 @@ class ModelTap:
         if not self._is_queued:
             self._is_queued = True
             queue = Variable._execution_engine.queue_callback
-            after = partial(_call, weakref.ref(self), "_after_backward")
+            after = _Hook(self, "_after_backward")
             queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _after_backward(self) -> None:
@@ -482,13 +482,43 @@ class ModelTap:
         self._called.clear()
 
 
-def _call(reference: Any, name: str, *given: Any) -> Any:
-    """Call a tap's method from a hook. In training nothing that goes wrong in it reaches the loop."""
-    tap = reference()
-    if tap is None or tap.has_failed:
+class _Hook:
+    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets none of it."""
+
+    def __init__(self, tap: "ModelTap", name: str, *given: Any):
+        self.tap, self.name, self.given = tap, name, given
+
+    def __call__(self, *given: Any) -> Any:
+        if torch.compiler.is_compiling() and _is_one_graph():
+            return None
+        return _called(self, *given)
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What a copy or a file of the model has in a hook's place."""
+
+    def __call__(self, *given: Any) -> None:
+        return None
+
+
+@torch.compiler.assume_constant_result
+def _is_one_graph() -> bool:
+    """Return whether ``fullgraph=True`` forbids a call into Python here. torch.compile asks while it traces."""
+    translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
+    return bool(getattr(translator.current_tx(), "one_graph", False))
+
+
+@torch.compiler.disable
+def _called(hook: _Hook, *given: Any) -> Any:
+    """Call it. In training nothing that goes wrong in it reaches the loop."""
+    tap = hook.tap
+    if tap.has_failed:
         return None
     try:
-        return getattr(tap, name)(*given)
+        return getattr(tap, hook.name)(*hook.given, *given)
     except Exception as error:
         if tap.is_again:
             raise

@@ -51,7 +51,7 @@ _EARLY = 10  # optimizer steps, after which it is said once that nothing could b
 _MANY = 64  # forwards without an optimizer step, likewise
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
-_watches: "weakref.WeakKeyDictionary[torch.nn.Module, Watch]" = weakref.WeakKeyDictionary()
+_watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
 class Watch(Colocated):
@@ -115,10 +115,11 @@ class Watch(Colocated):
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
         self._has_written = False
         if kept is not None:
-            before = _watches.pop(innermost(model), None)
+            reference = _watches.pop(innermost(model), None)
+            before = None if reference is None else reference()
             if before is not None:
                 before.close()
-            _watches[innermost(model)] = self
+            _watches[innermost(model)] = weakref.ref(self)
             self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
             self.tap.owner = self  # the model's hooks hold the tap, and so the watch
             self.clip_tap = ClipTap(self._owns)
@@ -549,12 +550,16 @@ class Watch(Colocated):
             self._tell_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
-        start = f"nothing could be watched in {_EARLY} optimizer steps: "
-        if not self.tap.num_seen:
-            return start + "the model's forward was not called with gradients; pass the model that the loop calls"
-        return start + (
-            "no gradient came back to a last hidden state; name the module that it is the output of, as "
-            'gradloc.Watch(model, hidden="model.norm")'
+        why = "the model's forward was not called with gradients; pass the model that the loop calls"
+        if self.tap.num_seen:
+            why = (
+                "no gradient came back to a last hidden state; name the module that it is the output of, as "
+                'gradloc.Watch(model, hidden="model.norm")'
+            )
+        return (
+            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled with fullgraph=True, "
+            "or checkpointed as a whole with use_reentrant=True, shows nothing: compile its layers, checkpoint with "
+            "use_reentrant=False"
         )
 
     def _is_ours(self, optimizer: Any) -> bool:

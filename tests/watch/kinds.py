@@ -508,6 +508,34 @@ class RecomputedWholeReentrant(Kind):
         return checkpoint(lambda given: self.model(inputs_embeds=given).logits, embeds, use_reentrant=True)
 
 
+class CompiledOwn(OfOwn):
+    def build(self):
+        torch._dynamo.reset()
+        return torch.compile(Own(), backend="aot_eager")
+
+
+class OneGraph(OfOwn):
+    """Compiled with ``fullgraph=True``, which allows no hook of ours inside."""
+
+    num_events = 0
+
+    def build(self):
+        torch._dynamo.reset()
+        return torch.compile(Own(), backend="aot_eager", fullgraph=True)
+
+
+class OneGraphInside(OneGraph):
+    """The same of a model whose watch is older."""
+
+    def build(self):
+        return Own()
+
+    def prepare(self):
+        super().prepare()
+        torch._dynamo.reset()
+        self.model.compile(backend="aot_eager", fullgraph=True)
+
+
 class CompiledOutside(Kind):
     def build(self):
         torch._dynamo.reset()

@@ -5,7 +5,10 @@ Under ``observe`` weights, norms and random state are those of the run without a
 weights are those of the run in which the token has no loss. The event names that token alone, and explains the spike.
 """
 
+import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +94,21 @@ def test_a_hook_of_ours_that_fails_leaves_the_loop_as_it_is(tmp_path, monkeypatc
     assert said == ["gradloc: watching failed (RuntimeError: planted), so it is off; training goes on"]
 
 
-def test_a_forward_inside_of_the_backward_is_said(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [kinds.RecomputedWholeReentrant, kinds.OneGraph, kinds.OneGraphInside])
+def test_a_model_that_shows_no_hidden_state_is_said(tmp_path, monkeypatch, caplog, kind):
     monkeypatch.setattr("gradloc.watch.watch._EARLY", kinds.STEPS)
-    kinds.RecomputedWholeReentrant(tmp_path).run()
+    kind(tmp_path).run()
     assert f"nothing could be watched in {kinds.STEPS} optimizer steps" in caplog.text
+
+
+def test_a_model_s_copy_or_file_is_not_watched_and_both_are_freed(tmp_path):
+    made = kinds.OfOwn(tmp_path)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    torch.save(made.model, tmp_path / "model.pt")
+    for copied in (copy.deepcopy(made.model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        copied(ids).sum().backward()
+    assert made.watch.tap.num_seen == 0
+    alive = weakref.ref(made.model), weakref.ref(made.watch)
+    del made
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
