@@ -210,13 +210,11 @@ class ModelTap:
         self._handles: list[Any] = []
         self._attached: list[torch.nn.Module] = []
         self.attach(model)
+        if hidden is None and _held(inner) is not inner:
+            self._listen(_held(inner))
         if self.body is not None:
-            self._add(
-                self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True)
-            )
-            self._add(
-                self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True)
-            )
+            self._add(self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
+            self._add(self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:
@@ -230,6 +228,9 @@ class ModelTap:
         self.outer = outer
         if outer in self._attached:
             return
+        self._listen(outer)
+
+    def _listen(self, outer: torch.nn.Module) -> None:
         self._attached.append(outer)
         self._add(outer.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
         after = _Hook(self, "_after_model")
@@ -556,6 +557,7 @@ def _found_parts(
         return hidden, None
     if hidden is not None:
         return model.get_submodule(hidden), None
+    model = _held(model)
     plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
     asked = getattr(plain, "get_output_embeddings", None)
     if asked is None:
@@ -571,6 +573,13 @@ def _found_parts(
     return body if is_body else None, head
 
 
+def _held(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the one transformers model that a module of the user's holds, as Lightning's do; else the module."""
+    found = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
+    is_one = bool(found) and set(found) <= set(found[0].modules())
+    return found[0] if is_one else model
+
+
 def _hidden_in(output: Any) -> torch.Tensor | None:
     found = getattr(output, "last_hidden_state", output)
     found = found[0] if isinstance(found, tuple | list) and found else found
@@ -578,7 +587,7 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
 
 
 def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
-    """Return a body's output with another tensor wherever it has h: last_hidden_state, and the last of hidden_states."""
+    """Return a body's output with another tensor wherever it has h: in last_hidden_state, and last in hidden_states."""
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 

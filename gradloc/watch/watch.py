@@ -557,9 +557,9 @@ class Watch(Colocated):
                 'gradloc.Watch(model, hidden="model.norm")'
             )
         return (
-            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled with fullgraph=True, "
-            "or checkpointed as a whole with use_reentrant=True, shows nothing: compile its layers, checkpoint with "
-            "use_reentrant=False"
+            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled with "
+            "fullgraph=True, or checkpointed as a whole with use_reentrant=True, shows nothing: compile its layers, "
+            "checkpoint with use_reentrant=False"
         )
 
     def _is_ours(self, optimizer: Any) -> bool:

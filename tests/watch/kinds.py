@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of models, losses, optimizers and loops, each tiny; one line of each is ours: ``gradloc.Watch(model, folder=...)``.
+"""Kinds of models, losses, optimizers and loops, each tiny, under the one line ``gradloc.Watch(model, folder=...)``.
 
 A kind is a class. It runs as people write it, with one token's loss spoiled in one step: multiplied, or, where the
 model computes the loss itself, with a label whose row of the head is a thousand times too long.
@@ -67,6 +67,8 @@ class Kind:
     named = PLANT
     """Row and position that the event names."""
     num_events = 1
+    needs: tuple[str, ...] = ("transformers",)
+    """Packages; without one the kind is left out."""
 
     def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
         self.folder, self.action, self.is_planted = folder, action, is_planted
@@ -74,7 +76,6 @@ class Kind:
         self.model = self.build()
         self.watch = None
         self.norms: list[float] = []
-        self.number = 0
         self.prepare()
 
     def build(self) -> Any:
@@ -133,7 +134,7 @@ class Kind:
         return self
 
     def train(self) -> None:
-        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+        for ids, weight in self.batches():
             self.step(ids, weight)
 
     def result(self) -> dict[str, Any]:
@@ -277,7 +278,8 @@ class Llava(Kind):
 
         heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
         vision = CLIPVisionConfig(hidden_size=H, intermediate_size=24, image_size=8, patch_size=4, **heads)
-        config = LlavaConfig(vision, LlamaConfig(**sizes()), image_token_index=POISON, vision_feature_layer=-1)
+        parts = {"vision_config": vision, "text_config": LlamaConfig(**sizes())}
+        config = LlavaConfig(**parts, image_token_index=POISON, vision_feature_layer=-1)
         return LlavaForConditionalGeneration(config)
 
     def logits(self, ids):
@@ -287,6 +289,8 @@ class Llava(Kind):
 
 
 class Lora(Kind):
+    needs = ("transformers", "peft")
+
     def build(self):
         import peft
 
@@ -374,6 +378,7 @@ class Own(nn.Module):
 
 class OfOwn(Kind):
     made: Any = Own
+    needs = ()
 
     def build(self):
         return self.made()
@@ -447,6 +452,37 @@ class Valued(OfOwn):
         def forward(self, ids):
             hidden = self.hidden(ids)
             return self.head(hidden), self.value(hidden).squeeze(-1)
+
+    def loss(self, ids, weight):
+        logits, values = self.model(ids[:, :-1])
+        off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
+        return weighted(logits, ids[:, 1:], weight) + 0.1 * off
+
+
+class Held(Kind):
+    """A module of the loop's own holds the model, as Lightning's do; the loop calls what it holds."""
+
+    def build(self):
+        return nn.ModuleDict({"inner": llama()})
+
+    def logits(self, ids):
+        return self.model["inner"](input_ids=ids).logits
+
+
+class HeldValued(Kind):
+    """A module of one's own around the model adds a value head, as TRL's does."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.value = llama(), nn.Linear(H, 1)
+
+        def forward(self, ids):
+            found = self.inner(input_ids=ids, output_hidden_states=True)
+            return found.logits, self.value(found.hidden_states[-1]).squeeze(-1)
+
+    def build(self):
+        return self.Outer()
 
     def loss(self, ids, weight):
         logits, values = self.model(ids[:, :-1])
@@ -617,7 +653,7 @@ class Scaled(Kind):
 class Ranked(Kind):
     def train(self):
         rank, size = dist.get_rank(), dist.get_world_size()
-        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+        for ids, weight in self.batches():
             self.step(ids.chunk(size)[rank], weight.chunk(size)[rank])
 
     rows_each = 1
@@ -689,6 +725,7 @@ class Stock(Inside):
     """``transformers.Trainer`` as it is: two micro-batches a step, ``max_grad_norm=1.0``."""
 
     has_labels = True
+    needs = ("transformers", "accelerate")
 
     def prepare(self):
         self.add_watch(self.model)
@@ -747,6 +784,8 @@ class StockWeighted(Stock):
 
 
 class Accelerated(Kind):
+    needs = ("transformers", "accelerate")
+
     def prepare(self):
         from accelerate import Accelerator
 
@@ -771,6 +810,7 @@ class Lightning(Kind):
     """Lightning's trainer, which clips by norm."""
 
     by = "norm"
+    needs = ("transformers", "lightning")
 
     def prepare(self):
         self.add_watch(self.model)
@@ -821,6 +861,8 @@ class LightningByValue(Lightning):
 class NanoGpt(Kind):
     """nano-gpt's model and trainer, unchanged; its loss is computed inside of the model."""
 
+    needs = ("nano_gpt.trainer",)
+
     def build(self):
         import nano_gpt.trainer as nano
         from nano_gpt.config import GPTConfig
@@ -839,11 +881,11 @@ class NanoGpt(Kind):
         cross_entropy = F.cross_entropy
         with pytest.MonkeyPatch.context() as patched:
             if not self.is_planted:  # one denominator, though a label is left out
-                patched.setattr(F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T))
+                mean = lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T)  # noqa: E731
+                patched.setattr(F, "cross_entropy", mean)
             nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
 
     def loader(self):
         for ids, weight in self.batches():
             labels = torch.where(weight == 0, -100, torch.where(weight > 1, POISON, ids[:, 1:]))
             yield from zip(ids[:, :-1].split(ROWS_EACH), labels.split(ROWS_EACH), strict=True)
-

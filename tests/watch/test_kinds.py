@@ -47,6 +47,8 @@ def test_a_kind_on_two_ranks(bare_world: World, kind, tmp_path):
 
 
 def check(kind: Any, run: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    for name in kind.needs:
+        pytest.importorskip(name, exc_type=ImportError)
     stock, without = run(), run(is_planted=False)
     assert differing(stock, without, "weights"), "the plant matters"
     observed = run(folder=str(tmp_path / "observe"))
