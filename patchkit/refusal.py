@@ -77,8 +77,8 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
     if "--debug" in arguments:
         raise shown
     if "--json" in arguments:
-        detail = {key: shown.data[key] for key in ("state", "files") if key in shown.data}
-        say_json({"exit_code": shown.code, "error": shown.parts(), "state": None, **detail})
+        detail = {"state": shown.data.get("state"), "files": shown.data.get("files", [])}
+        say_json({"exit_code": shown.code, "error": shown.parts()} | detail)
     else:
         lines = [f"  {key + ':':<9} {value}" for key, value in shown.parts().items() if key not in ("reason", "what")]
         lines += [f"  {line}" for line in capped(shown.data.get("lines", ()))]
@@ -97,8 +97,9 @@ def disk_failed(path: Any, error: OSError) -> Refusal:
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print ``text``. What was done is done: a reader that has gone or a full disk behind it is no failure."""
+    stream = stream or sys.stdout
     try:
-        print(text, file=(stream := stream or sys.stdout), flush=True)
+        print(text, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # else Python tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
