@@ -17,13 +17,12 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .language import VERSION_FILE, blob_id, hidden_character, is_safe, parse, sha256_hex, split
-from .refusal import INTEGRITY, NETWORK, STATE, Parser, Refusal, capped, guarded, quoted, say
-from .tree import SEAM, Checkout, read_plain, resolve
-from .write import remember, remembered
+from .patch import VERSION_FILE, blob_id, hidden_character, is_safe, parse, refused, sha256_hex, split
+from .refusal import NETWORK, STATE, Parser, capped, guarded, quoted, say
+from .tree import SEAM, Checkout, read_plain, remember, remembered, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".gradloc" / "base"
@@ -43,22 +42,19 @@ class Base:
     folder: Path
     commit: str
     sdist_sha256: str
+    patch: str = "gradloc.patch"
 
     @property
     def tag(self) -> str:
-        """The verl's tag."""
         return self.folder.name
-
-    @property
-    def patch(self) -> str:
-        """The name of its patch."""
-        return "gradloc.patch" if self.folder == min(self.folder.parent.glob("v*")) else f"gradloc-{self.tag[1:]}.patch"
 
 
 def bases(overrides: Path = ROOT / "verl_overrides") -> dict[str, Base]:
-    """Return the bases by tag, the oldest first."""
-    found = sorted(overrides.glob("v*/base.json"))
-    return {path.parent.name: Base(path.parent, **json.loads(path.read_text())) for path in found}
+    """Return the bases by tag, the oldest first, whose patch is the one without a version in its name."""
+    made = [Base(path.parent, **json.loads(path.read_text())) for path in sorted(overrides.glob("v*/base.json"))]
+    return {
+        base.tag: replace(base, patch=f"gradloc-{base.tag[1:]}.patch") if i else base for i, base in enumerate(made)
+    }
 
 
 def ensure_base(base: Base, cache: Path = CACHE) -> Path:
@@ -66,23 +62,22 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
 
     Its archive comes from ``VERL_BASE_SDIST`` (paths, joined by ``:``) or through pip, once.
     """
-    made = cache / (name := f"verl-{base.tag.removeprefix('v')}")
-    if made.is_dir():
-        return made
+    made = cache / (name := f"verl-{base.tag[1:]}")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
-        given = [Path(path) for path in os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep) if path]
+        if made.is_dir():
+            return made
+        given = map(Path, os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep))
         archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
         found = sha256_hex(archive.read_bytes()) if archive.is_file() else "no such file"
         if found != base.sdist_sha256:
-            what, cause = f"the archive {archive} is not verl's released one", "It was changed, or VERL_BASE_SDIST was."
-            next_, ids = "Delete it and fetch it again.", {"expected": base.sdist_sha256, "found": found}
-            raise Refusal(INTEGRITY, "base-digest", what, cause, next_, **ids)
+            what, cause = f"{archive} is not verl's archive", "It was changed, or VERL_BASE_SDIST was."
+            raise refused("base-digest", what, cause, "Fetch it again.", expected=base.sdist_sha256, found=found)
         with tarfile.open(archive, "r:gz") as tar:  # every byte of it is known
             tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
             tar.extractall(folder)
         try:
-            (Path(folder) / name).rename(made)
+            return (Path(folder) / name).rename(made)
         except OSError:
             if not made.is_dir():  # else another process has done so, with the same
                 raise
@@ -92,11 +87,10 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
 def _fetch(name: str, folder: str) -> Path:
     command = "-m pip download --quiet --no-deps --disable-pip-version-check --no-binary verl --dest".split()
     command = [sys.executable, *command, folder, name.replace("-", "==")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
+    if (done := subprocess.run(command, capture_output=True, text=True, cwd=folder)).returncode:
         what, cause = f"pip could not fetch the source archive of {command[-1]}", "No network, or no such package."
-        next_ = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, with a copy fetched elsewhere"
-        raise Refusal(NETWORK, "base-pip", what, cause, next_, found=done.stderr.strip()[-200:])
+        next_, found = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, a copy fetched elsewhere", done.stderr.strip()[-200:]
+        raise refused("base-pip", what, cause, next_, NETWORK, found=found)
     return Path(folder) / f"{name}.tar.gz"
 
 
@@ -114,7 +108,7 @@ def check_text(path: str, data: bytes) -> bytes:
     text = data.decode("utf-8", "replace")
     if text.encode() != data or text[-1:] != "\n" or hidden_character(text) or not is_safe(path):
         what = f"{path} is no UTF-8 text of whole lines, or holds {hidden_character(text) or 'no line'}"
-        raise Refusal(INTEGRITY, "build-text", what, "An editor wrote it.", "Write it anew, as text with LF.")
+        raise refused("build-text", what, "An editor wrote it.", "Write it anew, as text with LF.")
     return data
 
 
@@ -122,15 +116,11 @@ def results(base: Base, tree: Path) -> dict[str, bytes]:
     """Return what the sources make of the base's files, and of those that it gets, by path."""
     made: dict[str, bytes] = {}
     for place in sorted(path for path in base.folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
-        path = place.relative_to(base.folder).as_posix()
-        if path.endswith(".patch"):
-            path, source = path.removesuffix(".patch"), parse(place.read_bytes())
-            if source.keys() != {path}:
-                what, cause = f"{place.relative_to(base.folder.parents[1])} is no diff of {path}", "It was renamed."
-                raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
-            made[path] = source[path].forward(read_plain(tree, path).content)
-        else:
-            made[path] = place.read_bytes()
+        made[place.relative_to(base.folder).as_posix()] = place.read_bytes()
+    for path, data in [one for one in made.items() if one[0].endswith(".patch")]:
+        for name, file in parse(data).items():
+            made[name] = file.forward(read_plain(tree, name).content)
+        del made[path]
     return {path: check_text(path, data) for path, data in sorted(made.items())}
 
 
@@ -140,8 +130,11 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
     for base in bases(overrides).values():
         made = results(base, tree := ensure_base(base))
         if (said := re.findall(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)) not in ([], [version.encode()]):
-            what, cause = f"{SEAM} is for gradloc {said[0].decode()}, and this is {version}", "One place was changed."
-            raise Refusal(INTEGRITY, "build-version", what, cause, f'VERSION = "{version}" there')
+            what, next_ = (
+                f"{SEAM} is for gradloc {said[0].decode()}, and this is {version}",
+                f'VERSION = "{version}" there',
+            )
+            raise refused("build-version", what, "One place was changed.", next_)
         sections = [seam(path, read_plain(tree, path).content, data) for path, data in made.items()]
         patch = (_PREAMBLE.format(tag=base.tag, commit=base.commit, version=version) + "".join(sections)).encode()
         for path, file in parse(patch).items():
@@ -155,9 +148,8 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
 def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator[str]:
     """Take the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
 
-    The tree's git history does not matter: its files are compared with the released verl's. A file that was edited here
-    since the tree was patched, and there, is refused, and so is one that the patch is not on: no seam is ever dropped.
-    Yield what to say of what was taken, and of other files that differ from verl's.
+    Its git history does not matter. A file that was edited here since the tree was patched, and there, is refused, and
+    so is one that the patch is not on: no seam is ever dropped. Yield what was taken, and what was left out.
     """
     tree, lacking = ensure_base(base), list[str]()
     ours, record = results(base, tree), remembered(target.state_folder)
@@ -170,14 +162,14 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
             lacking += [path] if path in files else []
         elif found.content is None:
             what, cause = f"{path} is not in {target.root}", found.obstacle or "It was deleted, or is misspelt."
-            raise Refusal(STATE, "take-deleted", what, cause, f"Put it back, from verl {base.tag}.")
+            raise refused("take-deleted", what, cause, f"Put it back, from verl {base.tag}.", STATE)
         elif found.content != mine and found.blob != was:
             if mine is not None and blob_id(mine) != was:
                 here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
                 lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
                 what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
                 next_ = "Bring both together in the checkout, undo the one here, run this again."
-                raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=lines)
+                raise refused("take-both-sides", what, cause, next_, STATE, lines=lines)
             before, after = verls.content, check_text(path, found.content)
             diff = after if before is None else seam(path, before, after, SOURCE_CONTEXT).encode()
             write_file(base.folder / (path if before is None else f"{path}.patch"), diff)
@@ -188,12 +180,10 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
             f"git -C {quoted(target.root)} apply {' '.join(f'--include={path}' for path in lacking)} {quoted(patch)}"
         )
         next_ += "   (to drop a seam, remove its source in verl_overrides/)"
-        raise Refusal(STATE, "take-unpatched", what, cause, next_, lines=lacking)
+        raise refused("take-unpatched", what, cause, next_, STATE, lines=lacking)
     names = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
-    for path in sorted(names - {*ours, *also, VERSION_FILE}):
-        if read_plain(target.root, path).blob != read_plain(tree, path).blob and not re.search(
-            r"/(\.|__pycache__/)", path
-        ):
+    for path in sorted(name for name in names - {*ours, *also, VERSION_FILE} if not re.search(r"/(\.|__pyc)", name)):
+        if read_plain(target.root, path).blob != read_plain(tree, path).blob:
             is_there = os.path.lexists(target.root / path)
             yield f"left out: {path}   ({f'--also {quoted(path)} takes it' if is_there else 'deleted there'})"
 
@@ -212,63 +202,56 @@ def write_file(path: Path, data: bytes) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     made = Parser(prog="bash make_patch.sh", description=__doc__, allow_abbrev=False)
-    command, also = made.add_mutually_exclusive_group(), "with --repo: a further file of verl's"
+    command, add = made.add_mutually_exclusive_group(), made.add_argument
     command.add_argument("--repo", metavar="CHECKOUT", help="first take the edits of this patched tree")
     command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
     command.add_argument("--base-tree", metavar="TAG", help="print the folder of a pristine verl, fetched if need be")
-    made.add_argument("--also", action="append", default=[], metavar="PATH", help=also)
-    made.add_argument("--debug", action="store_true", help="show a traceback on an error")
-    made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    add("--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's")
+    add("--debug", action="store_true", help="show a traceback on an error")
+    add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
     return guarded(lambda: _run(made, made.parse_args(given)), given)
 
 
 def _run(made: Parser, options: argparse.Namespace) -> None:
-    overrides, patches = options.root / "verl_overrides", options.root / "patches"
+    overrides, patches = options.root / "verl_overrides", (options.root / "patches").resolve()
     version = re.findall(r'^__version__ = "(.+)"', (options.root / "gradloc/__init__.py").read_text(), re.M)[0]
-    if (tag := options.base_tree) is not None:
-        if tag not in (known := bases(overrides)):
-            made.error(f"--base-tree {tag} is none of {', '.join(known)}")
-        return say(str(ensure_base(known[tag])))
+    known, tag, target, said = bases(overrides), options.base_tree, None, list[str]()
+    if tag is not None and tag not in known:
+        made.error(f"--base-tree {tag} is none of {', '.join(known)}")
     if options.also and (options.repo is None or not all(map(is_safe, options.also))):
         made.error("--also needs --repo, and the path of a file in verl/, as seen from the checkout")
-    if options.repo is not None:
-        built = _take_all(
-            resolve(options.repo, True, "bash make_patch.sh"), overrides, patches.resolve(), version, options.also
-        )
-    else:
-        built = compose(overrides, version)
+    if tag is not None:
+        return say(str(ensure_base(known[tag])))
+    with tempfile.TemporaryDirectory() as folder:  # nothing is taken of what then cannot be built
+        copy = Path(shutil.copytree(overrides, Path(folder) / overrides.name))
+        if options.repo is not None:
+            target = resolve(options.repo, True, "bash make_patch.sh")
+            base = bases(copy).get(f"v{target.version.removesuffix('.dev')}")
+            if base is None:
+                what, next_ = f"verl_overrides/ has no folder for verl {target.version}", "Make one, with a base.json."
+                raise refused("take-base", what, f"There are {', '.join(known)}.", next_, STATE)
+            said = [*take(target, base, patches / base.patch, options.also)]
+        built = compose(copy, version)
+        for place in (path for path in copy.rglob("*") if path.is_file() and target):
+            write_file(overrides / place.relative_to(copy), place.read_bytes())
+    if target and base and target.state_folder.exists():
+        before = {path: read_plain(ensure_base(base), path).content for path in parse(built[base.patch])}
+        with contextlib.suppress(OSError):  # it may be another user's; with it, the next edit is not taken for this one
+            remember(target.root, target.state_folder, built[base.patch], before)
+    for line in capped(said):
+        say(line)
     names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()
+    for name in sorted(built.keys() | names) if options.check else ():
+        found, wanted = (patches / name).read_bytes() if name in names else b"", built.get(name, b"")
+        if found != wanted or name not in built:
+            sides = [text.decode("utf-8", "replace").splitlines() for text in (found, wanted)]
+            lines = [*difflib.unified_diff(sides[0], sides[1], f"patches/{name}", "built", lineterm="", n=1)]
+            what, cause = f"patches/{name} is not what its sources build", "One was edited, the other not rebuilt."
+            raise refused("build-stale", what, cause, "bash make_patch.sh", lines=lines)
     if options.check:
-        for name in sorted(built.keys() | names):
-            found, wanted = (patches / name).read_bytes() if name in names else b"", built.get(name, b"")
-            if found != wanted or name not in built:
-                before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, wanted))
-                lines = [*difflib.unified_diff(before, after, f"patches/{name}", "built", lineterm="", n=1)]
-                what, cause = f"patches/{name} is not what its sources build", "One was edited, the other not rebuilt."
-                raise Refusal(INTEGRITY, "build-stale", what, cause, "bash make_patch.sh", lines=lines)
         return say("patches/ is what its sources build")
     written = [name for name, data in built.items() if write_file(patches / name, data)]
     for name in names - built.keys():
         (patches / name).unlink()
     return say(f"built: {', '.join(written)}" if written else "patches/ is unchanged")
-
-
-def _take_all(target: Checkout, overrides: Path, patches: Path, version: str, also: list[str]) -> dict[str, bytes]:
-    """Take a tree's edits; return what patches/ must then hold. Nothing is taken of what then cannot be built."""
-    with tempfile.TemporaryDirectory() as folder:
-        known = bases(copy := Path(shutil.copytree(overrides, Path(folder) / overrides.name)))
-        if (base := known.get(f"v{target.version.removesuffix('.dev')}")) is None:
-            what, cause = f"{target.root} is verl {target.version}", "There is no folder of overrides for it."
-            raise Refusal(STATE, "take-base", what, cause, f"Make one with a base.json; there are {', '.join(known)}.")
-        said = [*take(target, base, patches / base.patch, also)]
-        built = compose(copy, version)
-        for place in (path for path in copy.rglob("*") if path.is_file()):
-            write_file(overrides / place.relative_to(copy), place.read_bytes())
-        before = {path: read_plain(ensure_base(base), path).content for path in parse(built[base.patch])}
-        with contextlib.suppress(OSError):  # it may be another user's; with it, the next edit is not taken for this one
-            if target.state_folder.exists():
-                remember(target.root, target.state_folder, built[base.patch], before)
-    for line in capped(said):
-        say(line)
-    return built

@@ -9,12 +9,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 MAX_LISTED = 20  # lines of detail that a refusal shows
-STATE, USAGE, INTEGRITY, DISK, DISK_TWICE, LOCKED, NETWORK = range(1, 8)
-"""The exit codes, which docs/applier.md explains."""
-RESTORE = "git checkout -- patches/   (or get the patch again)"
+STATE, USAGE, INTEGRITY, DISK, DISK_TWICE, LOCKED, NETWORK = range(1, 8)  # docs/applier.md explains them
 
 
 class Refusal(Exception):
@@ -28,6 +26,13 @@ class Refusal(Exception):
         """Return the refusal's parts in the order in which they are shown."""
         ids = {key: str(self.data[key]) for key in ("expected", "found") if self.data.get(key) is not None}
         return {"reason": self.reason, "what": self.what, **ids, "cause": self.cause, "next": self.next}
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses a command line; its errors are refusals."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refusal(USAGE, "usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
 
 
 def capped(lines: Iterable[str]) -> list[str]:
@@ -50,13 +55,6 @@ def program() -> str:
     return f"python {quoted(started) if started.name == 'apply_patch.py' else 'apply_patch.py'}"
 
 
-class Parser(argparse.ArgumentParser):
-    """Parses a command line; its errors are refusals."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refusal(USAGE, "usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
-
-
 def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
     """Run ``work`` and return its exit code, or print the refusal that it ended in and return its code."""
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
@@ -69,7 +67,7 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
     except KeyboardInterrupt:
         shown = Refusal(130, "interrupted", "interrupted", "The keyboard.", "--status says whether it was done.")
     except OSError as error:
-        shown = disk_failed(error.filename or "?", error)
+        shown = disk_failed(error)
     except Exception as error:
         what = f"an error in this tool ({type(error).__name__}: {error}); what had begun was put back"
         shown = Refusal(DISK, "internal", what, "A bug.", "Run the same with --debug and report what it prints.")
@@ -78,33 +76,28 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
         raise shown
     if "--json" in arguments:
         detail = {"state": shown.data.get("state"), "files": shown.data.get("files", [])}
-        say_json({"exit_code": shown.code, "error": shown.parts()} | detail)
+        say(json.dumps({"exit_code": shown.code, "error": shown.parts()} | detail, indent=1))
     else:
         lines = [f"  {key + ':':<9} {value}" for key, value in shown.parts().items() if key not in ("reason", "what")]
         lines += [f"  {line}" for line in capped(shown.data.get("lines", ()))]
-        say("\n".join([f"refused: {shown.what}", *lines]), sys.stderr)
+        say("\n".join([f"refused: {shown.what}", *lines]), is_error=True)
     return shown.code
 
 
-def disk_failed(path: Any, error: OSError) -> Refusal:
+def disk_failed(error: OSError) -> Refusal:
     """Make the refusal for a disk that failed before anything was changed, or with all of it put back."""
     what, next_ = (
-        f"the disk failed at {path}; everything is as it was before",
-        "df -h, ls -ld and lsattr; run it again.",
+        f"the disk failed at {error.filename or '?'}; everything is as before",
+        "df -h and lsattr; then again.",
     )
     return Refusal(DISK, "disk-failed", what, "It is full, damaged, or another user's.", next_, found=error.strerror)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def say(text: str, is_error: bool = False) -> None:
     """Print ``text``. What was done is done: a reader that has gone or a full disk behind it is no failure."""
-    stream = stream or sys.stdout
+    stream = sys.stderr if is_error else sys.stdout
     try:
         print(text, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # else Python tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def say_json(document: dict[str, Any]) -> None:
-    """Print one JSON object."""
-    say(json.dumps(document, indent=1, sort_keys=True, default=os.fspath))

@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a target is, and reads its files. Git is not run, no link is followed."""
+"""Reads a target and swaps its files as one, whatever fails or is killed when. Git is not run, no link is followed.
 
-import errno
+In the state folder, ``run/then`` gets the files to be and ``run/now`` those that they replace. A journal says what is
+about to happen, then each file is moved in. While the journal is there, the next run moves the old ones back. What is
+applied stays in ``applied``: the patch, and the files before it.
+"""
+
+import contextlib
+import fcntl
+import json
 import os
 import re
+import shutil
 import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from .language import VERSION_FILE, blob_id
-from .refusal import STATE, USAGE, Refusal, program, quoted
+from .patch import VERSION_FILE, blob_id, is_safe, parse, read_regular, sha256_hex
+from .refusal import DISK, DISK_TWICE, LOCKED, STATE, USAGE, Refusal, disk_failed, program, quoted
 
-SEAM = "verl/utils/gradloc_seam.py"
-"""The one file that our patch adds; it names the version that it was made for."""
-MAX_FILE_BYTES = 16 * 2**20
+SEAM = "verl/utils/gradloc_seam.py"  # the one file that our patch adds
+JOURNAL = "run/journal.json"
 _MARKS = ("verl/__init__.py", VERSION_FILE)
 _UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "index.lock")
-_INSTALLED_NAMES = ("site-packages", "dist-packages")
 _KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"))
+Files = Mapping[str, bytes | None]  # contents by path; None means that there is no file
+Changes = Mapping[str, tuple[bytes | None, bytes | None]]  # contents now and then
 
 
 @dataclass(frozen=True)
@@ -30,13 +41,11 @@ class Checkout:
 
     @property
     def state_folder(self) -> Path:
-        """The folder of the journal and of what was applied."""
         return self.root / ".gradloc-patch"
 
     @property
     def kind(self) -> str:
-        """What the target is, in words."""
-        is_installed = self.root.name in _INSTALLED_NAMES
+        is_installed = self.root.name in ("site-packages", "dist-packages")
         return "clone" if (self.root / ".git").exists() else "package" if is_installed else "archive"
 
     @property
@@ -53,26 +62,28 @@ class Checkout:
 
 def resolve(target: str, allow_installed: bool = False, command: str = "") -> Checkout:
     """Return the checkout at ``target``; refuse what is not the root of a verl tree, with the ``command`` to use."""
-    command = command or program()
+    command, root = command or program(), Path(target)
     if not target:
         raise Refusal(USAGE, "target-empty", "the target is an empty string", "A variable was unset.", command)
     try:
-        root = Path(target).resolve()
-        os.listdir(root)
+        os.listdir(root := root.resolve())
     except (OSError, RuntimeError) as error:  # the latter for a link to itself, before Python 3.13
         what, cause = f"{target} is no folder that can be read", "It is misspelt, an archive, or another user's."
         raise Refusal(STATE, "target-unreadable", what, cause, f"{command} --repo VERL", found=str(error)) from error
     if lacking := [mark for mark in _MARKS if not (root / mark).is_file()]:
-        cause, next_ = "Another folder was named.", "Name the folder that has verl/__init__.py in it."
-        if all((root.parent / mark).is_file() for mark in _MARKS):
-            cause, next_ = "Its parent was meant.", f"{command} --repo {quoted(root.parent)}"
-        what = f"NOT_VERL: {target} is not the top of a verl tree"
-        raise Refusal(STATE, "target-not-verl", what, cause, next_, found=f"no {lacking[0]}", state="NOT_VERL")
-    if root.name in _INSTALLED_NAMES and not allow_installed:
+        is_below = all((root.parent / mark).is_file() for mark in _MARKS)
+        next_ = f"{command} --repo {quoted(root.parent) if is_below else 'FOLDER'}   (with verl/__init__.py in it)"
+        what, more = (
+            f"NOT_VERL: {target} is not the top of a verl tree",
+            {"state": "NOT_VERL", "found": f"no {lacking[0]}"},
+        )
+        raise Refusal(STATE, "target-not-verl", what, "Another folder was named.", next_, **more)
+    checkout = Checkout(root, read_text(root / VERSION_FILE)[:40] or "unknown")
+    if checkout.kind == "package" and not allow_installed:
         what, cause = f"{target} is an environment's package folder", "Every program of that environment is affected."
         next_ = f"{command} --installed   (with the Python of that environment)"
         raise Refusal(STATE, "target-installed", what, cause, next_)
-    return Checkout(root, read_text(root / VERSION_FILE)[:40] or "unknown")
+    return checkout
 
 
 def installed_root() -> Path:
@@ -92,15 +103,6 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Return the bytes of a plain file of at most ``limit`` bytes; OSError for a link, a pipe, a larger one."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        info = os.fstat(stream.fileno())
-        if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
-            raise OSError(errno.EINVAL, f"not a plain file of at most {limit} bytes", str(path))
-        return stream.read()
-
-
 @dataclass(frozen=True)
 class FileState:
     """Holds a file's content, None where there is no file, or a sentence of what is in the way."""
@@ -110,7 +112,6 @@ class FileState:
 
     @property
     def blob(self) -> str | None:
-        """Git's id of the content."""
         return None if self.content is None else blob_id(self.content)
 
 
@@ -129,6 +130,193 @@ def read_plain(root: Path, path: str) -> FileState:
     except OSError as error:
         if isinstance(error, PermissionError):
             return FileState(None, "it may not be read")
-    kind = next((name for test, name in _KINDS if test(mode)), "something")
-    is_parent = place != root / path
+    kind, is_parent = next((name for test, name in _KINDS if test(mode)), "something"), place != root / path
     return FileState(None, f"{place.relative_to(root)} is {kind}, no folder" if is_parent else f"{kind} is in the way")
+
+
+def do(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Change the disk by ``call``: every change goes through here, so that a test can make any one of them fail."""
+    return call(*arguments)
+
+
+@contextlib.contextmanager
+def locked(root: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the tree's lock, which is on verl's version file; wait that long for another run."""
+    place, ends = root / VERSION_FILE, time.monotonic() + wait_s
+    with open(place, "r+b" if os.access(place, os.W_OK) else "rb") as handle:  # NFS locks what is open for writing
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= ends:
+                    what, cause = f"another run is at work in {root}", "Its lock goes when it ends."
+                    raise Refusal(LOCKED, "locked", what, cause, "Run this again, or with --wait SECONDS.") from error
+                time.sleep(0.05)
+            except OSError as error:
+                raise _blocked(f"{root} has no locks (nolock?)", "Patch a copy on a local disk.") from error
+        yield
+
+
+def preflight(root: Path, state: Path, changes: Changes) -> None:
+    """Refuse what would stop ``changes`` from being written: a folder, a file, the disk."""
+    needed = 2**20 + 2 * sum(len(data or b"") for sides in changes.values() for data in sides)
+    if changes and (room := os.statvfs(root).f_bavail * os.statvfs(root).f_frsize) < needed:
+        what, ids = f"{root} has too little room; nothing was written", {"expected": needed, "found": room}
+        raise Refusal(DISK, "disk-too-small", what, "The disk is full.", f"df -h {quoted(root)}", **ids)
+    for folder in {root, *((root / path).parent for path in changes)} if changes else ():
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise _blocked(f"{folder} may not be written to", f"ls -ld {quoted(folder)}")
+    for place in (state, state / "run", state / "applied"):
+        if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
+            raise _blocked(f"{place} is not a folder of this tool", "Move it away.")
+    for path, (now, _) in changes.items():  # a replacement would succeed, and undo what its owner meant by it
+        if now is not None and not (root / path).stat().st_mode & 0o200:
+            raise _blocked(f"{root / path} is read-only", f"chmod u+w {quoted(root / path)}")
+
+
+def _blocked(what: str, next_: str) -> Refusal:
+    return Refusal(STATE, "blocked", what, "It is another user's, read-only, missing, or something else.", next_)
+
+
+def remembered(state: Path) -> tuple[bytes, dict[str, bytes | None]] | None:
+    """Return the patch that the state folder remembers, and the files before it; None unless both are whole."""
+    with contextlib.suppress(OSError, Refusal):
+        patch, before = read_regular(state / "applied/patch"), dict[str, bytes | None]()
+        for path, file in parse(patch).items():
+            before[path] = None if file.before is None else read_regular(state / "applied/before" / path)
+            file.forward(before[path])
+        return patch, before
+    return None
+
+
+def remember(root: Path, state: Path, patch: bytes, before: Files) -> None:
+    """Have the state folder remember that ``patch`` is on the tree, and the files before it."""
+    do(shutil.rmtree, state / "run/applied", True)
+    _stage(root, state, {"applied/patch": patch} | {f"applied/before/{path}": data for path, data in before.items()})
+    do(shutil.rmtree, state / "applied", True)
+    do(os.rename, state / "run/applied", state / "applied")
+
+
+def swap(root: Path, state: Path, changes: Changes, applied: tuple[bytes, Files] | None) -> None:
+    """Make ``changes`` and remember what is ``applied`` now, or raise with everything as it was."""
+    digests = {path: [_digest(data) for data in sides] for path, sides in changes.items()}
+    try:
+        do(shutil.rmtree, state / "run", True)
+        staged = {f"{side}/{path}": both[i] for path, both in changes.items() for i, side in enumerate(("now", "then"))}
+        _stage(root, state, staged | {"new.json": json.dumps(digests, indent=1).encode()})
+        do(os.rename, state / "run/new.json", state / JOURNAL)
+        _sync(state / "run")
+        for path, (now, then) in digests.items():
+            _check(root, path, now)  # once more, just before
+            _move(root, state / "run/then", path, then is None)
+        for path, (_, then) in digests.items():
+            _check(root, path, then)
+        if applied is not None:
+            remember(root, state, *applied)
+        do(os.unlink, state / JOURNAL)
+    except BaseException as error:  # an interrupt from the keyboard too
+        recover(root, state, False, f"{error}; then ")
+        raise disk_failed(error) if isinstance(error, OSError) else error from None
+    _tidy(state, applied is not None)
+
+
+def interrupted(root: Path, state: Path, is_strict: bool = True) -> dict[str, tuple[bytes | None, str | None]]:
+    """Return what an interrupted run changed: each file's content before it, and the digest after.
+
+    A file that was edited since is refused, or left out where ``is_strict`` is off.
+    """
+    found = dict[str, tuple[bytes | None, str | None]]()
+    try:
+        for path, (now, then) in json.loads(read_regular(state / JOURNAL, 2**20)).items():
+            there, saved = (read_plain(folder, path).content for folder in (root, state / "run/now"))
+            if _digest(there) in (now, then):
+                found[path] = (there if _digest(there) == now else saved), then
+            elif is_strict:
+                what, cause = f"{path} was edited after a run was interrupted there", "It is undone as a whole."
+                next_ = (
+                    f"Move that edit elsewhere, restore {quoted(root / path)} from {state / 'run/now'}, run this again."
+                )
+                raise Refusal(STATE, "journal-conflict", what, cause, next_)
+            if not is_safe(path) or (path in found and _digest(found[path][0]) != now):
+                raise ValueError(path)  # it may have come with an unpacked archive
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        what, cause = f"the journal {state / JOURNAL} of an interrupted run cannot be used", "It is damaged."
+        next_ = f"--status names each file's state; restore what it names, then: rm -r {quoted(state)}"
+        raise Refusal(DISK_TWICE, "journal-broken", what, cause, next_) from error
+    return found
+
+
+def recover(root: Path, state: Path, is_strict: bool = True, cause: str = "") -> bool:
+    """Put back what an interrupted run has changed, if one was."""
+    if not (state / "run").is_dir():
+        return False
+    entries, was_begun = interrupted(root, state, is_strict), (state / JOURNAL).exists()
+    try:
+        for path, (now, then) in entries.items():
+            if then != _digest(now) and then == _digest(read_plain(root, path).content):
+                _move(root, state / "run/now", path, now is None)
+        if was_begun:
+            do(os.unlink, state / JOURNAL)
+    except OSError as error:
+        what = f"the disk failed, and so did putting things back; the journal is {state / JOURNAL}"
+        because, next_ = "It is full, read-only or damaged.", "Repair it, then run this again: that undoes it first."
+        found = f"{cause}{error.strerror}"
+        raise Refusal(DISK_TWICE, "disk-failed-again", what, because, next_, found=found) from error
+    _tidy(state)
+    return was_begun
+
+
+def _move(root: Path, staged: Path, path: str, is_gone: bool) -> None:
+    do(os.unlink, root / path) if is_gone else do(os.replace, staged / path, root / path)
+    _sync((root / path).parent)
+
+
+def _tidy(state: Path, is_applied: bool = True) -> None:
+    """Remove what a run has left, and the state folder itself where nothing is applied."""
+    with contextlib.suppress(OSError):  # the changes are made: the next run removes what cannot be removed now
+        do(shutil.rmtree, state / "run" if is_applied and (state / "applied").exists() else state, True)
+
+
+def _stage(root: Path, state: Path, files: Files) -> None:
+    """Write ``files`` below ``run``, durably, each with the mode, attributes and owner of the one that it is for."""
+    ignore = {} if (state / ".gitignore").exists() else {"../.gitignore": b"*\n"}
+    for name, data in (ignore | {name: data for name, data in files.items() if data is not None}).items():
+        place, its_own = state / "run" / name, root / name.partition("/")[2]
+        like = its_own if name[0] in "nt" and its_own.is_file() else root / "verl/__init__.py"
+        do(os.makedirs, place.parent, 0o777, True)
+        with do(open, place, "xb") as stream:
+            do(stream.write, data)
+            stream.flush()
+            shutil.copystat(like, place)
+            os.utime(place)
+            _give(place, like)
+            do(os.fsync, stream.fileno())
+    for folder in (state, *(place for place in state.rglob("*") if place.is_dir())):
+        folder.chmod(stat.S_IMODE(root.stat().st_mode) | 0o700)  # no umask: others have to read it, too
+        _give(folder, root)
+        _sync(folder)
+
+
+def _give(place: Path, like: Path) -> None:
+    if os.geteuid() == 0:  # what root makes in a user's checkout is the user's
+        os.chown(place, like.stat().st_uid, like.stat().st_gid)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # some file systems sync no folder
+        os.fsync(handle)
+    os.close(handle)
+
+
+def _check(root: Path, path: str, digest: str | None) -> None:
+    if (there := read_plain(root, path)).obstacle or _digest(there.content) != digest:
+        what, cause = f"{path} was changed while this ran; all else was put back", "Another program wrote to it."
+        raise Refusal(STATE, "changed-meanwhile", what, cause, "Look at it with --status, then run this again.")
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else sha256_hex(data)

@@ -14,7 +14,8 @@ import pytest
 
 from patchkit import apply as applier
 from patchkit import build
-from patchkit.language import parse
+from patchkit.patch import parse
+from patchkit.refusal import Refusal
 from tests.conftest import ROOT
 from tests.patchkit.world import (
     ACTOR,
@@ -163,7 +164,7 @@ def test_a_further_base_is_a_folder(apply, make, repo, tree, tmp_path):
     write_tree(repo / "base/verl-0.7.9", files | {"verl/version/version": "0.7.9\n"})
     other = write_tree(tmp_path / "other", files_of(repo / "base/verl-0.7.9"))
     write_tree(other, {ACTOR: f"# longer\n{RESULT[ACTOR]}", SEAM: RESULT[SEAM]})
-    make("--repo", other).expect(1, "is verl 0.7.9", "v0.7.0")
+    make("--repo", other).expect(1, "has no folder for verl 0.7.9", "v0.7.0")
     base = {"base.json": json.dumps({"commit": "1" * 40, "sdist_sha256": "1" * 64})}
     write_tree(repo / "verl_overrides/v0.7.9", base)
     make("--repo", other, "--also", ACTOR, "--also", SEAM).expect(0, "gradloc-0.7.9.patch")
@@ -179,7 +180,7 @@ def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypat
     if data:
         write_tree(tmp_path, {"verl-0.7.0.tar.gz": data})
     monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "verl-0.7.0.tar.gz"))
-    with pytest.raises(build.Refusal, match="base-digest"):
+    with pytest.raises(Refusal, match="base-digest"):
         build.ensure_base(build.bases()["v0.7.0"], tmp_path / "cache")
     assert not (tmp_path / "cache" / "verl-0.7.0").exists()
 
@@ -211,7 +212,7 @@ def test_where_another_process_unpacks_the_same_its_tree_is_taken(real_bases, tm
 def test_where_pip_fetches_nothing_its_error_is_shown(real_bases, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("VERL_BASE_SDIST", raising=False)
-    with pytest.raises(build.Refusal, match="base-pip") as refusal:
+    with pytest.raises(Refusal, match="base-pip") as refusal:
         build.ensure_base(build.Base(tmp_path / "v0.7.0", "f9c855f7", ""), tmp_path / "cache")
     assert "No matching distribution found for verl==0.7.0" in refusal.value.data["found"]
 

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from patchkit import fetch
-from patchkit.language import sha256_hex
+from patchkit import patch as fetch
+from patchkit.patch import sha256_hex
 from tests.patchkit.world import ACTOR, BASE, FOREIGN, RESULT, files_of, foreign_patch, unchanged, write_tree
 
 PATCH = foreign_patch()

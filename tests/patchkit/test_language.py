@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchkit.build import seam
-from patchkit.language import Refusal, blob_id, hidden_character, parse
-from patchkit.refusal import MAX_LISTED, capped
+from patchkit.patch import blob_id, hidden_character, parse
+from patchkit.refusal import MAX_LISTED, Refusal, capped
 from tests.patchkit.world import ACTOR, BASE, RESULT
 
 TEXT = st.lists(st.sampled_from("abcde"), max_size=30).map(lambda lines: "".join(f"{line}\n" for line in lines))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from patchkit import apply as applier
-from patchkit import write
+from patchkit import tree as write
 from tests.conftest import ROOT
 from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TOUCHED, TRAINER, files_of, unchanged, write_tree
 

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets a patch, ours or another's, verifies its sha256, reads what git has written, applies it at its exact lines."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import signal
+import stat
+import time
+import unicodedata
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from .refusal import INTEGRITY, NETWORK, USAGE, Refusal
+
+MAX_BYTES, MAX_SUM_BYTES, MAX_FILE_BYTES = 2**20, 2**16, 2**24
+TOTAL_S, SILENCE_S, MAX_HOPS = 60.0, 20.0, 5  # of a download
+PUBLISHED = "9bd7c21f7a95a5b993af36d15166b822dcc7ac0c3fa067d011c1cc61949ba925"  # the public GradLoc patch
+VERSION_FILE = "verl/version/version"  # says which verl it is; a run locks it, so no patch may replace it
+_HEAD = re.compile(
+    r"diff --git a/(?P<path>\S+) b/(?P=path)\n(?P<new>new file mode 100644\n)?"
+    r"(?:index (?P<before>[0-9a-f]{7,40})\.\.(?P<after>[0-9a-f]{7,40})(?: 100644)?\n)?"
+    r"--- (?P<old>a/(?P=path)|/dev/null)\n\+\+\+ b/(?P=path)\n(?=@@ )"
+)
+_HUNK = re.compile(r"@@ -(\d{1,7})(?:,(\d{1,7}))? \+(\d{1,7})(?:,(\d{1,7}))? @@( .*)?\n")
+_PATH = re.compile(r"verl/[A-Za-z0-9_./-]{1,195}\Z")
+_ODD = re.compile(r"(|\.|\.\.|git~\d+|\.git.*|.*\.|(con|prn|aux|nul|com[1-9]|lpt[1-9])(\..*)?)\Z", re.IGNORECASE)
+Hunk = tuple[int, list[str], int, list[str]]  # the line (from 0) and the lines before, and the same after
+
+
+def refused(reason: str, what: str, cause: str = "", next_: str = "", code: int = INTEGRITY, **data: Any) -> Refusal:
+    """Make the refusal of a patch, or of what comes with one."""
+    cause = cause or "It was not made by make_patch.sh or plain `git diff`, or was changed, or is for another file."
+    return Refusal(code, reason, what, cause, next_ or "git checkout -- patches/   (or get the patch again)", **data)
+
+
+def sha256_hex(data: bytes) -> str:
+    """Return the sha256 of ``data`` as 64 lower-case hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def blob_id(data: bytes) -> str:
+    """Return git's id for ``data`` as a file's content, as ``git hash-object`` prints it."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def hidden_character(text: str) -> str | None:
+    """Return the first control or format character of ``text`` as ``U+XXXX`` (CVE-2021-42574), else None."""
+    found = (char for char in text if char not in "\t\n" and unicodedata.category(char) in ("Cc", "Cf"))
+    return next((f"U+{ord(char):04X}" for char in found), None)
+
+
+def is_safe(path: str) -> bool:
+    """Return whether a path is below ``verl/``, and means the same file on every disk."""
+    return bool(_PATH.match(path)) and not any(map(_ODD.match, path.split("/"))) and path != VERSION_FILE
+
+
+def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return the bytes of a plain file of at most ``limit`` bytes; OSError for a link, a pipe, a larger one."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+        info = os.fstat(stream.fileno())
+        if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
+            raise OSError(errno.EINVAL, f"not a plain file of at most {limit} bytes", str(path))
+        return stream.read()
+
+
+@dataclass(frozen=True)
+class FilePatch:
+    """Holds one file's section: path, blob ids (or how they begin) before (None: a new file) and after, hunks."""
+
+    path: str
+    before: str | None
+    after: str
+    hunks: tuple[Hunk, ...]
+
+    def forward(self, base: bytes | None) -> bytes:
+        """Return the result on ``base``, which is None for a new file, checked by its id."""
+        if (base is None) != (self.before is None):
+            raise refused("result-digest", f"{self.path} is missing, or is there and should not be")
+        return self._checked(self.after, apply_hunks(self.path, self.hunks, base or b""))
+
+    def backward(self, result: bytes) -> bytes | None:
+        """Return the base, None for a new file, that ``result`` was made from, checked by its id."""
+        inverse = tuple((new_start, new, start, old) for start, old, new_start, new in self.hunks)
+        base = apply_hunks(self.path, inverse, self._checked(self.after, result))
+        return self._checked(blob_id(b"") if self.before is None else self.before, base) or None
+
+    def sides(self, there: bytes | None) -> tuple[bytes | None, bytes] | None:
+        """Return the file's contents before and after, where ``there`` is one of them and not both; else None."""
+        found = list[tuple[bytes | None, bytes]]()
+        with contextlib.suppress(Refusal):
+            found.append((there, self.forward(there)))
+        with contextlib.suppress(Refusal):
+            found += [] if there is None else [(self.backward(there), there)]
+        return found[0] if len(found) == 1 else None
+
+    def _checked(self, expected: str, data: bytes) -> bytes:
+        if not (found := blob_id(data)).startswith(expected):
+            what, there = f"{self.path} would not become what the patch promises", f"git blob {found[:12]}"
+            raise refused("result-digest", what, expected=f"git blob {expected[:12]}", found=there)
+        return data
+
+
+def parse(data: bytes) -> dict[str, FilePatch]:
+    """Return the sections of the patch ``data`` by path."""
+    files: dict[str, FilePatch] = {}
+    preamble, *sections = re.split(r"(?m)^(?=diff --git )", data.decode("utf-8", "surrogateescape"))
+    if re.search(r"diff --git |^(@@|---|\+\+\+) ", preamble, re.MULTILINE) or not sections:
+        raise refused("patch-section", "the patch holds no file, or begins with something else")
+    for section in sections:
+        if not (head := _HEAD.match(section)) or not is_safe(head["path"]):
+            raise refused("patch-section", f"{section.splitlines()[0][:90]!r} does not begin a section that we take")
+        path, before = head["path"], head["before"] or ""
+        if len({bool(head["new"]), head["old"] == "/dev/null", *([not before.strip("0")] if before else [])}) != 1:
+            raise refused("patch-section", f"the lines above the hunks of {path} disagree on whether it is new")
+        pairs = [(f"{old}/".casefold(), f"{path}/".casefold()) for old in files]
+        if any(a.startswith(b) or b.startswith(a) for a, b in pairs):
+            raise refused("patch-section", f"{path} comes twice, or as a file and as a folder")
+        hunks = tuple(_hunk(path, text) for text in re.split(r"(?m)^(?=@@ )", section[head.end() :])[1:])
+        files[path] = FilePatch(path, None if head["new"] else before, head["after"] or "", hunks)
+    return files
+
+
+def _hunk(path: str, text: str) -> Hunk:
+    head, lines = _HUNK.match(text), split(text)[1:]
+    old, new = ([line[1:] for line in lines if line[0] in marks] for marks in (" -", " +"))
+    counts = [1 if count is None else int(count) for count in (head[2], head[4])] if head else []
+    if not head or counts != [len(old), len(new)] or any(line[0] not in " +-" or line[-1] != "\n" for line in lines):
+        raise refused("patch-hunk", f"a hunk of {path} is not as long as it says, or holds what is no line of a file")
+    if (hidden := hidden_character("".join(line for line in lines if line[0] == "+"))) or (not old and head[1] != "0"):
+        raise refused("patch-hunk", f"a hunk of {path} adds a hidden character ({hidden}), or has no line around it")
+    # An empty side is written with the line BEFORE it.
+    return int(head[1]) - bool(old), old, int(head[3]) - bool(new), new
+
+
+def split(text: str) -> list[str]:
+    """Return the lines with their ends. Not splitlines(): a form feed or a lone CR ends no line of a patch."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def apply_hunks(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
+    """Return ``data`` with ``hunks`` applied where they say; refuse one that does not fit, and show both sides."""
+    lines, done, at = split(data.decode("utf-8", "surrogateescape")), list[str](), 0
+    for number, (start, old, new_start, new) in enumerate(hunks, start=1):
+        there = lines[start : start + len(old)]
+        done += [*lines[at:start], *new]
+        if start < at or there != old or len(done) != new_start + len(new):
+            first = next((i for i, (a, b) in enumerate(zip(there, old, strict=False)) if a != b), len(there))
+            shown = [f"expects | {line.rstrip()}" for line in old[first : first + 6] or ["(the file's end)"]]
+            shown += [f"has     | {line.rstrip()}" for line in there[first : first + 6] or ["(the file's end)"]]
+            what = f"hunk {number} of {path} does not fit at line {start + first + 1}"
+            raise refused("hunk-mismatch", what, lines=shown)
+        at = start + len(old)
+    return "".join(done + lines[at:]).encode("utf-8", "surrogateescape")
+
+
+def fetch_patch(place: str, sum_place: str | None, digest: str | None, known: Collection[str]) -> bytes:
+    """Return the patch at ``place``, a file or a URL, if its sha256 is ``digest``, or what ``sum_place`` says of it.
+
+    Without either, the ``.sha256`` file next to a file serves, or that the sum is one of the ``known``, our own.
+    """
+    is_url, cause = "://" in place, "It was changed, cut off, or is another version's."
+    name = Path(unquote(urlsplit(place).path) if is_url else place).name
+    if digest is None and sum_place is None and not is_url and os.path.exists(f"{place}.sha256"):
+        sum_place = f"{place}.sha256"
+    if digest is None and sum_place is not None:
+        digest = _sum(_get(sum_place, MAX_SUM_BYTES), sum_place, name)
+    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
+        raise refused("sum-malformed", f"--sha256 {digest[:80]} is no sha256", "It has 64 hex digits.", code=USAGE)
+    data = b"" if digest is None and is_url else _get(place, MAX_BYTES)
+    if digest is None and sha256_hex(data) not in known:
+        next_ = "--sha256-file F|URL or --sha256 HEX, from where the patch is published (its .sha256 file)"
+        what = f"no sha256 was given for {place}, and without one it is not read"
+        raise refused("sum-missing", what, "A patch is code that will run.", next_)
+    if digest is not None and (found := sha256_hex(data)) != digest.lower():
+        if data.lstrip()[:1] == b"<":
+            cause = "It is a web page, not the patch; on GitHub, name the raw file."
+        what, next_ = f"{place} is not what its sum says", "Get the patch and its sum again, from the same release."
+        raise refused("sum-mismatch", what, cause, next_, expected=digest.lower(), found=found)
+    if sha256_hex(data) == PUBLISHED:
+        cause, next_ = "With it every run stops at its first update.", "Name no patch: ours does the same."
+        raise refused("published", f"{place} is the publicly released GradLoc patch", cause, next_)
+    return data
+
+
+def _sum(data: bytes, place: str, name: str) -> str:
+    """Return the sum of ``name`` in what ``sha256sum`` has printed, or a sum alone."""
+    cause, found = "It is the sum file of another patch, or no sum file.", set[str]()
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), start=1):
+        entry = re.fullmatch(r"([0-9a-fA-F]{64})(?: [ *](?!/)(.+))?", line)
+        if not entry or ".." in Path(entry[2] or "").parts:
+            raise refused("sum-malformed", f"line {number} of {place} is no line of a sum file", cause, found=line[:80])
+        found |= {entry[1].lower()} if Path(entry[2] or name).name == name else set()
+    if len(found) != 1:
+        raise refused("sum-other", f"{place} has {len(found)} sums of {name}", cause, "Or give the sum: --sha256 HEX")
+    return found.pop()
+
+
+def _get(place: str, limit: int) -> bytes:
+    try:
+        return download(place, limit) if "://" in place else read_regular(Path(place), limit)
+    except OSError as error:
+        cause = f"It is misspelt, no plain file, or has over {limit} bytes."
+        raise refused("file-unreadable", f"{place} cannot be read", cause, "ls -l FILE", found=str(error)) from error
+
+
+def download(url: str, limit: int) -> bytes:
+    """Return what a server sends by https, or http from loopback: at most ``limit`` bytes in ``TOTAL_S`` seconds."""
+    try:
+        import requests
+    except ImportError as error:
+        cause, next_ = "This Python has none; all else works without.", "pip install requests, or --patch-file F"
+        raise refused("no-requests", f"{url} needs the package requests", cause, next_, NETWORK) from error
+    began, hop, answer, data = time.monotonic(), url, None, b""
+    cause, test = "The server or a proxy is not what it should be; nothing was changed.", f"curl -IL {url}"
+    with requests.Session() as session, _deadline(TOTAL_S):
+        session.auth = lambda request: request  # else it takes a password from .netrc
+        try:
+            for _ in range(MAX_HOPS + 1):
+                _check_url(hop, answer is not None)
+                plain = {"Accept-Encoding": "identity"}
+                answer = session.get(hop, headers=plain, stream=True, allow_redirects=False, timeout=SILENCE_S)
+                if not answer.is_redirect:
+                    break
+                hop = urljoin(hop, answer.headers["location"])
+            else:
+                raise refused("answer-loop", f"{url} leads through a loop of over {MAX_HOPS} redirects", cause, test)
+            if answer.status_code != 200:
+                raise refused("no-answer", f"{hop} is not there: it says {answer.status_code}", cause, test, NETWORK)
+            encoding, length = (answer.headers.get(f"content-{one}", "0") for one in ("encoding", "length"))
+            if encoding not in ("0", "identity"):
+                raise refused("answer-encoded", f"{url} has the encoding {encoding[:20]!r}, unasked", cause, test)
+            is_long = int(length) > limit
+            for chunk in () if is_long else answer.iter_content(2**14):
+                data += chunk
+                if is_long := len(data) > limit:
+                    break
+            if is_long:
+                raise refused("answer-long", f"{url} has over {limit} bytes", cause, test)
+        except (requests.RequestException, OSError, ValueError) as error:
+            if (is_late := time.monotonic() - began >= TOTAL_S) or answer is not None:
+                what = f"{url} takes over {TOTAL_S:g} s" if is_late else f"{url} was cut off"
+                raise refused("answer-cut", what, cause, test, found=str(error)[:200]) from error
+            cause = "No network, no such server, or its certificate is not right."
+            raise refused(
+                "no-answer", f"{url} does not answer", cause, test, NETWORK, found=str(error)[:200]
+            ) from error
+    return data
+
+
+def _check_url(url: str, is_redirect: bool) -> None:
+    parts = urlsplit(url)
+    is_local = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1") and not is_redirect
+    if not (parts.scheme == "https" or is_local) or not parts.hostname or "@" in parts.netloc:
+        what, code = ("a redirect leads to ", INTEGRITY) if is_redirect else ("", USAGE)
+        raise refused("url-refused", f"{what}{url}, no plain https", "A patch comes by https alone.", code=code)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what runs longer, whatever it waits for: a server may send a byte now and then."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError("too slow")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
