@@ -170,9 +170,9 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
 
     Where another patch is on, that one is measured, or named, if they are what ``is_wanted``.
     """
-    root, state = checkout.root, checkout.state_folder
-    back = {path: FileState(now) for path, (now, _) in trees.interrupted(root, state).items()}
-    patch, before = trees.remembered(state) or (b"", {})
+    root = checkout.root
+    back = {path: FileState(now) for path, (now, _) in trees.interrupted(root).items()}
+    patch, before = trees.remembered(root) or (b"", {})
 
     def measured(edition: Edition) -> Survey:
         edition = replace(edition, before=before) if edition.patch == patch else edition
@@ -195,7 +195,7 @@ def plan(tree: Survey, reverse: bool, force: bool) -> dict[str, tuple[bytes | No
     if changes and not force and (unfinished := tree.checkout.unfinished()):
         what, cause = f"git is at work here ({unfinished})", "Files that change beneath it end in the wrong commit."
         raise Refusal(STATE, "git-unfinished", what, cause, "Finish it first, or add --force.")
-    trees.preflight(tree.checkout.root, tree.checkout.state_folder, changes)
+    trees.preflight(tree.checkout.root, changes)
     return changes
 
 
@@ -244,18 +244,18 @@ def _run(parser: Parser, options: argparse.Namespace) -> int:
         patch = fetch_patch(named[0], options.sha256_file, options.sha256, [sha256_hex(e.patch) for e in editions])
         foreign = Edition(f"{named[0]}, sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch))
         editions = [one for one in editions if one.patch == patch] or [foreign]
-    root, state, only_looks = checkout.root, checkout.state_folder, options.status or options.check
+    root, only_looks = checkout.root, options.status or options.check
     with contextlib.nullcontext() if only_looks else trees.locked(root, options.wait):
-        if only_looks and trees.interrupted(root, state):
+        if only_looks and trees.interrupted(root):
             note = "a run was interrupted here: the next one first puts back what it changed"
-        elif not only_looks and trees.recover(root, state):
+        elif not only_looks and trees.recover(root):
             note = "put back what an interrupted run had changed"
         tree = survey(checkout, editions, bool(named) or not (options.status or options.reverse))
         if not options.status:
             changes = plan(tree, options.reverse, options.force)
         if changes and not options.check:
             before = {path: known[0] for path, known in tree.sides.items() if known}
-            trees.swap(root, state, changes, None if options.reverse else (tree.edition.patch, before))
+            trees.swap(root, changes, None if options.reverse else (tree.edition.patch, before))
             tree = survey(checkout, [tree.edition], True)
     _print(tree, [*changes], note, options)
     return int(options.status and bool(tree.row[1]))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a target and swaps its files as one, whatever fails or is killed when. Git is not run, no link is followed.
 
-In the state folder, ``run/then`` gets the files to be and ``run/now`` those that they replace. A journal says what is
-about to happen, then each file is moved in. While the journal is there, the next run moves the old ones back. What is
-applied stays in ``applied``: the patch, and the files before it.
+The state folder gets ``run``, made whole: the files to be in ``then``, those that they replace in ``now``, a journal of
+their digests. Then each file is moved in. While ``run`` is there, the next run moves the old ones back. What is applied
+stays in ``applied``: the patch, and the files before it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .patch import VERSION_FILE, blob_id, is_safe, parse, read_regular, sha256_h
 from .refusal import DISK, DISK_TWICE, LOCKED, STATE, USAGE, Refusal, disk_failed, program, quoted
 
 SEAM = "verl/utils/gradloc_seam.py"  # the one file that our patch adds
-JOURNAL = "run/journal.json"
+STATE_FOLDER = ".gradloc-patch"
 _MARKS = ("verl/__init__.py", VERSION_FILE)
 _UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "index.lock")
 _KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"))
@@ -38,10 +38,6 @@ class Checkout:
 
     root: Path
     version: str
-
-    @property
-    def state_folder(self) -> Path:
-        return self.root / ".gradloc-patch"
 
     @property
     def kind(self) -> str:
@@ -148,144 +144,141 @@ def locked(root: Path, wait_s: float = 0.0) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as error:
-                if time.monotonic() >= ends:
-                    what, cause = f"another run is at work in {root}", "Its lock goes when it ends."
-                    raise Refusal(LOCKED, "locked", what, cause, "Run this again, or with --wait SECONDS.") from error
-                time.sleep(0.05)
             except OSError as error:
-                raise _blocked(f"{root} has no locks (nolock?)", "Patch a copy on a local disk.") from error
+                if not isinstance(error, BlockingIOError):
+                    raise _refused("no-locks", f"{root} has no locks", "Patch a copy on a local disk.") from error
+                if time.monotonic() >= ends:
+                    what, next_ = f"another run is at work in {root}", "Run this again, or with --wait SECONDS."
+                    raise Refusal(LOCKED, "locked", what, "Its lock goes when it ends.", next_) from error
+                time.sleep(0.05)
         yield
 
 
-def preflight(root: Path, state: Path, changes: Changes) -> None:
+def preflight(root: Path, changes: Changes) -> None:
     """Refuse what would stop ``changes`` from being written: a folder, a file, the disk."""
     needed = 2**20 + 2 * sum(len(data or b"") for sides in changes.values() for data in sides)
     if changes and (room := os.statvfs(root).f_bavail * os.statvfs(root).f_frsize) < needed:
-        what, ids = f"{root} has too little room; nothing was written", {"expected": needed, "found": room}
-        raise Refusal(DISK, "disk-too-small", what, "The disk is full.", f"df -h {quoted(root)}", **ids)
+        what, next_ = f"{root} has too little room; nothing was written", f"df -h {quoted(root)}"
+        raise _refused("disk-too-small", what, next_, DISK, expected=needed, found=room)
     for folder in {root, *((root / path).parent for path in changes)} if changes else ():
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise _blocked(f"{folder} may not be written to", f"ls -ld {quoted(folder)}")
-    for place in (state, state / "run", state / "applied"):
+            raise _refused("blocked", f"{folder} may not be written to", f"ls -ld {quoted(folder)}")
+    for place in (root / STATE_FOLDER, root / STATE_FOLDER / "run", root / STATE_FOLDER / "applied"):
         if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
-            raise _blocked(f"{place} is not a folder of this tool", "Move it away.")
+            raise _refused("blocked", f"{place} is not a folder of this tool", "Move it away.")
     for path, (now, _) in changes.items():  # a replacement would succeed, and undo what its owner meant by it
         if now is not None and not (root / path).stat().st_mode & 0o200:
-            raise _blocked(f"{root / path} is read-only", f"chmod u+w {quoted(root / path)}")
+            raise _refused("blocked", f"{root / path} is read-only", f"chmod u+w {quoted(root / path)}")
 
 
-def _blocked(what: str, next_: str) -> Refusal:
-    return Refusal(STATE, "blocked", what, "It is another user's, read-only, missing, or something else.", next_)
+def _refused(reason: str, what: str, next_: str, code: int = STATE, cause: str = "", **data: Any) -> Refusal:
+    cause = cause or "It is full, read-only, another user's, missing, a network's, or was edited."
+    return Refusal(code, reason, what, cause, next_, **data)
 
 
-def remembered(state: Path) -> tuple[bytes, dict[str, bytes | None]] | None:
+def remembered(root: Path) -> tuple[bytes, dict[str, bytes | None]] | None:
     """Return the patch that the state folder remembers, and the files before it; None unless both are whole."""
     with contextlib.suppress(OSError, Refusal):
-        patch, before = read_regular(state / "applied/patch"), dict[str, bytes | None]()
-        for path, file in parse(patch).items():
-            before[path] = None if file.before is None else read_regular(state / "applied/before" / path)
+        folder, before = root / STATE_FOLDER / "applied", dict[str, bytes | None]()
+        for path, file in parse(patch := read_regular(folder / "patch")).items():
+            before[path] = None if file.before is None else read_regular(folder / "before" / path)
             file.forward(before[path])
         return patch, before
     return None
 
 
-def remember(root: Path, state: Path, patch: bytes, before: Files) -> None:
+def remember(root: Path, patch: bytes, before: Files) -> None:
     """Have the state folder remember that ``patch`` is on the tree, and the files before it."""
-    do(shutil.rmtree, state / "run/applied", True)
-    _stage(root, state, {"applied/patch": patch} | {f"applied/before/{path}": data for path, data in before.items()})
-    do(shutil.rmtree, state / "applied", True)
-    do(os.rename, state / "run/applied", state / "applied")
+    files = {"patch": patch} | {f"before/{path}": data for path, data in before.items()}
+    _stage(root, "applied", files)
 
 
-def swap(root: Path, state: Path, changes: Changes, applied: tuple[bytes, Files] | None) -> None:
+def swap(root: Path, changes: Changes, applied: tuple[bytes, Files] | None) -> None:
     """Make ``changes`` and remember what is ``applied`` now, or raise with everything as it was."""
     digests = {path: [_digest(data) for data in sides] for path, sides in changes.items()}
     try:
-        do(shutil.rmtree, state / "run", True)
         staged = {f"{side}/{path}": both[i] for path, both in changes.items() for i, side in enumerate(("now", "then"))}
-        _stage(root, state, staged | {"new.json": json.dumps(digests, indent=1).encode()})
-        do(os.rename, state / "run/new.json", state / JOURNAL)
-        _sync(state / "run")
+        _stage(root, "run", staged | {"journal.json": json.dumps(digests, indent=1).encode()})
         for path, (now, then) in digests.items():
             _check(root, path, now)  # once more, just before
-            _move(root, state / "run/then", path, then is None)
+            _move(root, "then", path, then is None)
         for path, (_, then) in digests.items():
             _check(root, path, then)
         if applied is not None:
-            remember(root, state, *applied)
-        do(os.unlink, state / JOURNAL)
+            remember(root, *applied)
+        do(os.rename, root / STATE_FOLDER / "run", root / STATE_FOLDER / "done")
     except BaseException as error:  # an interrupt from the keyboard too
-        recover(root, state, False, f"{error}; then ")
+        recover(root, False, f"{error}; then ")
         raise disk_failed(error) if isinstance(error, OSError) else error from None
-    _tidy(state, applied is not None)
+    _tidy(root, applied is not None)
 
 
-def interrupted(root: Path, state: Path, is_strict: bool = True) -> dict[str, tuple[bytes | None, str | None]]:
+def interrupted(root: Path, is_strict: bool = True) -> dict[str, tuple[bytes | None, str | None]]:
     """Return what an interrupted run changed: each file's content before it, and the digest after.
 
     A file that was edited since is refused, or left out where ``is_strict`` is off.
     """
-    found = dict[str, tuple[bytes | None, str | None]]()
+    found, folder, path = dict[str, tuple[bytes | None, str | None]](), root / STATE_FOLDER / "run", "it"
     try:
-        for path, (now, then) in json.loads(read_regular(state / JOURNAL, 2**20)).items():
-            there, saved = (read_plain(folder, path).content for folder in (root, state / "run/now"))
-            if _digest(there) in (now, then):
+        for path, (now, then) in json.loads(read_regular(folder / "journal.json", 2**20)).items():
+            there, saved = (read_plain(place, path).content for place in (root, folder / "now"))
+            if is_strict or _digest(there) in (now, then):
                 found[path] = (there if _digest(there) == now else saved), then
-            elif is_strict:
-                what, cause = f"{path} was edited after a run was interrupted there", "It is undone as a whole."
-                next_ = (
-                    f"Move that edit elsewhere, restore {quoted(root / path)} from {state / 'run/now'}, run this again."
-                )
-                raise Refusal(STATE, "journal-conflict", what, cause, next_)
-            if not is_safe(path) or (path in found and _digest(found[path][0]) != now):
-                raise ValueError(path)  # it may have come with an unpacked archive
+                if not is_safe(path) or _digest(there) not in (now, then) or _digest(found[path][0]) != now:
+                    raise ValueError("another content")  # the folder may have come with an unpacked archive
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        what, cause = f"the journal {state / JOURNAL} of an interrupted run cannot be used", "It is damaged."
-        next_ = f"--status names each file's state; restore what it names, then: rm -r {quoted(state)}"
-        raise Refusal(DISK_TWICE, "journal-broken", what, cause, next_) from error
+        what = f"a run was interrupted here and cannot be undone: {path} is neither as before it nor as after"
+        next_ = (
+            f"Move your edit away, restore the file from {folder / 'now'}, run this again; or: rm -r {quoted(folder)}"
+        )
+        raise _refused("journal-broken", what, next_, DISK_TWICE, found=str(error)) from error
     return found
 
 
-def recover(root: Path, state: Path, is_strict: bool = True, cause: str = "") -> bool:
+def recover(root: Path, is_strict: bool = True, cause: str = "") -> bool:
     """Put back what an interrupted run has changed, if one was."""
-    if not (state / "run").is_dir():
-        return False
-    entries, was_begun = interrupted(root, state, is_strict), (state / JOURNAL).exists()
+    entries, run = interrupted(root, is_strict), root / STATE_FOLDER / "run"
     try:
         for path, (now, then) in entries.items():
             if then != _digest(now) and then == _digest(read_plain(root, path).content):
-                _move(root, state / "run/now", path, now is None)
-        if was_begun:
-            do(os.unlink, state / JOURNAL)
+                _move(root, "now", path, now is None)
+        if was_begun := run.exists():
+            do(os.rename, run, run.with_name("done"))
     except OSError as error:
-        what = f"the disk failed, and so did putting things back; the journal is {state / JOURNAL}"
-        because, next_ = "It is full, read-only or damaged.", "Repair it, then run this again: that undoes it first."
-        found = f"{cause}{error.strerror}"
-        raise Refusal(DISK_TWICE, "disk-failed-again", what, because, next_, found=found) from error
-    _tidy(state)
+        what, found = f"the disk failed, and so did putting things back; the journal is in {run}", f"{cause}{error}"
+        next_ = "Repair it, then run this again: that undoes it first."
+        raise _refused("disk-failed-again", what, next_, DISK_TWICE, found=found) from error
+    if (root / STATE_FOLDER).exists():
+        _tidy(root)
     return was_begun
 
 
-def _move(root: Path, staged: Path, path: str, is_gone: bool) -> None:
-    do(os.unlink, root / path) if is_gone else do(os.replace, staged / path, root / path)
-    _sync((root / path).parent)
+def _move(root: Path, side: str, path: str, is_gone: bool) -> None:
+    place = root / path
+    do(os.unlink, place) if is_gone else do(os.replace, root / STATE_FOLDER / "run" / side / path, place)
+    _sync(place.parent)
 
 
-def _tidy(state: Path, is_applied: bool = True) -> None:
+def _tidy(root: Path, is_applied: bool = True) -> None:
     """Remove what a run has left, and the state folder itself where nothing is applied."""
-    with contextlib.suppress(OSError):  # the changes are made: the next run removes what cannot be removed now
-        do(shutil.rmtree, state / "run" if is_applied and (state / "applied").exists() else state, True)
+    state = root / STATE_FOLDER
+    is_applied = is_applied and (state / "applied").exists()
+    for place in [state / "done", state / "new"] if is_applied else [state]:
+        with contextlib.suppress(OSError):  # the changes are made: the next run removes what cannot be removed now
+            do(shutil.rmtree, place, True)
 
 
-def _stage(root: Path, state: Path, files: Files) -> None:
-    """Write ``files`` below ``run``, durably, each with the mode, attributes and owner of the one that it is for."""
+def _stage(root: Path, name: str, files: Files) -> None:
+    """Write a folder of the state folder durably, whole or not at all: each file as the one that it is for is."""
+    state = root / STATE_FOLDER
+    for place in (state / "new", state / "done"):
+        do(shutil.rmtree, place, True)
     ignore = {} if (state / ".gitignore").exists() else {"../.gitignore": b"*\n"}
-    for name, data in (ignore | {name: data for name, data in files.items() if data is not None}).items():
-        place, its_own = state / "run" / name, root / name.partition("/")[2]
-        like = its_own if name[0] in "nt" and its_own.is_file() else root / "verl/__init__.py"
+    for path, data in (ignore | {path: data for path, data in files.items() if data is not None}).items():
+        place, its_own = state / "new" / path, root / path.partition("/")[2]
+        like = its_own if path[0] in "nt" and its_own.is_file() else root / "verl/__init__.py"
         do(os.makedirs, place.parent, 0o777, True)
         with do(open, place, "xb") as stream:
             do(stream.write, data)
@@ -298,6 +291,9 @@ def _stage(root: Path, state: Path, files: Files) -> None:
         folder.chmod(stat.S_IMODE(root.stat().st_mode) | 0o700)  # no umask: others have to read it, too
         _give(folder, root)
         _sync(folder)
+    do(shutil.rmtree, state / name, True)
+    do(os.rename, state / "new", state / name)
+    _sync(state)
 
 
 def _give(place: Path, like: Path) -> None:
@@ -314,8 +310,8 @@ def _sync(folder: Path) -> None:
 
 def _check(root: Path, path: str, digest: str | None) -> None:
     if (there := read_plain(root, path)).obstacle or _digest(there.content) != digest:
-        what, cause = f"{path} was changed while this ran; all else was put back", "Another program wrote to it."
-        raise Refusal(STATE, "changed-meanwhile", what, cause, "Look at it with --status, then run this again.")
+        what, next_ = f"{path} was changed while this ran; all else was put back", "Look at it, then run this again."
+        raise _refused("changed-meanwhile", what, next_, cause="Another program wrote to it.")
 
 
 def _digest(data: bytes | None) -> str | None:
