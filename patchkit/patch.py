@@ -10,7 +10,7 @@ import signal
 import stat
 import time
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,25 +164,22 @@ def fetch_patch(place: str, sum_place: str | None, digest: str | None, known: Co
 
     Without either, the ``.sha256`` file next to a file serves, or that the sum is one of the ``known``, our own.
     """
-    is_url, cause = "://" in place, "It was changed, cut off, or is another version's."
+    is_url, next_ = "://" in place, "--sha256-file F|URL or --sha256 HEX, from where the patch is published"
     name = Path(unquote(urlsplit(place).path) if is_url else place).name
-    if digest is None and sum_place is None and not is_url and os.path.exists(f"{place}.sha256"):
-        sum_place = f"{place}.sha256"
-    if digest is None and sum_place is not None:
-        digest = _sum(_get(sum_place, MAX_SUM_BYTES), sum_place, name)
+    if digest is None and (sum_place or (not is_url and os.path.exists(f"{place}.sha256"))):
+        digest = _sum(_get(sum_place := sum_place or f"{place}.sha256", MAX_SUM_BYTES), sum_place, name)
     if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise refused("sum-malformed", f"--sha256 {digest[:80]} is no sha256", "It has 64 hex digits.", code=USAGE)
+        raise refused("sum-malformed", f"--sha256 {digest[:80]} is no sha256", "It has 64 hex digits.", next_, USAGE)
     data = b"" if digest is None and is_url else _get(place, MAX_BYTES)
-    if digest is None and sha256_hex(data) not in known:
-        next_ = "--sha256-file F|URL or --sha256 HEX, from where the patch is published (its .sha256 file)"
+    found, cause = sha256_hex(data), "It was changed, cut off, or is another version's."
+    if digest is None and found not in known:
         what = f"no sha256 was given for {place}, and without one it is not read"
         raise refused("sum-missing", what, "A patch is code that will run.", next_)
-    if digest is not None and (found := sha256_hex(data)) != digest.lower():
-        if data.lstrip()[:1] == b"<":
-            cause = "It is a web page, not the patch; on GitHub, name the raw file."
-        what, next_ = f"{place} is not what its sum says", "Get the patch and its sum again, from the same release."
-        raise refused("sum-mismatch", what, cause, next_, expected=digest.lower(), found=found)
-    if sha256_hex(data) == PUBLISHED:
+    if digest is not None and found != digest.lower():
+        cause = "It is a web page; on GitHub, name the raw file." if data.lstrip()[:1] == b"<" else cause
+        what = f"{place} is not what its sum says"
+        raise refused("sum-mismatch", what, cause, "Get both again.", expected=digest.lower(), found=found)
+    if found == PUBLISHED:
         cause, next_ = "With it every run stops at its first update.", "Name no patch: ours does the same."
         raise refused("published", f"{place} is the publicly released GradLoc patch", cause, next_)
     return data
@@ -209,6 +206,10 @@ def _get(place: str, limit: int) -> bytes:
         raise refused("file-unreadable", f"{place} cannot be read", cause, "ls -l FILE", found=str(error)) from error
 
 
+def _ring(*_: Any) -> None:
+    raise TimeoutError("too slow")
+
+
 def download(url: str, limit: int) -> bytes:
     """Return what a server sends by https, or http from loopback: at most ``limit`` bytes in ``TOTAL_S`` seconds."""
     try:
@@ -218,60 +219,44 @@ def download(url: str, limit: int) -> bytes:
         raise refused("no-requests", f"{url} needs the package requests", cause, next_, NETWORK) from error
     began, hop, answer, data = time.monotonic(), url, None, b""
     cause, test = "The server or a proxy is not what it should be; nothing was changed.", f"curl -IL {url}"
-    with requests.Session() as session, _deadline(TOTAL_S):
-        session.auth = lambda request: request  # else it takes a password from .netrc
-        try:
-            for _ in range(MAX_HOPS + 1):
-                _check_url(hop, answer is not None)
-                plain = {"Accept-Encoding": "identity"}
-                answer = session.get(hop, headers=plain, stream=True, allow_redirects=False, timeout=SILENCE_S)
-                if not answer.is_redirect:
-                    break
-                hop = urljoin(hop, answer.headers["location"])
-            else:
-                raise refused("answer-loop", f"{url} leads through a loop of over {MAX_HOPS} redirects", cause, test)
-            if answer.status_code != 200:
-                raise refused("no-answer", f"{hop} is not there: it says {answer.status_code}", cause, test, NETWORK)
-            encoding, length = (answer.headers.get(f"content-{one}", "0") for one in ("encoding", "length"))
-            if encoding not in ("0", "identity"):
-                raise refused("answer-encoded", f"{url} has the encoding {encoding[:20]!r}, unasked", cause, test)
-            is_long = int(length) > limit
-            for chunk in () if is_long else answer.iter_content(2**14):
-                data += chunk
-                if is_long := len(data) > limit:
-                    break
-            if is_long:
-                raise refused("answer-long", f"{url} has over {limit} bytes", cause, test)
-        except (requests.RequestException, OSError, ValueError) as error:
-            if (is_late := time.monotonic() - began >= TOTAL_S) or answer is not None:
-                what = f"{url} takes over {TOTAL_S:g} s" if is_late else f"{url} was cut off"
-                raise refused("answer-cut", what, cause, test, found=str(error)[:200]) from error
-            cause = "No network, no such server, or its certificate is not right."
-            raise refused(
-                "no-answer", f"{url} does not answer", cause, test, NETWORK, found=str(error)[:200]
-            ) from error
-    return data
-
-
-def _check_url(url: str, is_redirect: bool) -> None:
-    parts = urlsplit(url)
-    is_local = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1") and not is_redirect
-    if not (parts.scheme == "https" or is_local) or not parts.hostname or "@" in parts.netloc:
-        what, code = ("a redirect leads to ", INTEGRITY) if is_redirect else ("", USAGE)
-        raise refused("url-refused", f"{what}{url}, no plain https", "A patch comes by https alone.", code=code)
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what runs longer, whatever it waits for: a server may send a byte now and then."""
-
-    def ring(*_: Any) -> None:
-        raise TimeoutError("too slow")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    signal.signal(signal.SIGALRM, _ring)  # a read's own limit is between bytes, and a server may send one now and then
+    signal.setitimer(signal.ITIMER_REAL, TOTAL_S, 1.0)
     try:
-        yield
+        session = requests.Session()
+        session.auth = lambda request: request  # else it takes a password from .netrc
+        for _ in range(MAX_HOPS + 1):
+            parts, is_first = urlsplit(hop), answer is None
+            is_local = is_first and parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
+            if not (parts.scheme == "https" or is_local) or not parts.hostname or "@" in parts.netloc:
+                what = f"{'' if is_first else 'a redirect leads to '}{hop}, no plain https"
+                raise refused(
+                    "url-refused", what, "A patch comes by https alone.", test, USAGE if is_first else INTEGRITY
+                )
+            plain = {"Accept-Encoding": "identity"}
+            answer = session.get(hop, headers=plain, stream=True, allow_redirects=False, timeout=SILENCE_S)
+            if not answer.is_redirect:
+                break
+            hop = urljoin(hop, answer.headers["location"])
+        else:
+            raise refused("answer-loop", f"{url} leads through a loop of over {MAX_HOPS} redirects", cause, test)
+        if answer.status_code != 200:
+            raise refused("no-answer", f"{hop} is not there: it says {answer.status_code}", cause, test, NETWORK)
+        encoding, length = (answer.headers.get(f"content-{one}", "0") for one in ("encoding", "length"))
+        if encoding not in ("0", "identity"):
+            raise refused("answer-encoded", f"{url} has the encoding {encoding[:20]!r}, unasked", cause, test)
+        is_long = int(length) > limit
+        for chunk in () if is_long else answer.iter_content(2**14):
+            data += chunk
+            if is_long := len(data) > limit:
+                break
+        if is_long:
+            raise refused("answer-long", f"{url} has over {limit} bytes", cause, test)
+    except (requests.RequestException, OSError, ValueError) as error:
+        if (is_late := time.monotonic() - began >= TOTAL_S) or answer is not None:
+            what = f"{url} takes over {TOTAL_S:g} s" if is_late else f"{url} was cut off"
+            raise refused("answer-cut", what, cause, test, found=str(error)[:200]) from error
+        cause = "No network, no such server, or its certificate is not right."
+        raise refused("no-answer", f"{url} does not answer", cause, test, NETWORK, found=str(error)[:200]) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return data

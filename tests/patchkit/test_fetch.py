@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -101,7 +102,7 @@ SPOILT = {
 def test_a_server_s_bad_answer_is_named_and_nothing_is_changed(apply, tree, url, kind, monkeypatch):
     monkeypatch.setattr(fetch, "TOTAL_S", 0.5 if kind == "drip" else 20.0)
     if kind == "loop":  # which needs https, or this
-        monkeypatch.setattr(fetch, "_check_url", lambda *given: None)
+        monkeypatch.setattr(fetch, "urlsplit", lambda url: urlsplit(url)._replace(scheme="https"))
     of_sum = kind in ("wrong", "other")
     names = [f"{url}/{kind}/theirs.patch", f"{url}/{kind if of_sum else 'right'}/theirs.patch.sha256"]
     with unchanged(tree):
