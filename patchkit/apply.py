@@ -66,16 +66,9 @@ class Survey:
     @cached_property
     def sides(self) -> dict[str, tuple[bytes | None, bytes] | None]:
         """Each file's contents before and after the patch; None if what is there is neither."""
-        found = {}
-        for path, file in self.edition.files.items():
-            there, known = self.files[path], None
-            if not there.obstacle and path in self.edition.before:
-                before = self.edition.before[path]
-                known = (before, file.forward(before)) if there.content in (before, file.forward(before)) else None
-            elif not there.obstacle:
-                known = file.sides(there.content)
-            found[path] = known
-        return found
+        known = {path: [self.edition.before[path]] if path in self.edition.before else [] for path in self.files}
+        files, there = self.edition.files, self.files
+        return {p: None if there[p].obstacle else files[p].sides(there[p].content, *known[p]) for p in files}
 
     @cached_property
     def strangers(self) -> dict[str, str]:
@@ -139,12 +132,8 @@ STATES: tuple[tuple[Any, ...], ...] = (
     ("DRIFTED", "state-edited", lambda t: t.edition.before,
      _N + " were edited after it was applied, first {first}", "Your own edits are in them.",
      "git -C {root} stash push -u -- {names}   (keeps them aside; then this again, with --force)"),
-    ("DRIFTED", "state-drifted", lambda t: t.checkout.kind == "clone" and t.edition.place and all(
-        t.files[path].content is not None for path in t.strangers),
-     _N + " hold neither verl's content nor the patch's, first {first}", "They were edited.",
-     "git -C {root} add -- {names} && git -C {root} apply --3way {patch}   (git merges both)"),
     ("DRIFTED", "state-drifted", lambda t: True, _N + " are neither as before nor as after it, first {first}",
-     "They were edited.", "Restore {first} as verl has it, then run this again."),
+     "They were edited.", "{merge}"),
 )  # fmt: skip
 
 
@@ -153,8 +142,11 @@ def diagnose(tree: Survey) -> Refusal:
     state, reason, _, *texts = tree.row
     why, root = tree.strangers if state != "OTHER_VERSION" else {}, tree.checkout.root
     names = [*(why or tree.unpatched or tree.files)]
-    words = {"root": quoted(root), "place": quoted(root / names[0]), "patch": quoted(tree.edition.place)}
-    words |= {"first": names[0], "names": " ".join(names), "why": why.get(names[0], "")}
+    words = {"root": quoted(root), "place": quoted(root / names[0]), "first": names[0], "names": " ".join(names)}
+    words |= {"why": why.get(names[0], ""), "merge": f"Restore {names[0]} as verl has it, then run this again."}
+    if tree.checkout.kind == "clone" and tree.edition.place and all(tree.files[p].content is not None for p in why):
+        words["merge"] = f"git -C {quoted(root)} add -- {words['names']} && git -C {quoted(root)} apply --3way "
+        words["merge"] += f"{quoted(tree.edition.place)}   (git merges both)"
     what, cause, next_ = (text.format(t=tree, n=len(names), all=len(tree.files), **words) for text in texts)
     lines = [f"{path}: {one}" for path, one in why.items()]
     lines += [f"not patched: {path}" for path in names if state == "PARTIAL"]
@@ -172,7 +164,7 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
     """
     root = checkout.root
     back = {path: FileState(now) for path, (now, _) in trees.interrupted(root).items()}
-    patch, before = trees.remembered(root) or (b"", {})
+    patch, before = trees.remembered(root)
 
     def measured(edition: Edition) -> Survey:
         edition = replace(edition, before=before) if edition.patch == patch else edition
@@ -254,8 +246,7 @@ def _run(parser: Parser, options: argparse.Namespace) -> int:
         if not options.status:
             changes = plan(tree, options.reverse, options.force)
         if changes and not options.check:
-            before = {path: known[0] for path, known in tree.sides.items() if known}
-            trees.swap(root, changes, None if options.reverse else (tree.edition.patch, before))
+            trees.swap(root, changes, None if options.reverse else tree.edition.patch)
             tree = survey(checkout, [tree.edition], True)
     _print(tree, [*changes], note, options)
     return int(options.status and bool(tree.row[1]))
@@ -270,16 +261,14 @@ def _print(tree: Survey, files: list[str], note: str, options: argparse.Namespac
         document = {"exit_code": int(options.status and bool(tree.row[1])), "state": state, "did": did, "files": why}
         document |= {"patch": tree.edition.name, "notes": [note] if note else [], "changed": files}
         return say(json.dumps(document, indent=1))
-    lines = [state if options.status else did]
-    if not options.quiet:
-        lines += [f"  target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
-        lines += [f"  patch:    {tree.edition.name}"]
-        lines += [f"  {x}" for x in capped([f"{path}: {why}" for path, why in tree.strangers.items()] or files)]
-        lines += [f"  note:     {note}"] if note else []
-        if state == "APPLIED" and tree.edition.base:
-            lines += ["  next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
+    about = [f"target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
+    about += [f"patch:    {tree.edition.name}"]
+    about += capped([f"{path}: {why}" for path, why in tree.strangers.items()] or files)
+    about += [f"note:     {note}"] if note else []
+    if state == "APPLIED" and tree.edition.base:
+        about += ["next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
     if options.status or not options.quiet:
-        say("\n".join(lines))
+        say("\n  ".join([state if options.status else did, *([] if options.quiet else about)]))
 
 
 if __name__ == "__main__":

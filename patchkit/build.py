@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .patch import VERSION_FILE, blob_id, hidden_character, is_safe, parse, refused, sha256_hex, split
 from .refusal import NETWORK, STATE, Parser, capped, guarded, quoted, say
-from .tree import SEAM, STATE_FOLDER, Checkout, read_plain, remember, remembered, resolve
+from .tree import SEAM, STATE_FOLDER, Checkout, read_plain, remembered, resolve, stage
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".gradloc" / "base"
@@ -152,9 +152,8 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
     so is one that the patch is not on: no seam is ever dropped. Yield what was taken, and what was left out.
     """
     tree, lacking = ensure_base(base), list[str]()
-    ours, record = results(base, tree), remembered(target.root)
-    given = record[0] if record else patch.read_bytes() if patch.is_file() else b""
-    files = parse(given) if given else {}
+    ours, given = results(base, tree), remembered(target.root)[0]
+    files = parse(given or patch.read_bytes()) if given or patch.is_file() else {}
     for path in sorted({*ours, *also}):
         found, verls = read_plain(target.root, path), read_plain(tree, path)
         mine, was = ours.get(path, verls.content), files[path].after if path in files else verls.blob
@@ -236,9 +235,9 @@ def _run(made: Parser, options: argparse.Namespace) -> None:
         for place in (path for path in copy.rglob("*") if path.is_file() and target):
             write_file(overrides / place.relative_to(copy), place.read_bytes())
     if target and base and (target.root / STATE_FOLDER).exists():
-        before = {path: read_plain(ensure_base(base), path).content for path in parse(built[base.patch])}
+        before = {f"now/{path}": read_plain(ensure_base(base), path).content for path in parse(built[base.patch])}
         with contextlib.suppress(OSError):  # it may be another user's; with it, the next edit is not taken for this one
-            remember(target.root, built[base.patch], before)
+            stage(target.root, "applied", before | {"patch": built[base.patch]})
     for line in capped(said):
         say(line)
     names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()

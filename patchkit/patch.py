@@ -90,9 +90,11 @@ class FilePatch:
         base = apply_hunks(self.path, inverse, self._checked(self.after, result))
         return self._checked(blob_id(b"") if self.before is None else self.before, base) or None
 
-    def sides(self, there: bytes | None) -> tuple[bytes | None, bytes] | None:
-        """Return the file's contents before and after, where ``there`` is one of them and not both; else None."""
-        found = list[tuple[bytes | None, bytes]]()
+    def sides(self, there: bytes | None, *known: bytes | None) -> tuple[bytes | None, bytes] | None:
+        """Return the contents before (the one that is ``known``) and after, if ``there`` is one and not both."""
+        found = [(before, self.forward(before)) for before in known]
+        if known:
+            return found[0] if there in found[0] else None
         with contextlib.suppress(Refusal):
             found.append((there, self.forward(there)))
         with contextlib.suppress(Refusal):

@@ -3,7 +3,7 @@
 
 The state folder gets ``run``, made whole: the files to be in ``then``, those that they replace in ``now``, a journal of
 their digests. Then each file is moved in. While ``run`` is there, the next run moves the old ones back. What is applied
-stays in ``applied``: the patch, and the files before it.
+is kept as ``applied``: the patch, and the files before it.
 """
 
 import contextlib
@@ -59,13 +59,14 @@ class Checkout:
 def resolve(target: str, allow_installed: bool = False, command: str = "") -> Checkout:
     """Return the checkout at ``target``; refuse what is not the root of a verl tree, with the ``command`` to use."""
     command, root = command or program(), Path(target)
+    cause = "It is misspelt, an archive, or another user's."
     if not target:
         raise Refusal(USAGE, "target-empty", "the target is an empty string", "A variable was unset.", command)
     try:
         os.listdir(root := root.resolve())
     except (OSError, RuntimeError) as error:  # the latter for a link to itself, before Python 3.13
-        what, cause = f"{target} is no folder that can be read", "It is misspelt, an archive, or another user's."
-        raise Refusal(STATE, "target-unreadable", what, cause, f"{command} --repo VERL", found=str(error)) from error
+        what, next_ = f"{target} is no folder that can be read", f"{command} --repo VERL"
+        raise Refusal(STATE, "target-unreadable", what, cause, next_, found=str(error)) from error
     if lacking := [mark for mark in _MARKS if not (root / mark).is_file()]:
         is_below = all((root.parent / mark).is_file() for mark in _MARKS)
         next_ = f"{command} --repo {quoted(root.parent) if is_below else 'FOLDER'}   (with verl/__init__.py in it)"
@@ -176,41 +177,36 @@ def _refused(reason: str, what: str, next_: str, code: int = STATE, cause: str =
     return Refusal(code, reason, what, cause, next_, **data)
 
 
-def remembered(root: Path) -> tuple[bytes, dict[str, bytes | None]] | None:
-    """Return the patch that the state folder remembers, and the files before it; None unless both are whole."""
+def remembered(root: Path) -> tuple[bytes, dict[str, bytes | None]]:
+    """Return the patch that the state folder remembers, and the files before it, as far as they are known."""
+    folder, before = root / STATE_FOLDER / "applied", dict[str, bytes | None]()
     with contextlib.suppress(OSError, Refusal):
-        folder, before = root / STATE_FOLDER / "applied", dict[str, bytes | None]()
         for path, file in parse(patch := read_regular(folder / "patch")).items():
-            before[path] = None if file.before is None else read_regular(folder / "before" / path)
-            file.forward(before[path])
+            if file.before is None or (folder / "now" / path).exists():
+                before[path] = None if file.before is None else read_regular(folder / "now" / path)
+                file.forward(before[path])
         return patch, before
-    return None
+    return b"", {}
 
 
-def remember(root: Path, patch: bytes, before: Files) -> None:
-    """Have the state folder remember that ``patch`` is on the tree, and the files before it."""
-    files = {"patch": patch} | {f"before/{path}": data for path, data in before.items()}
-    _stage(root, "applied", files)
-
-
-def swap(root: Path, changes: Changes, applied: tuple[bytes, Files] | None) -> None:
-    """Make ``changes`` and remember what is ``applied`` now, or raise with everything as it was."""
-    digests = {path: [_digest(data) for data in sides] for path, sides in changes.items()}
+def swap(root: Path, changes: Changes, patch: bytes | None) -> None:
+    """Make ``changes`` and remember that ``patch`` is on now, or none; or raise with everything as it was."""
+    digests, state = {path: [_digest(data) for data in sides] for path, sides in changes.items()}, root / STATE_FOLDER
     try:
         staged = {f"{side}/{path}": both[i] for path, both in changes.items() for i, side in enumerate(("now", "then"))}
-        _stage(root, "run", staged | {"journal.json": json.dumps(digests, indent=1).encode()})
+        stage(root, "run", staged | {"journal.json": json.dumps(digests, indent=1).encode(), "patch": patch})
         for path, (now, then) in digests.items():
             _check(root, path, now)  # once more, just before
             _move(root, "then", path, then is None)
         for path, (_, then) in digests.items():
             _check(root, path, then)
-        if applied is not None:
-            remember(root, *applied)
-        do(os.rename, root / STATE_FOLDER / "run", root / STATE_FOLDER / "done")
+        if patch is not None:
+            do(shutil.rmtree, state / "applied", True)
+        do(os.rename, state / "run", state / ("done" if patch is None else "applied"))
     except BaseException as error:  # an interrupt from the keyboard too
         recover(root, False, f"{error}; then ")
         raise disk_failed(error) if isinstance(error, OSError) else error from None
-    _tidy(root, applied is not None)
+    _tidy(root, patch is not None)
 
 
 def interrupted(root: Path, is_strict: bool = True) -> dict[str, tuple[bytes | None, str | None]]:
@@ -270,7 +266,7 @@ def _tidy(root: Path, is_applied: bool = True) -> None:
             do(shutil.rmtree, place, True)
 
 
-def _stage(root: Path, name: str, files: Files) -> None:
+def stage(root: Path, name: str, files: Files) -> None:
     """Write a folder of the state folder durably, whole or not at all: each file as the one that it is for is."""
     state = root / STATE_FOLDER
     for place in (state / "new", state / "done"):
