@@ -25,7 +25,6 @@ from tests.patchkit.world import (
     TRAINER,
     files_of,
     git,
-    make_clone,
     unchanged,
     write_tree,
 )  # fmt: skip
@@ -45,49 +44,43 @@ def test_on_and_off_again_are_the_same_bytes_and_a_second_time_writes_nothing(ap
     assert not (tree / ".gradloc-patch").exists()
 
 
-def as_worktree(clone):
-    git(clone, "worktree", "add", "-q", "--detach", str(clone.with_name("linked")))
-    return clone.with_name("linked")
+def shell(folder, command):
+    """Runs a command of a shell that knows the small verl's files."""
+    names = {
+        "A": ACTOR,
+        "T": TRAINER,
+        "S": SEAM,
+        "O": OTHER,
+        "V": "verl/version/version",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+    }
+    names |= {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    done = subprocess.run(["sh", "-ec", command], cwd=folder, env=os.environ | names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def as_submodule(clone):
-    outer = make_clone(clone.with_name("outer"), {"readme": "ours\n"})
-    git(outer, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(clone), "verl-inside")
-    return outer / "verl-inside"
-
-
-def in_another_repository(clone):
-    """Where `git apply` exits 0 and does nothing."""
-    return write_tree(make_clone(clone.with_name("outer"), {"readme": "ours\n"}) / "vendored", BASE)
-
-
-def named_by_a_link(clone):
-    clone.with_name("link").symlink_to(clone)
-    return clone.with_name("link")
-
-
-def with_spaces(clone):
-    return clone.rename(clone.with_name("a clone, with 'quotes'"))
-
-
-def with_a_hostile_configuration(clone):
-    (clone / ".git/config").open("a").write("[core]\n fsmonitor = touch PWNED\n[apply]\n whitespace = fix\n")
-    return clone
-
-
-KINDS = [as_worktree, as_submodule, in_another_repository, named_by_a_link, with_spaces, with_a_hostile_configuration]
+KINDS = {
+    "worktree": "git -C clone worktree add -q --detach ../tree",
+    "submodule": "git init -q o; git -C o -c protocol.file.allow=always submodule add -q ../clone in; ln -s o/in tree",
+    "in another repository": "git init -q o; cp -r clone o/in; rm -rf o/in/.git; ln -s o/in tree",  # git apply exits 0
+    "named by a link": "ln -s clone tree",
+    "spaces": "mv clone \"a clone, with 'quotes'\"; ln -s \"a clone, with 'quotes'\" tree",
+    "hostile": "cd clone; git config core.fsmonitor 'touch PWNED'; git config apply.whitespace fix; mv ../clone ../tree",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_tree_is_it_is_patched_and_taken_back_and_git_sees_no_other_file(apply, clone, kind):
-    tree = kind(clone)
-    apply(tree).expect(0)
-    assert files_of(tree.resolve()) | {".git": ""} == RESULT | {".git": ""}
-    if kind not in (in_another_repository, with_a_hostile_configuration):
-        said = subprocess.run(["git", "status", "--short", "-uall"], cwd=tree, capture_output=True, text=True).stdout
+    shell(clone.parent, KINDS[kind])
+    tree = (clone.parent / "tree").resolve()
+    apply(tree if kind in ("spaces", "submodule") else clone.parent / "tree").expect(0)
+    assert files_of(tree) | {".git": ""} == RESULT | {".git": ""}
+    if kind not in ("in another repository", "hostile"):
+        said = shell(tree, "git status --short -uall")
         assert sorted(line[3:] for line in said.splitlines()) == sorted(TOUCHED)
     apply(tree, "--reverse").expect(0)
-    assert {path: text for path, text in files_of(tree.resolve()).items() if path != ".git"} == BASE
+    assert {path: text for path, text in files_of(tree).items() if path != ".git"} == BASE
     assert not list(tree.rglob("PWNED"))
 
 
@@ -117,84 +110,38 @@ def test_what_is_no_tree_is_no_target(apply, tmp_path, tree):
     assert apply(tree, "--frobnicate", "--json").document["exit_code"] == 2
 
 
-def edited(tree):
-    (tree / ACTOR).write_text(BASE[ACTOR].replace("actor line 9\n", "mine\n"))
-
-
-def missing(tree):
-    (tree / TRAINER).unlink()
-
-
-def linked_file(tree):
-    (tree / ACTOR).rename(tree / "elsewhere.py")
-    (tree / ACTOR).symlink_to(tree / "elsewhere.py")
-
-
-def linked_folder(tree):
-    (tree / "verl/workers").rename(tree / "elsewhere")
-    (tree / "verl/workers").symlink_to(tree / "elsewhere")
-
-
-def pipe(tree):
-    (tree / ACTOR).unlink()
-    os.mkfifo(tree / ACTOR)
-
-
-def a_folder(tree):
-    (tree / ACTOR).unlink()
-    (tree / ACTOR).mkdir()
-
-
-def without_its_folder(tree):
-    (tree / OTHER).unlink()
-    (tree / OTHER).parent.rmdir()
-
-
-def a_state_folder_elsewhere(tree):
-    (tree / ".gradloc-patch").symlink_to(tree.parent)
-
-
-def read_only(tree):
-    (tree / ACTOR).chmod(0o444)
-
-
-def a_file(path, text, **others):
-    """A tree in which ``path`` has ``text``, and others theirs."""
-    return lambda tree: write_tree(tree, {path: text} | {others.pop("also", path): others.pop("has", text)})
-
-
-VERSION, RELEASED = "verl/version/version", "in place of the file that the public patch makes\n"
-HALF = BASE[TRAINER].replace("trainer line 7\n", "").replace("line 51\n", "line mine\n")
-OTHERS = {"also": ACTOR, "has": "theirs\n"}
+EDITED = "sed -i 's/^actor line 9$/mine/' $A"
 REFUSED = {
-    "edited": (edited, "DRIFTED", "hunk 1 does not fit at line 9"),
-    "forty lines lower": (a_file(ACTOR, "# a new line\n" * 40 + BASE[ACTOR]), "hunk 1 does not fit at line 8"),
-    "CRLF": (a_file(ACTOR, BASE[ACTOR].replace("\n", "\r\n")), "CRLF line ends", "core.autocrlf"),
-    "missing": (missing, "DRIFTED", "the file is missing"),
-    "a link": (linked_file, "DRIFTED", "a symbolic link is in the way", "ls -ld"),
-    "a linked folder": (linked_folder, "DRIFTED", "verl/workers is a symbolic link", "ls -ld"),
-    "a pipe": (pipe, "DRIFTED", "a named pipe", "ls -ld"),
-    "a folder": (a_folder, "DRIFTED", "a folder is in the way", "ls -ld"),
-    "no folder for the new file": (without_its_folder, "may not be written to"),
-    "a state folder elsewhere": (a_state_folder_elsewhere, "is not a folder of this tool"),
-    "read-only": (read_only, "is read-only", "chmod u+w"),
-    "in the way": (a_file(SEAM, "mine = True\n"), "DRIFTED", "another file is where the patch adds one"),
-    "the released patch": (a_file(ACTOR, RELEASED), "the publicly released GradLoc patch is on this tree", "apply -R"),
-    "another verl": (a_file(VERSION, "0.6.1\n", **OTHERS), "WRONG_BASE: this is verl 0.6.1", "Use verl 0.7.0"),
-    "verl 0.9": (a_file(VERSION, "0.9.1\n", **OTHERS), "WRONG_BASE: this is verl 0.9.1", "+gradloc=on"),
-    "GradLoc 0.3": (a_file("verl/gradloc/__init__.py", '__version__ = "0.3.0"\n', **OTHERS),
-                    "GradLoc 0.1, 0.2 or 0.3 has patched this tree", "--reverse   (in a clone of that version)"),
-    "half by --reject": (a_file(TRAINER, HALF, also=f"{TRAINER}.rej", has="@@ -47,7 +46,7 @@\n"),
-                         "DRIFTED", "`git apply --reject` left it half done"),
-    "half patched": (a_file(ACTOR, RESULT[ACTOR]), "PARTIAL", "2 of 3 files are not", f"not patched: {TRAINER}"),
-}  # fmt: skip
+    "edited": (EDITED, "DRIFTED", "hunk 1 does not fit at line 9"),
+    "forty lines lower": ("yes '# a new line' | head -40 | cat - $A > x; mv x $A", "hunk 1 does not fit at line 8"),
+    "CRLF": ("sed -i 's/$/\\r/' $A", "CRLF line ends", "core.autocrlf"),
+    "missing": ("rm $T", "DRIFTED", "the file is missing"),
+    "a link": ("mv $A x.py; ln -s $PWD/x.py $A", "DRIFTED", "a symbolic link is in the way", "ls -ld"),
+    "a linked folder": ("mv verl/workers x; ln -s ../x verl/workers", "verl/workers is a symbolic link", "ls -ld"),
+    "a pipe": ("rm $A; mkfifo $A", "DRIFTED", "a named pipe", "ls -ld"),
+    "a folder": ("rm $A; mkdir $A", "DRIFTED", "a folder is in the way", "ls -ld"),
+    "no folder for the new file": ("rm -r verl/utils", "may not be written to"),
+    "a state folder elsewhere": ("ln -s .. .gradloc-patch", "is not a folder of this tool"),
+    "read-only": ("chmod 444 $A", "is read-only", "chmod u+w"),
+    "in the way": ("echo mine > $S", "DRIFTED", "another file is where the patch adds one"),
+    "the released patch": ("echo released > $A", "the publicly released GradLoc patch is on this tree", "apply -R"),
+    "another verl": ("echo 0.6.1 > $V; echo x > $A", "WRONG_BASE: this is verl 0.6.1", "Use verl 0.7.0"),
+    "verl 0.9": ("echo 0.9.1 > $V; rm $T", "WRONG_BASE: this is verl 0.9.1", "+gradloc=on"),
+    "GradLoc 0.3": (
+        "mkdir verl/gradloc; echo x > $A",
+        "GradLoc 0.1, 0.2 or 0.3",
+        "--reverse   (in a clone of that version)",
+    ),
+    "half by --reject": ("sed -i '51s/.*/mine/;7d' $T; echo > $T.rej", "`git apply --reject` left it half done"),
+    "half patched": ("sed -i '10ahook()' $A", "PARTIAL", "2 of 3 files are not", f"not patched: {TRAINER}"),
+}
 
 
 @pytest.mark.parametrize("spoil", REFUSED)
 def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, monkeypatch):
-    monkeypatch.setattr("patchkit.apply.PUBLISHED_ACTOR", blob_id(RELEASED.encode()))
-    make, *said = REFUSED[spoil]
-    make(tree)
+    monkeypatch.setattr("patchkit.apply.PUBLISHED_ACTOR", blob_id(b"released\n"))
+    command, *said = REFUSED[spoil]
+    shell(tree, command)
     with unchanged(tree.parent / tree.name):
         apply(tree, "--check").expect(1, *said)
         apply(tree).expect(1, *said)
@@ -217,7 +164,7 @@ def test_a_file_that_may_not_be_read_is_so_named(apply, tree, monkeypatch):
 
 
 def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
-    edited(tree)
+    shell(tree, EDITED)
     assert apply(tree, "--status", "--quiet").out == "DRIFTED\n"
     found = apply(tree, "--status", "--json").document
     assert (found["state"], found["exit_code"], [one["path"] for one in found["files"]]) == ("DRIFTED", 1, [ACTOR])
@@ -227,9 +174,7 @@ def test_a_status_says_it_in_one_word_and_in_json(apply, tree):
 
 def type_next(refusal):
     """Does what a refusal says is next."""
-    identity = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    command = re.search(r"next: +(.*?)(   .*)?\n", refusal)[1]
-    subprocess.run(["sh", "-ec", command], check=True, env=os.environ | identity)
+    shell("/", re.search(r"next: +(.*?)(   .*)?\n", refusal)[1])
 
 
 def test_your_own_edits_in_a_patched_file_are_kept_and_the_way_to_keep_them_works(apply, clone):
@@ -256,8 +201,7 @@ def test_edits_of_a_fork_and_the_patch_are_merged_by_the_command_that_is_named(a
         git(clone, "commit", "-qam", "mine")
     type_next(apply(clone).expect(1, "DRIFTED").err)
     assert files_of(clone) == RESULT | {ACTOR: RESULT[ACTOR].replace("line 30\n", "mine\n")}
-    missing(clone)
-    edited(clone)
+    shell(clone, f"rm $T; {EDITED}")
     assert "3way" not in apply(clone).expect(1, "DRIFTED: 2 of the files").err
 
 
