@@ -168,8 +168,10 @@ def fetch_patch(place: str, sum_place: str | None, digest: str | None, known: Co
     """
     is_url, next_ = "://" in place, "--sha256-file F|URL or --sha256 HEX, from where the patch is published"
     name = Path(unquote(urlsplit(place).path) if is_url else place).name
-    if digest is None and (sum_place or (not is_url and os.path.exists(f"{place}.sha256"))):
-        digest = _sum(_get(sum_place := sum_place or f"{place}.sha256", MAX_SUM_BYTES), sum_place, name)
+    if sum_place is None and not is_url and os.path.exists(f"{place}.sha256"):
+        sum_place = f"{place}.sha256"
+    if digest is None and sum_place is not None:
+        digest = _sum(_get(sum_place, MAX_SUM_BYTES), sum_place, name)
     if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
         raise refused("sum-malformed", f"--sha256 {digest[:80]} is no sha256", "It has 64 hex digits.", next_, USAGE)
     data = b"" if digest is None and is_url else _get(place, MAX_BYTES)

@@ -164,7 +164,7 @@ def preflight(root: Path, changes: Changes) -> None:
     for folder in {root, *((root / path).parent for path in changes)} if changes else ():
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise _refused("blocked", f"{folder} may not be written to", f"ls -ld {quoted(folder)}")
-    for place in (root / STATE_FOLDER, root / STATE_FOLDER / "run", root / STATE_FOLDER / "applied"):
+    for place in (root / STATE_FOLDER / name for name in ("", "new", "run", "applied", "done")):
         if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
             raise _refused("blocked", f"{place} is not a folder of this tool", "Move it away.")
     for path, (now, _) in changes.items():  # a replacement would succeed, and undo what its owner meant by it

@@ -66,7 +66,7 @@ KINDS = {
     "in another repository": "git init -q o; cp -r clone o/in; rm -rf o/in/.git; ln -s o/in tree",  # git apply exits 0
     "named by a link": "ln -s clone tree",
     "spaces": "mv clone \"a clone, with 'quotes'\"; ln -s \"a clone, with 'quotes'\" tree",
-    "hostile": "cd clone; git config core.fsmonitor 'touch PWNED'; git config apply.whitespace fix; mv ../clone ../tree",
+    "hostile": "cd clone; git config core.fsmonitor 'touch PWNED'; git config apply.whitespace fix; mv $PWD ../tree",
 }
 
 
