@@ -11,14 +11,15 @@ import contextlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from . import tree as trees
-from .patch import MAX_BYTES, FilePatch, apply_hunks, fetch_patch, parse, read_regular, refused, sha256_hex
-from .refusal import STATE, Parser, Refusal, capped, guarded, program, quoted, say
+from .patch import MAX_BYTES, FilePatch, apply_hunks, fetch_patch, parse, read_regular, sha256_hex
+from .refusal import Parser, Refusal, capped, guarded, program, say
 from .tree import Checkout, FileState, installed_root, read_plain, resolve
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
@@ -50,8 +51,7 @@ def load(folder: Path) -> list[Edition]:
             editions.append(Edition(name, base, place, patch, parse(patch)))
         return editions
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"{folder} does not hold what its manifest names"
-        raise refused("patches-broken", what, "It was edited or cut off.", found=str(error)[:200]) from error
+        raise Refusal("patches-broken", folder=folder, found=str(error)[:200]) from error
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class Survey:
         """The files that are as they were before the patch."""
         return [path for path, known in self.sides.items() if known and self.files[path].content == known[0]]
 
+    @property
+    def are_all_there(self) -> bool:
+        return all(self.files[path].content is not None for path in self.strangers)
+
     @cached_property
     def is_base(self) -> bool:
         """Whether verl says that it is the patch's, or the patch does not say."""
@@ -107,54 +111,41 @@ class Survey:
         return "it was edited, but not where the patch edits it"
 
 
-_N = "{n} of the files that the patch touches"
-STATES: tuple[tuple[Any, ...], ...] = (
-    # state, reason of its refusal, whether it holds, what, cause, next; the first line that holds is the tree's
-    ("OTHER_VERSION", "state-other-patch", lambda t: t.other, "another patch ({t.other}) is on this tree",
-     "Patches are put on one at a time.", "{t.checkout.command} --reverse   (then this again)"),
-    ("OTHER_VERSION", "state-older", lambda t: (t.checkout.root / "verl/gradloc").is_dir(),
-     "GradLoc 0.1, 0.2 or 0.3 has patched this tree", "It was not taken off before the upgrade.",
-     "python apply_patch.py --repo {root} --reverse   (in a clone of that version)"),
-    ("APPLIED", "", lambda t: not t.strangers and not t.unpatched, "", "", ""),
-    ("PRISTINE", "", lambda t: not t.strangers and len(t.unpatched) == len(t.files), "", "", ""),
-    ("PARTIAL", "state-partial", lambda t: not t.strangers, "the tree is half patched, {n} of {all} files are not",
-     "git or you restored them.", "{t.checkout.command} --force   (finishes; with --reverse it undoes)"),
-    ("DRIFTED", "state-published", lambda t: any(found.blob == PUBLISHED_ACTOR for found in t.files.values()),
-     "the publicly released GradLoc patch is on this tree", "With it every run stops at its first update.",
-     "git -C {root} apply -R PUBLISHED.patch   (with the released file)"),
-    ("WRONG_BASE", "state-wrong-base", lambda t: not t.is_base,
-     "this is verl {t.checkout.version}, and " + _N + " differ from {t.edition.base}'s, first {first}",
-     "Another version of verl is here.", "Use verl {t.edition.base}; or 0.9, which needs no patch: +gradloc=on"),
-    ("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}, _N + " have CRLF line ends, first {first}",
-     "core.autocrlf, or Windows.", "git clone -c core.autocrlf=false {root} DIR   (and use DIR)"),
-    ("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle, "{first}: {why}",
-     "It was replaced, or is another user's.", "ls -ld {place}"),
-    ("DRIFTED", "state-edited", lambda t: t.edition.before,
-     _N + " were edited after it was applied, first {first}", "Your own edits are in them.",
-     "git -C {root} stash push -u -- {names}   (keeps them aside; then this again, with --force)"),
-    ("DRIFTED", "state-drifted", lambda t: True, _N + " are neither as before nor as after it, first {first}",
-     "They were edited.", "{merge}"),
-)  # fmt: skip
+STATES: tuple[tuple[str, str, Callable[[Survey], object]], ...] = (
+    # state, name of its refusal, whether it holds; the first line that holds is the tree's
+    ("OTHER_VERSION", "state-other-patch", lambda t: t.other),
+    ("OTHER_VERSION", "state-older", lambda t: (t.checkout.root / "verl/gradloc").is_dir()),
+    ("APPLIED", "", lambda t: not t.strangers and not t.unpatched),
+    ("PRISTINE", "", lambda t: not t.strangers and len(t.unpatched) == len(t.files)),
+    ("PARTIAL", "state-partial", lambda t: not t.strangers),
+    ("DRIFTED", "state-published", lambda t: any(found.blob == PUBLISHED_ACTOR for found in t.files.values())),
+    ("WRONG_BASE", "state-wrong-base", lambda t: not t.is_base),
+    ("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}),
+    ("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle),
+    ("DRIFTED", "state-edited", lambda t: t.edition.before),
+    ("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and t.are_all_there),
+    ("DRIFTED", "state-drifted", lambda t: True),
+)
 
 
 def diagnose(tree: Survey) -> Refusal:
     """Make the refusal of a tree that the patch can be neither put on nor taken off."""
-    state, reason, _, *texts = tree.row
-    why, root = tree.strangers if state != "OTHER_VERSION" else {}, tree.checkout.root
+    (state, reason, _), root, why = tree.row, tree.checkout.root, tree.strangers
     names = [*(why or tree.unpatched or tree.files)]
-    words = {"root": quoted(root), "place": quoted(root / names[0]), "first": names[0], "names": " ".join(names)}
-    words |= {"why": why.get(names[0], ""), "merge": f"Restore {names[0]} as verl has it, then run this again."}
-    if tree.checkout.kind == "clone" and tree.edition.place and all(tree.files[p].content is not None for p in why):
-        words["merge"] = f"git -C {quoted(root)} add -- {words['names']} && git -C {quoted(root)} apply --3way "
-        words["merge"] += f"{quoted(tree.edition.place)}   (git merges both)"
-    what, cause, next_ = (text.format(t=tree, n=len(names), all=len(tree.files), **words) for text in texts)
-    lines = [f"{path}: {one}" for path, one in why.items()]
-    lines += [f"not patched: {path}" for path in names if state == "PARTIAL"]
-    data: dict[str, Any] = {"state": state, "lines": lines, "files": [{"path": p, "why": w} for p, w in why.items()]}
+    words: dict[str, Any] = {"n": len(names), "all": len(tree.files), "first": names[0], "names": " ".join(names)}
+    words |= {"version": tree.checkout.version, "base": tree.edition.base, "command": tree.checkout.command}
+    words |= {"root": root, "place": root / names[0], "patch": tree.edition.place, "other": tree.other}
+    words |= {"lines": [f"{path}: {one}" for path, one in why.items()], "files": _listed(why), "state": state}
+    if state == "PARTIAL":
+        words["lines"] = [f"not patched: {path}" for path in names]
     if why:
         ids = tree.edition.files[names[0]].before, tree.files[names[0]].blob
-        data["expected"], data["found"] = (f"git blob {one[:12]}" if one else "no file" for one in ids)
-    return Refusal(STATE, reason, f"{state}: {what}", cause, next_, **data)
+        words["expected"], words["found"] = (f"git blob {one[:12]}" if one else "no file" for one in ids)
+    return Refusal(reason, why=why.get(names[0]), **words)
+
+
+def _listed(why: dict[str, str]) -> list[dict[str, str]]:
+    return [{"path": path, "why": one} for path, one in why.items()]
 
 
 def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Survey:
@@ -185,8 +176,7 @@ def plan(tree: Survey, reverse: bool, force: bool) -> dict[str, tuple[bytes | No
     goals = {path: known[not reverse] for path, known in sorted(tree.sides.items()) if known}
     changes = {p: (tree.files[p].content, goal) for p, goal in goals.items() if tree.files[p].content != goal}
     if changes and not force and (unfinished := tree.checkout.unfinished()):
-        what, cause = f"git is at work here ({unfinished})", "Files that change beneath it end in the wrong commit."
-        raise Refusal(STATE, "git-unfinished", what, cause, "Finish it first, or add --force.")
+        raise Refusal("git-unfinished", mark=unfinished)
     trees.preflight(tree.checkout.root, changes)
     return changes
 
@@ -257,9 +247,9 @@ def _print(tree: Survey, files: list[str], note: str, options: argparse.Namespac
     done = f"would {verb}" if options.check else "taken off" if options.reverse else "applied"
     did = f"{done}: {len(files)} files" if files else f"nothing to {verb}"
     if options.json:
-        why = [{"path": path, "why": why} for path, why in tree.strangers.items()]
-        document = {"exit_code": int(options.status and bool(tree.row[1])), "state": state, "did": did, "files": why}
+        document = {"exit_code": int(options.status and bool(tree.row[1])), "state": state, "did": did}
         document |= {"patch": tree.edition.name, "notes": [note] if note else [], "changed": files}
+        document["files"] = _listed(tree.strangers)
         return say(json.dumps(document, indent=1))
     about = [f"target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
     about += [f"patch:    {tree.edition.name}"]

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .patch import VERSION_FILE, blob_id, hidden_character, is_safe, parse, refused, sha256_hex, split
-from .refusal import NETWORK, STATE, Parser, capped, guarded, quoted, say
+from .patch import VERSION_FILE, blob_id, hidden_character, is_safe, parse, sha256_hex, split
+from .refusal import Parser, Refusal, capped, guarded, quoted, say
 from .tree import SEAM, STATE_FOLDER, Checkout, read_plain, remembered, resolve, stage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,8 +71,7 @@ def ensure_base(base: Base, cache: Path = CACHE) -> Path:
         archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
         found = sha256_hex(archive.read_bytes()) if archive.is_file() else "no such file"
         if found != base.sdist_sha256:
-            what, cause = f"{archive} is not verl's archive", "It was changed, or VERL_BASE_SDIST was."
-            raise refused("base-digest", what, cause, "Fetch it again.", expected=base.sdist_sha256, found=found)
+            raise Refusal("base-digest", archive=archive, expected=base.sdist_sha256, found=found)
         with tarfile.open(archive, "r:gz") as tar:  # every byte of it is known
             tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
             tar.extractall(folder)
@@ -88,9 +87,7 @@ def _fetch(name: str, folder: str) -> Path:
     command = "-m pip download --quiet --no-deps --disable-pip-version-check --no-binary verl --dest".split()
     command = [sys.executable, *command, folder, name.replace("-", "==")]
     if (done := subprocess.run(command, capture_output=True, text=True, cwd=folder)).returncode:
-        what, cause = f"pip could not fetch the source archive of {command[-1]}", "No network, or no such package."
-        next_, found = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, a copy fetched elsewhere", done.stderr.strip()[-200:]
-        raise refused("base-pip", what, cause, next_, NETWORK, found=found)
+        raise Refusal("base-pip", package=command[-1], name=name, found=done.stderr.strip()[-200:])
     return Path(folder) / f"{name}.tar.gz"
 
 
@@ -107,8 +104,7 @@ def check_text(path: str, data: bytes) -> bytes:
     """Return ``data``, a file that verl is to have; refuse what a patch must not carry."""
     text = data.decode("utf-8", "replace")
     if text.encode() != data or text[-1:] != "\n" or hidden_character(text) or not is_safe(path):
-        what = f"{path} is no UTF-8 text of whole lines, or holds {hidden_character(text) or 'no line'}"
-        raise refused("build-text", what, "An editor wrote it.", "Write it anew, as text with LF.")
+        raise Refusal("build-text", path=path, hidden=hidden_character(text) or "no line")
     return data
 
 
@@ -130,11 +126,7 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
     for base in bases(overrides).values():
         made = results(base, tree := ensure_base(base))
         if (said := re.findall(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)) not in ([], [version.encode()]):
-            what, next_ = (
-                f"{SEAM} is for gradloc {said[0].decode()}, and this is {version}",
-                f'VERSION = "{version}" there',
-            )
-            raise refused("build-version", what, "One place was changed.", next_)
+            raise Refusal("build-version", seam=SEAM, said=said[0].decode(), version=version)
         sections = [seam(path, read_plain(tree, path).content, data) for path, data in made.items()]
         patch = (_PREAMBLE.format(tag=base.tag, commit=base.commit, version=version) + "".join(sections)).encode()
         for path, file in parse(patch).items():
@@ -160,26 +152,19 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
         if found == verls and mine != verls.content:
             lacking += [path] if path in files else []
         elif found.content is None:
-            what, cause = f"{path} is not in {target.root}", found.obstacle or "It was deleted, or is misspelt."
-            raise refused("take-deleted", what, cause, f"Put it back, from verl {base.tag}.", STATE)
+            raise Refusal("take-deleted", path=path, root=target.root, tag=base.tag, found=found.obstacle)
         elif found.content != mine and found.blob != was:
             if mine is not None and blob_id(mine) != was:
                 here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
                 lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
-                what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
-                next_ = "Bring both together in the checkout, undo the one here, run this again."
-                raise refused("take-both-sides", what, cause, next_, STATE, lines=lines)
+                raise Refusal("take-both-sides", path=path, lines=lines)
             before, after = verls.content, check_text(path, found.content)
             diff = after if before is None else seam(path, before, after, SOURCE_CONTEXT).encode()
             write_file(base.folder / (path if before is None else f"{path}.patch"), diff)
             yield f"taken: {path}"
     if lacking:
-        what, cause = f"the patch is off {len(lacking)} of its files in {target.root}", "git stashed or restored them."
-        next_ = (
-            f"git -C {quoted(target.root)} apply {' '.join(f'--include={path}' for path in lacking)} {quoted(patch)}"
-        )
-        next_ += "   (to drop a seam, remove its source in verl_overrides/)"
-        raise refused("take-unpatched", what, cause, next_, STATE, lines=lacking)
+        include = " ".join(f"--include={path}" for path in lacking)
+        raise Refusal("take-unpatched", n=len(lacking), root=target.root, include=include, patch=patch, lines=lacking)
     names = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
     for path in sorted(name for name in names - {*ours, *also, VERSION_FILE} if not re.search(r"/(\.|__pyc)", name)):
         if read_plain(target.root, path).blob != read_plain(tree, path).blob:
@@ -228,8 +213,7 @@ def _run(made: Parser, options: argparse.Namespace) -> None:
             target = resolve(options.repo, True, "bash make_patch.sh")
             base = bases(copy).get(f"v{target.version.removesuffix('.dev')}")
             if base is None:
-                what, next_ = f"verl_overrides/ has no folder for verl {target.version}", "Make one, with a base.json."
-                raise refused("take-base", what, f"There are {', '.join(known)}.", next_, STATE)
+                raise Refusal("take-base", version=target.version, known=", ".join(known))
             said = [*take(target, base, patches / base.patch, options.also)]
         built = compose(copy, version)
         for place in (path for path in copy.rglob("*") if path.is_file() and target):
@@ -246,8 +230,7 @@ def _run(made: Parser, options: argparse.Namespace) -> None:
         if found != wanted or name not in built:
             sides = [text.decode("utf-8", "replace").splitlines() for text in (found, wanted)]
             lines = [*difflib.unified_diff(sides[0], sides[1], f"patches/{name}", "built", lineterm="", n=1)]
-            what, cause = f"patches/{name} is not what its sources build", "One was edited, the other not rebuilt."
-            raise refused("build-stale", what, cause, "bash make_patch.sh", lines=lines)
+            raise Refusal("build-stale", name=name, lines=lines)
     if options.check:
         return say("patches/ is what its sources build")
     written = [name for name, data in built.items() if write_file(patches / name, data)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
-from .refusal import INTEGRITY, NETWORK, USAGE, Refusal
+from .refusal import Refusal
 
 MAX_BYTES, MAX_SUM_BYTES, MAX_FILE_BYTES = 2**20, 2**16, 2**24
 TOTAL_S, SILENCE_S, MAX_HOPS = 60.0, 20.0, 5  # of a download
@@ -31,12 +31,6 @@ _HUNK = re.compile(r"@@ -(\d{1,7})(?:,(\d{1,7}))? \+(\d{1,7})(?:,(\d{1,7}))? @@(
 _PATH = re.compile(r"verl/[A-Za-z0-9_./-]{1,195}\Z")
 _ODD = re.compile(r"(|\.|\.\.|git~\d+|\.git.*|.*\.|(con|prn|aux|nul|com[1-9]|lpt[1-9])(\..*)?)\Z", re.IGNORECASE)
 Hunk = tuple[int, list[str], int, list[str]]  # the line (from 0) and the lines before, and the same after
-
-
-def refused(reason: str, what: str, cause: str = "", next_: str = "", code: int = INTEGRITY, **data: Any) -> Refusal:
-    """Make the refusal of a patch, or of what comes with one."""
-    cause = cause or "It was not made by make_patch.sh or plain `git diff`, or was changed, or is for another file."
-    return Refusal(code, reason, what, cause, next_ or "git checkout -- patches/   (or get the patch again)", **data)
 
 
 def sha256_hex(data: bytes) -> str:
@@ -81,7 +75,7 @@ class FilePatch:
     def forward(self, base: bytes | None) -> bytes:
         """Return the result on ``base``, which is None for a new file, checked by its id."""
         if (base is None) != (self.before is None):
-            raise refused("result-digest", f"{self.path} is missing, or is there and should not be")
+            raise Refusal("result-missing", path=self.path)
         return self._checked(self.after, apply_hunks(self.path, self.hunks, base or b""))
 
     def backward(self, result: bytes) -> bytes | None:
@@ -103,8 +97,8 @@ class FilePatch:
 
     def _checked(self, expected: str, data: bytes) -> bytes:
         if not (found := blob_id(data)).startswith(expected):
-            what, there = f"{self.path} would not become what the patch promises", f"git blob {found[:12]}"
-            raise refused("result-digest", what, expected=f"git blob {expected[:12]}", found=there)
+            ids = {"expected": f"git blob {expected[:12]}", "found": f"git blob {found[:12]}"}
+            raise Refusal("result-digest", path=self.path, **ids)
         return data
 
 
@@ -113,16 +107,16 @@ def parse(data: bytes) -> dict[str, FilePatch]:
     files: dict[str, FilePatch] = {}
     preamble, *sections = re.split(r"(?m)^(?=diff --git )", data.decode("utf-8", "surrogateescape"))
     if re.search(r"diff --git |^(@@|---|\+\+\+) ", preamble, re.MULTILINE) or not sections:
-        raise refused("patch-section", "the patch holds no file, or begins with something else")
+        raise Refusal("patch-empty")
     for section in sections:
         if not (head := _HEAD.match(section)) or not is_safe(head["path"]):
-            raise refused("patch-section", f"{section.splitlines()[0][:90]!r} does not begin a section that we take")
+            raise Refusal("patch-section", line=section.splitlines()[0][:90])
         path, before = head["path"], head["before"] or ""
         if len({bool(head["new"]), head["old"] == "/dev/null", *([not before.strip("0")] if before else [])}) != 1:
-            raise refused("patch-section", f"the lines above the hunks of {path} disagree on whether it is new")
+            raise Refusal("patch-new", path=path)
         pairs = [(f"{old}/".casefold(), f"{path}/".casefold()) for old in files]
         if any(a.startswith(b) or b.startswith(a) for a, b in pairs):
-            raise refused("patch-section", f"{path} comes twice, or as a file and as a folder")
+            raise Refusal("patch-twice", path=path)
         hunks = tuple(_hunk(path, text) for text in re.split(r"(?m)^(?=@@ )", section[head.end() :])[1:])
         files[path] = FilePatch(path, None if head["new"] else before, head["after"] or "", hunks)
     return files
@@ -133,9 +127,11 @@ def _hunk(path: str, text: str) -> Hunk:
     old, new = ([line[1:] for line in lines if line[0] in marks] for marks in (" -", " +"))
     counts = [1 if count is None else int(count) for count in (head[2], head[4])] if head else []
     if not head or counts != [len(old), len(new)] or any(line[0] not in " +-" or line[-1] != "\n" for line in lines):
-        raise refused("patch-hunk", f"a hunk of {path} is not as long as it says, or holds what is no line of a file")
-    if (hidden := hidden_character("".join(line for line in lines if line[0] == "+"))) or (not old and head[1] != "0"):
-        raise refused("patch-hunk", f"a hunk of {path} adds a hidden character ({hidden}), or has no line around it")
+        raise Refusal("patch-hunk", path=path)
+    if hidden := hidden_character("".join(line for line in lines if line[0] == "+")):
+        raise Refusal("patch-hidden", path=path, hidden=hidden)
+    if not old and head[1] != "0":
+        raise Refusal("patch-context", path=path)
     # An empty side is written with the line BEFORE it.
     return int(head[1]) - bool(old), old, int(head[3]) - bool(new), new
 
@@ -155,8 +151,7 @@ def apply_hunks(path: str, hunks: tuple[Hunk, ...], data: bytes) -> bytes:
             first = next((i for i, (a, b) in enumerate(zip(there, old, strict=False)) if a != b), len(there))
             shown = [f"expects | {line.rstrip()}" for line in old[first : first + 6] or ["(the file's end)"]]
             shown += [f"has     | {line.rstrip()}" for line in there[first : first + 6] or ["(the file's end)"]]
-            what = f"hunk {number} of {path} does not fit at line {start + first + 1}"
-            raise refused("hunk-mismatch", what, lines=shown)
+            raise Refusal("hunk-mismatch", number=number, path=path, at=start + first + 1, lines=shown)
         at = start + len(old)
     return "".join(done + lines[at:]).encode("utf-8", "surrogateescape")
 
@@ -166,39 +161,36 @@ def fetch_patch(place: str, sum_place: str | None, digest: str | None, known: Co
 
     Without either, the ``.sha256`` file next to a file serves, or that the sum is one of the ``known``, our own.
     """
-    is_url, next_ = "://" in place, "--sha256-file F|URL or --sha256 HEX, from where the patch is published"
+    is_url = "://" in place
     name = Path(unquote(urlsplit(place).path) if is_url else place).name
     if sum_place is None and not is_url and os.path.exists(f"{place}.sha256"):
         sum_place = f"{place}.sha256"
     if digest is None and sum_place is not None:
         digest = _sum(_get(sum_place, MAX_SUM_BYTES), sum_place, name)
     if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise refused("sum-malformed", f"--sha256 {digest[:80]} is no sha256", "It has 64 hex digits.", next_, USAGE)
+        raise Refusal("sum-hex", digest=digest)
     data = b"" if digest is None and is_url else _get(place, MAX_BYTES)
-    found, cause = sha256_hex(data), "It was changed, cut off, or is another version's."
+    found = sha256_hex(data)
     if digest is None and found not in known:
-        what = f"no sha256 was given for {place}, and without one it is not read"
-        raise refused("sum-missing", what, "A patch is code that will run.", next_)
+        raise Refusal("sum-missing", place=place)
     if digest is not None and found != digest.lower():
-        cause = "It is a web page; on GitHub, name the raw file." if data.lstrip()[:1] == b"<" else cause
-        what = f"{place} is not what its sum says"
-        raise refused("sum-mismatch", what, cause, "Get both again.", expected=digest.lower(), found=found)
+        reason = "sum-web-page" if data.lstrip()[:1] == b"<" else "sum-mismatch"
+        raise Refusal(reason, place=place, expected=digest.lower(), found=found)
     if found == PUBLISHED:
-        cause, next_ = "With it every run stops at its first update.", "Name no patch: ours does the same."
-        raise refused("published", f"{place} is the publicly released GradLoc patch", cause, next_)
+        raise Refusal("published", place=place)
     return data
 
 
 def _sum(data: bytes, place: str, name: str) -> str:
     """Return the sum of ``name`` in what ``sha256sum`` has printed, or a sum alone."""
-    cause, found = "It is the sum file of another patch, or no sum file.", set[str]()
+    found = set[str]()
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), start=1):
         entry = re.fullmatch(r"([0-9a-fA-F]{64})(?: [ *](?!/)(.+))?", line)
         if not entry or ".." in Path(entry[2] or "").parts:
-            raise refused("sum-malformed", f"line {number} of {place} is no line of a sum file", cause, found=line[:80])
+            raise Refusal("sum-line", number=number, place=place, found=line[:80])
         found |= {entry[1].lower()} if Path(entry[2] or name).name == name else set()
     if len(found) != 1:
-        raise refused("sum-other", f"{place} has {len(found)} sums of {name}", cause, "Or give the sum: --sha256 HEX")
+        raise Refusal("sum-other", place=place, n=len(found), name=name)
     return found.pop()
 
 
@@ -206,8 +198,7 @@ def _get(place: str, limit: int) -> bytes:
     try:
         return download(place, limit) if "://" in place else read_regular(Path(place), limit)
     except OSError as error:
-        cause = f"It is misspelt, no plain file, or has over {limit} bytes."
-        raise refused("file-unreadable", f"{place} cannot be read", cause, "ls -l FILE", found=str(error)) from error
+        raise Refusal("unreadable", place=Path(place), limit=limit, found=str(error)) from error
 
 
 def _ring(*_: Any) -> None:
@@ -219,10 +210,8 @@ def download(url: str, limit: int) -> bytes:
     try:
         import requests
     except ImportError as error:
-        cause, next_ = "This Python has none; all else works without.", "pip install requests, or --patch-file F"
-        raise refused("no-requests", f"{url} needs the package requests", cause, next_, NETWORK) from error
+        raise Refusal("no-requests", url=url) from error
     began, hop, answer, data = time.monotonic(), url, None, b""
-    cause, test = "The server or a proxy is not what it should be; nothing was changed.", f"curl -IL {url}"
     signal.signal(signal.SIGALRM, _ring)  # a read's own limit is between bytes, and a server may send one now and then
     signal.setitimer(signal.ITIMER_REAL, TOTAL_S, 1.0)
     try:
@@ -232,35 +221,30 @@ def download(url: str, limit: int) -> bytes:
             parts, is_first = urlsplit(hop), answer is None
             is_local = is_first and parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
             if not (parts.scheme == "https" or is_local) or not parts.hostname or "@" in parts.netloc:
-                what = f"{'' if is_first else 'a redirect leads to '}{hop}, no plain https"
-                raise refused(
-                    "url-refused", what, "A patch comes by https alone.", test, USAGE if is_first else INTEGRITY
-                )
+                raise Refusal("url-refused" if is_first else "redirect-refused", url=hop)
             plain = {"Accept-Encoding": "identity"}
             answer = session.get(hop, headers=plain, stream=True, allow_redirects=False, timeout=SILENCE_S)
             if not answer.is_redirect:
                 break
             hop = urljoin(hop, answer.headers["location"])
         else:
-            raise refused("answer-loop", f"{url} leads through a loop of over {MAX_HOPS} redirects", cause, test)
+            raise Refusal("answer-loop", url=url, hops=MAX_HOPS)
         if answer.status_code != 200:
-            raise refused("no-answer", f"{hop} is not there: it says {answer.status_code}", cause, test, NETWORK)
+            raise Refusal("answer-status", url=hop, status=answer.status_code)
         encoding, length = (answer.headers.get(f"content-{one}", "0") for one in ("encoding", "length"))
         if encoding not in ("0", "identity"):
-            raise refused("answer-encoded", f"{url} has the encoding {encoding[:20]!r}, unasked", cause, test)
+            raise Refusal("answer-encoded", url=url, encoding=encoding[:20])
         is_long = int(length) > limit
         for chunk in () if is_long else answer.iter_content(2**14):
             data += chunk
             if is_long := len(data) > limit:
                 break
         if is_long:
-            raise refused("answer-long", f"{url} has over {limit} bytes", cause, test)
+            raise Refusal("answer-long", url=url, limit=limit)
     except (requests.RequestException, OSError, ValueError) as error:
-        if (is_late := time.monotonic() - began >= TOTAL_S) or answer is not None:
-            what = f"{url} takes over {TOTAL_S:g} s" if is_late else f"{url} was cut off"
-            raise refused("answer-cut", what, cause, test, found=str(error)[:200]) from error
-        cause = "No network, no such server, or its certificate is not right."
-        raise refused("no-answer", f"{url} does not answer", cause, test, NETWORK, found=str(error)[:200]) from error
+        reason = "answer-cut" if answer is not None else "no-answer"
+        reason = "answer-late" if time.monotonic() - began >= TOTAL_S else reason
+        raise Refusal(reason, url=url, limit=TOTAL_S, found=str(error)[:200]) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return data

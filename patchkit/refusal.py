@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends every error as one refusal: what and where, expected against found, why probably, the next command."""
+"""Ends every error as one refusal, worded in refusals.txt: what and where, why probably, the next command."""
 
 import argparse
 import contextlib
@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_LISTED = 20  # lines of detail that a refusal shows
-STATE, USAGE, INTEGRITY, DISK, DISK_TWICE, LOCKED, NETWORK = range(1, 8)  # docs/applier.md explains them
+_TABLE = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8")
+REFUSALS = {row[0]: row[1:] for line in _TABLE.splitlines() if line[0] != "#" for row in [line.split(" | ")]}
 
 
 class Refusal(Exception):
-    """Ends a command with an exit code; ``data`` has ``expected``, ``found``, ``lines`` of detail, more for --json."""
+    """Ends a command with an exit code; ``data`` has the words of its row, and ``expected``, ``found``, ``lines``."""
 
-    def __init__(self, code: int, reason: str, what: str, cause: str, next_: str, **data: Any) -> None:
-        super().__init__(f"{reason}: {what}")
-        self.code, self.reason, self.what, self.cause, self.next, self.data = code, reason, what, cause, next_, data
+    def __init__(self, reason: str, **data: Any) -> None:
+        code, what, cause, next_ = REFUSALS[reason]
+        self.reason, self.code, self.data = reason, int(code), data
+        self.what, self.cause = what.format(**data), cause.format(**data)
+        self.next = next_.format(**{k: quoted(v) if isinstance(v, Path) else v for k, v in data.items()})
+        super().__init__(f"{reason}: {self.what}")
 
     def parts(self) -> dict[str, str]:
         """Return the refusal's parts in the order in which they are shown."""
@@ -32,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     """Parses a command line; its errors are refusals."""
 
     def error(self, message: str) -> NoReturn:
-        raise Refusal(USAGE, "usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
+        raise Refusal("usage", message=message, prog=self.prog)
 
 
 def capped(lines: Iterable[str]) -> list[str]:
@@ -65,12 +69,11 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
     except Refusal as error:
         shown = error
     except KeyboardInterrupt:
-        shown = Refusal(130, "interrupted", "interrupted", "The keyboard.", "--status says whether it was done.")
+        shown = Refusal("interrupted")
     except OSError as error:
         shown = disk_failed(error)
     except Exception as error:
-        what = f"an error in this tool ({type(error).__name__}: {error}); what had begun was put back"
-        shown = Refusal(DISK, "internal", what, "A bug.", "Run the same with --debug and report what it prints.")
+        shown = Refusal("internal", error=error)
         shown.__cause__ = error
     if "--debug" in arguments:
         raise shown
@@ -78,19 +81,15 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
         detail = {"state": shown.data.get("state"), "files": shown.data.get("files", [])}
         say(json.dumps({"exit_code": shown.code, "error": shown.parts()} | detail, indent=1))
     else:
-        lines = [f"  {key + ':':<9} {value}" for key, value in shown.parts().items() if key not in ("reason", "what")]
-        lines += [f"  {line}" for line in capped(shown.data.get("lines", ()))]
-        say("\n".join([f"refused: {shown.what}", *lines]), is_error=True)
+        lines = [f"{key + ':':<9} {value}" for key, value in shown.parts().items() if key not in ("reason", "what")]
+        say("\n  ".join([f"refused: {shown.what}", *lines, *capped(shown.data.get("lines", ()))]), is_error=True)
     return shown.code
 
 
 def disk_failed(error: OSError) -> Refusal:
     """Make the refusal for a disk that failed before anything was changed, or with all of it put back."""
-    what, next_ = (
-        f"the disk failed at {error.filename or '?'}; everything is as before",
-        "df -h and lsattr; then again.",
-    )
-    return Refusal(DISK, "disk-failed", what, "It is full, damaged, or another user's.", next_, found=error.strerror)
+    where = f" at {error.filename}" if error.filename else ""
+    return Refusal("disk-failed", where=where, found=error.strerror)
 
 
 def say(text: str, is_error: bool = False) -> None:

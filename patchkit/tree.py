@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .patch import VERSION_FILE, blob_id, is_safe, parse, read_regular, sha256_hex
-from .refusal import DISK, DISK_TWICE, LOCKED, STATE, USAGE, Refusal, disk_failed, program, quoted
+from .refusal import Refusal, disk_failed, program, quoted
 
 SEAM = "verl/utils/gradloc_seam.py"  # the one file that our patch adds
 STATE_FOLDER = ".gradloc-patch"
@@ -58,28 +58,19 @@ class Checkout:
 
 def resolve(target: str, allow_installed: bool = False, command: str = "") -> Checkout:
     """Return the checkout at ``target``; refuse what is not the root of a verl tree, with the ``command`` to use."""
-    command, root = command or program(), Path(target)
-    cause = "It is misspelt, an archive, or another user's."
+    about, root = {"target": target, "command": command or program()}, Path(target)
     if not target:
-        raise Refusal(USAGE, "target-empty", "the target is an empty string", "A variable was unset.", command)
+        raise Refusal("target-empty", **about)
     try:
         os.listdir(root := root.resolve())
     except (OSError, RuntimeError) as error:  # the latter for a link to itself, before Python 3.13
-        what, next_ = f"{target} is no folder that can be read", f"{command} --repo VERL"
-        raise Refusal(STATE, "target-unreadable", what, cause, next_, found=str(error)) from error
+        raise Refusal("target-unreadable", **about, found=str(error)) from error
     if lacking := [mark for mark in _MARKS if not (root / mark).is_file()]:
-        is_below = all((root.parent / mark).is_file() for mark in _MARKS)
-        next_ = f"{command} --repo {quoted(root.parent) if is_below else 'FOLDER'}   (with verl/__init__.py in it)"
-        what, more = (
-            f"NOT_VERL: {target} is not the top of a verl tree",
-            {"state": "NOT_VERL", "found": f"no {lacking[0]}"},
-        )
-        raise Refusal(STATE, "target-not-verl", what, "Another folder was named.", next_, **more)
+        instead = root.parent if all((root.parent / mark).is_file() for mark in _MARKS) else "FOLDER"
+        raise Refusal("target-not-verl", **about, instead=instead, state="NOT_VERL", found=f"no {lacking[0]}")
     checkout = Checkout(root, read_text(root / VERSION_FILE)[:40] or "unknown")
     if checkout.kind == "package" and not allow_installed:
-        what, cause = f"{target} is an environment's package folder", "Every program of that environment is affected."
-        next_ = f"{command} --installed   (with the Python of that environment)"
-        raise Refusal(STATE, "target-installed", what, cause, next_)
+        raise Refusal("target-installed", **about)
     return checkout
 
 
@@ -87,8 +78,7 @@ def installed_root() -> Path:
     """Return the folder that holds the verl package of the running Python."""
     spec = find_spec("verl")
     if spec is None or spec.origin is None or not spec.submodule_search_locations:  # None: a mere folder of that name
-        what, cause = "NOT_VERL: this Python has no verl", "It is not the Python that trains."
-        raise Refusal(STATE, "target-not-installed", what, cause, "ENVIRONMENT/bin/python apply_patch.py --installed")
+        raise Refusal("target-not-installed")
     return Path(next(iter(spec.submodule_search_locations))).resolve().parent
 
 
@@ -147,10 +137,9 @@ def locked(root: Path, wait_s: float = 0.0) -> Iterator[None]:
                 break
             except OSError as error:
                 if not isinstance(error, BlockingIOError):
-                    raise _refused("no-locks", f"{root} has no locks", "Patch a copy on a local disk.") from error
+                    raise Refusal("no-locks", root=root, found=error.strerror) from error
                 if time.monotonic() >= ends:
-                    what, next_ = f"another run is at work in {root}", "Run this again, or with --wait SECONDS."
-                    raise Refusal(LOCKED, "locked", what, "Its lock goes when it ends.", next_) from error
+                    raise Refusal("locked", root=root) from error
                 time.sleep(0.05)
         yield
 
@@ -159,22 +148,16 @@ def preflight(root: Path, changes: Changes) -> None:
     """Refuse what would stop ``changes`` from being written: a folder, a file, the disk."""
     needed = 2**20 + 2 * sum(len(data or b"") for sides in changes.values() for data in sides)
     if changes and (room := os.statvfs(root).f_bavail * os.statvfs(root).f_frsize) < needed:
-        what, next_ = f"{root} has too little room; nothing was written", f"df -h {quoted(root)}"
-        raise _refused("disk-too-small", what, next_, DISK, expected=needed, found=room)
+        raise Refusal("disk-too-small", root=root, expected=f"{needed} bytes", found=f"{room} bytes")
     for folder in {root, *((root / path).parent for path in changes)} if changes else ():
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise _refused("blocked", f"{folder} may not be written to", f"ls -ld {quoted(folder)}")
+            raise Refusal("blocked-folder", place=folder)
     for place in (root / STATE_FOLDER / name for name in ("", "new", "run", "applied", "done")):
         if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
-            raise _refused("blocked", f"{place} is not a folder of this tool", "Move it away.")
+            raise Refusal("blocked-state", place=place)
     for path, (now, _) in changes.items():  # a replacement would succeed, and undo what its owner meant by it
         if now is not None and not (root / path).stat().st_mode & 0o200:
-            raise _refused("blocked", f"{root / path} is read-only", f"chmod u+w {quoted(root / path)}")
-
-
-def _refused(reason: str, what: str, next_: str, code: int = STATE, cause: str = "", **data: Any) -> Refusal:
-    cause = cause or "It is full, read-only, another user's, missing, a network's, or was edited."
-    return Refusal(code, reason, what, cause, next_, **data)
+            raise Refusal("blocked-file", place=root / path)
 
 
 def remembered(root: Path) -> tuple[bytes, dict[str, bytes | None]]:
@@ -225,11 +208,7 @@ def interrupted(root: Path, is_strict: bool = True) -> dict[str, tuple[bytes | N
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        what = f"a run was interrupted here and cannot be undone: {path} is neither as before it nor as after"
-        next_ = (
-            f"Move your edit away, restore the file from {folder / 'now'}, run this again; or: rm -r {quoted(folder)}"
-        )
-        raise _refused("journal-broken", what, next_, DISK_TWICE, found=str(error)) from error
+        raise Refusal("journal-broken", path=path, run=folder, found=str(error)) from error
     return found
 
 
@@ -243,9 +222,7 @@ def recover(root: Path, is_strict: bool = True, cause: str = "") -> bool:
         if was_begun := run.exists():
             do(os.rename, run, run.with_name("done"))
     except OSError as error:
-        what, found = f"the disk failed, and so did putting things back; the journal is in {run}", f"{cause}{error}"
-        next_ = "Repair it, then run this again: that undoes it first."
-        raise _refused("disk-failed-again", what, next_, DISK_TWICE, found=found) from error
+        raise Refusal("disk-failed-again", run=run, found=f"{cause}{error}") from error
     if (root / STATE_FOLDER).exists():
         _tidy(root)
     return was_begun
@@ -306,8 +283,7 @@ def _sync(folder: Path) -> None:
 
 def _check(root: Path, path: str, digest: str | None) -> None:
     if (there := read_plain(root, path)).obstacle or _digest(there.content) != digest:
-        what, next_ = f"{path} was changed while this ran; all else was put back", "Look at it, then run this again."
-        raise _refused("changed-meanwhile", what, next_, cause="Another program wrote to it.")
+        raise Refusal("changed-meanwhile", path=path)
 
 
 def _digest(data: bytes | None) -> str | None:

@@ -20,9 +20,10 @@ def small_world(monkeypatch, request, tmp_path):
         monkeypatch.setattr(build, "ensure_base", lambda base: tmp_path / "repo/base" / f"verl-{base.tag[1:]}")
     made = Refusal.__init__
 
-    def checked(self, code, reason, what, cause, next_, **data):
-        made(self, code, reason, what, cause, next_, **data)
-        assert reason and what and not what.endswith(".") and cause and next_
+    def checked(self, reason, **data):
+        made(self, reason, **data)
+        assert self.what and not self.what.endswith(".") and self.cause and self.next
+        assert "None" not in self.what + self.next
 
     monkeypatch.setattr(Refusal, "__init__", checked)
 

@@ -94,7 +94,7 @@ SPOILT = {
     "cut": (3, "was cut off"), "short": (3, "is not what its sum says"), "gzip": (3, "has the encoding 'gzip'"),
     "http": (3, "no plain https"), "file": (3, "no plain https"), "loop": (3, "a loop of over 5 redirects"),
     "drip": (3, "takes over 0.5 s"), "huge": (3, "has over"), "endless": (3, "has over"), "page": (3, "a web page"),
-    "absent": (7, "it says 404"), "wrong": (3, "is not what its sum says"), "other": (3, "0 sums of theirs.patch"),
+    "absent": (7, "says 404"), "wrong": (3, "is not what its sum says"), "other": (3, "0 sums of theirs.patch"),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from patchkit.apply import STATES
 from patchkit.patch import blob_id, read_regular
-from patchkit.refusal import guarded, say
+from patchkit.refusal import REFUSALS, guarded, say
 from tests.conftest import ROOT
 from tests.patchkit.world import (
     ACTOR,
@@ -272,3 +272,9 @@ def test_the_page_has_every_state_and_every_option(apply):
     assert {row[0] for row in STATES} | {"NOT_VERL"} == set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
     with pytest.raises(SystemExit):
         apply("--help")
+
+
+def test_every_refusal_of_the_table_is_raised_somewhere_and_no_other():
+    code = "".join(path.read_text() for path in (ROOT / "patchkit").glob("*.py"))
+    assert {name for name in REFUSALS if f'"{name}"' not in code} == set()
+    assert set(re.findall(r'Refusal\("([a-z-]+)"', code)) <= REFUSALS.keys() >= {row[1] for row in STATES} - {""}
