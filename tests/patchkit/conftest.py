@@ -42,7 +42,7 @@ def repo(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     """An unpacked archive of the small verl."""
-    return world.write_tree(tmp_path / "verl-tree", world.BASE)
+    return world.put(tmp_path / "verl-tree", world.BASE)
 
 
 @pytest.fixture

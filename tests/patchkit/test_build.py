@@ -17,26 +17,14 @@ from patchkit import build
 from patchkit.patch import parse
 from patchkit.refusal import Refusal
 from tests.conftest import ROOT
-from tests.patchkit.world import (
-    ACTOR,
-    BASE,
-    OTHER,
-    RESULT,
-    SEAM,
-    TRAINER,
-    files_of,
-    git,
-    make_clone,
-    unchanged,
-    write_tree,
-)  # fmt: skip
+from tests.patchkit.world import ACTOR, BASE, OTHER, RESULT, SEAM, TRAINER, files_of, make_clone, put, shell, unchanged
 
 PATCH, NEW = "patches/gradloc.patch", "verl/new.py"
 EDIT = {path: text.replace("line 3\n", "line three\n") + "# and an end\n" for path, text in RESULT.items()}
 
 
 def test_a_check_writes_nothing_and_says_what_is_stale(make, repo):
-    write_tree(repo / "verl_overrides/v0.7.0/verl/utils/__pycache__", {"seam.cpython-311.pyc": "left by a compiler"})
+    put(repo / "verl_overrides/v0.7.0/verl/utils/__pycache__", {"seam.cpython-311.pyc": "left by a compiler"})
     with unchanged(repo):
         make("--check").expect(0, "is what its sources build")
     (repo / "patches" / "stray.patch").write_text("x\n")
@@ -55,17 +43,16 @@ def test_a_check_writes_nothing_and_says_what_is_stale(make, repo):
 
 @pytest.mark.parametrize("has_history", [False, True])
 def test_apply_edit_take_apply_afresh_are_the_same_bytes(apply, make, repo, tmp_path, has_history):
-    checkout = write_tree(tmp_path / "edited", BASE)
+    checkout = put(tmp_path / "edited", BASE)
     if has_history:  # of the user's, whatever verl's was; with commits after the patch, too
         make_clone(checkout, {"mine/notes": "mine\n"})
     apply(checkout).expect(0)
     edits = {path: EDIT[path] for path in (ACTOR, TRAINER, SEAM)} | {OTHER: "mine = '\u2028\\f'\n", NEW: "\tx = 1 \n"}
-    write_tree(checkout, edits)
+    put(checkout, edits)
     if has_history:
-        git(checkout, "add", "-A")
-        git(checkout, "commit", "-qm", "edits")
+        shell(checkout, "git add -A; git commit -qm edits")
     make("--repo", checkout, "--also", OTHER, "--also", NEW).expect(0, "built: gradloc.patch", f"taken: {OTHER}")
-    fresh = write_tree(tmp_path / "fresh", BASE)
+    fresh = put(tmp_path / "fresh", BASE)
     apply(fresh).expect(0)
     assert files_of(fresh) == BASE | edits
     with unchanged(repo):
@@ -80,14 +67,14 @@ def test_apply_edit_take_apply_afresh_are_the_same_bytes(apply, make, repo, tmp_
 def test_edits_are_taken_one_after_the_other(apply, make, tree):
     apply(tree).expect(0)
     for text in ("one", "two"):
-        write_tree(tree, {ACTOR: f"{RESULT[ACTOR]}# {text}\n"})
+        put(tree, {ACTOR: f"{RESULT[ACTOR]}# {text}\n"})
         make("--repo", tree).expect(0, "built")
     apply(tree).expect(0, "nothing to apply")
 
 
 def test_what_the_patch_does_not_touch_is_left_out_unless_it_is_named(apply, make, repo, tree):
     apply(tree).expect(0)
-    write_tree(tree, {OTHER: "ours now\n", NEW: "new = 1\n"})
+    put(tree, {OTHER: "ours now\n", NEW: "new = 1\n"})
     make("--repo", tree).expect(0, f"left out: {OTHER}", f"left out: {NEW}", "unchanged")
     (tree / OTHER).unlink()
     make("--repo", tree).expect(0, f"left out: {OTHER}   (deleted there", "unchanged")
@@ -103,20 +90,13 @@ def test_what_means_nothing_is_wrong_usage(make, repo, tmp_path, arguments):
         assert "apply_patch" not in make("--repo", tmp_path / "nowhere").expect(1, "next: ").err
 
 
-SPOIL = {
-    "stashed": ["stash", "push", "-u"],
-    "stashed but the new file": ["stash", "push"],
-    "restored": ["checkout", "--", TRAINER],
-}
-
-
 @pytest.mark.parametrize("has_record", [True, False])
-@pytest.mark.parametrize("spoil", SPOIL)
+@pytest.mark.parametrize("spoil", ["stash push -u", "stash push", "checkout -- $T"])
 def test_where_the_patch_is_off_no_seam_is_dropped_and_the_way_back_works(apply, make, repo, clone, spoil, has_record):
     apply(clone).expect(0)
     if not has_record:
         shutil.rmtree(clone / ".gradloc-patch")
-    git(clone, *SPOIL[spoil])
+    shell(clone, f"git {spoil}")
     with unchanged(repo):
         next_ = re.search("next: +(.*?)(   .*)?\n", make("--repo", clone).expect(1).err)[1]
     subprocess.run(shlex.split(next_), check=True)
@@ -125,7 +105,7 @@ def test_where_the_patch_is_off_no_seam_is_dropped_and_the_way_back_works(apply,
 
 def test_a_seam_is_dropped_by_hand(apply, make, repo, tree):
     apply(tree).expect(0)
-    write_tree(tree, {TRAINER: BASE[TRAINER]})
+    put(tree, {TRAINER: BASE[TRAINER]})
     make("--repo", tree).expect(1)
     (repo / f"verl_overrides/v0.7.0/{TRAINER}.patch").unlink()
     make("--repo", tree).expect(0, "built")
@@ -134,14 +114,14 @@ def test_a_seam_is_dropped_by_hand(apply, make, repo, tree):
 
 def test_an_edit_on_both_sides_is_shown_and_nothing_is_taken(apply, make, repo, tree):
     apply(tree).expect(0)
-    write_tree(tree, {SEAM: 'VERSION = "1.0"\nthere = 1\n'})
-    write_tree(repo / "verl_overrides/v0.7.0", {SEAM: 'VERSION = "1.0"\nhere = 1\n'})
+    put(tree, {SEAM: 'VERSION = "1.0"\nthere = 1\n'})
+    put(repo / "verl_overrides/v0.7.0", {SEAM: 'VERSION = "1.0"\nhere = 1\n'})
     said = make("--repo", tree).expect(1, "edited there and in verl_overrides/", "-here = 1", "+there = 1").err
     assert "VERSION" not in said, "what both have is not shown"
     shutil.rmtree(tree / ".gradloc-patch")  # as after git apply
     with unchanged(repo):
         make("--repo", tree).expect(1, "edited there and in verl_overrides/")
-    write_tree(tree, {SEAM: RESULT[SEAM]})  # as it was given: the edit here is kept
+    put(tree, {SEAM: RESULT[SEAM]})  # as it was given: the edit here is kept
     make("--repo", tree).expect(0)
     assert "here = 1" in (repo / PATCH).read_text()
 
@@ -152,7 +132,7 @@ TEXTS = {"no newline": b"x = 1", "CR": b"x\r\n", "empty": b"", "latin": b"\xe9\n
 @pytest.mark.parametrize("text", [*TEXTS, "version"])
 def test_what_cannot_be_built_is_not_taken(apply, make, repo, tree, text):
     apply(tree).expect(0)
-    write_tree(tree, {ACTOR: EDIT[ACTOR], SEAM: TEXTS.get(text, b'VERSION = "2.0"\n')})
+    put(tree, {ACTOR: EDIT[ACTOR], SEAM: TEXTS.get(text, b'VERSION = "2.0"\n')})
     with unchanged(repo):
         make("--repo", tree).expect(3, SEAM)
         (tree / SEAM).unlink()
@@ -161,24 +141,24 @@ def test_what_cannot_be_built_is_not_taken(apply, make, repo, tree, text):
 
 def test_a_further_base_is_a_folder(apply, make, repo, tree, tmp_path):
     files = {path: f"# longer\n{text}" if path.endswith(".py") else text for path, text in BASE.items()}
-    write_tree(repo / "base/verl-0.7.9", files | {"verl/version/version": "0.7.9\n"})
-    other = write_tree(tmp_path / "other", files_of(repo / "base/verl-0.7.9"))
-    write_tree(other, {ACTOR: f"# longer\n{RESULT[ACTOR]}", SEAM: RESULT[SEAM]})
+    put(repo / "base/verl-0.7.9", files | {"verl/version/version": "0.7.9\n"})
+    other = put(tmp_path / "other", files_of(repo / "base/verl-0.7.9"))
+    put(other, {ACTOR: f"# longer\n{RESULT[ACTOR]}", SEAM: RESULT[SEAM]})
     make("--repo", other).expect(1, "has no folder for verl 0.7.9", "v0.7.0")
     base = {"base.json": json.dumps({"commit": "1" * 40, "sdist_sha256": "1" * 64})}
-    write_tree(repo / "verl_overrides/v0.7.9", base)
+    put(repo / "verl_overrides/v0.7.9", base)
     make("--repo", other, "--also", ACTOR, "--also", SEAM).expect(0, "gradloc-0.7.9.patch")
     for patched, name in ((other, "gradloc-0.7.9.patch"), (tree, "gradloc.patch")):
         apply(patched).expect(0, f"1.0 for verl v{name[8:13]}" if patched == other else "1.0 for verl v0.7.0")
         apply(patched, "--reverse").expect(0)
-    write_tree(repo / "base/verl-0.7.9", {ACTOR: "# another\n"})
+    put(repo / "base/verl-0.7.9", {ACTOR: "# another\n"})
     make().expect(3, f"hunk 1 of {ACTOR} does not fit")
 
 
 @pytest.mark.parametrize("data", [None, b"not it"])
 def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypatch, data):
     if data:
-        write_tree(tmp_path, {"verl-0.7.0.tar.gz": data})
+        put(tmp_path, {"verl-0.7.0.tar.gz": data})
     monkeypatch.setenv("VERL_BASE_SDIST", str(tmp_path / "verl-0.7.0.tar.gz"))
     with pytest.raises(Refusal, match="base-digest"):
         build.ensure_base(build.bases()["v0.7.0"], tmp_path / "cache")
@@ -187,7 +167,7 @@ def test_an_archive_that_is_not_verls_is_refused(real_bases, tmp_path, monkeypat
 
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_where_another_process_unpacks_the_same_its_tree_is_taken(real_bases, tmp_path, monkeypatch, comes_first):
-    write_tree(tmp_path, {"verl-0.7.0/mine": ""})
+    put(tmp_path, {"verl-0.7.0/mine": ""})
     with tarfile.open(archive := tmp_path / "verl-0.7.0.tar.gz", "w:gz") as tar:
         tar.add(tmp_path / "verl-0.7.0", "verl-0.7.0")
     monkeypatch.setenv("VERL_BASE_SDIST", str(archive))
@@ -226,7 +206,7 @@ def test_pip_fetches_the_real_one(real_bases, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_git_and_patch_take_the_real_one_and_each_edited_file_comes_back_the_same(real_bases, tmp_path, capsys):
     assert build.main(["--check"]) == 0
-    repo = write_tree(tmp_path / "a repo", {"gradloc/__init__.py": (ROOT / "gradloc/__init__.py").read_text()})
+    repo = put(tmp_path / "a repo", {"gradloc/__init__.py": (ROOT / "gradloc/__init__.py").read_text()})
     for name in ("verl_overrides", "patches"):
         shutil.copytree(ROOT / name, repo / name)
     edited, fresh = (tmp_path / name for name in ("an edited one", "fresh"))

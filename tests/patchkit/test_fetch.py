@@ -13,7 +13,7 @@ import pytest
 
 from patchkit import patch as fetch
 from patchkit.patch import sha256_hex
-from tests.patchkit.world import ACTOR, BASE, FOREIGN, RESULT, files_of, foreign_patch, unchanged, write_tree
+from tests.patchkit.world import ACTOR, BASE, FOREIGN, RESULT, files_of, foreign_patch, put, unchanged
 
 PATCH = foreign_patch()
 SUM = f"{sha256_hex(PATCH)}  theirs.patch\n"
@@ -64,8 +64,8 @@ def url(monkeypatch):
 @pytest.mark.parametrize("sum_", ["url", "file", "hex", "next to it"])
 def test_with_the_right_sum_it_is_put_on_and_taken_off_to_the_byte(apply, tree, tmp_path, url, sum_, ids):
     patch = PATCH if "url" in sum_ else foreign_patch(ids)
-    write_tree(tmp_path / "a folder", {"theirs.patch": patch})
-    write_tree(tmp_path, {"sum": f"{sha256_hex(patch)} *theirs.patch\n"})
+    put(tmp_path / "a folder", {"theirs.patch": patch})
+    put(tmp_path, {"sum": f"{sha256_hex(patch)} *theirs.patch\n"})
     place = ["--patch-file", tmp_path / "a folder/theirs.patch"]
     options = {
         "url": ["--patch-url", f"{url}/right/theirs.patch", "--sha256-file", f"{url}/right/theirs.patch.sha256"],
@@ -74,7 +74,7 @@ def test_with_the_right_sum_it_is_put_on_and_taken_off_to_the_byte(apply, tree, 
         "next to it": place,
     }[sum_]
     if sum_ == "next to it":
-        write_tree(tmp_path / "a folder", {"theirs.patch.sha256": sha256_hex(patch)})
+        put(tmp_path / "a folder", {"theirs.patch.sha256": sha256_hex(patch)})
     with unchanged(tree):
         apply(tree, *options, "--check").expect(0, "would apply: 2 files")
     apply(tree, *options).expect(0, "applied: 2 files")
@@ -115,10 +115,10 @@ def test_without_a_server_without_requests_and_without_a_sum_it_is_said(apply, t
         apply(tree, "--patch-url", "http://127.0.0.1:9/theirs.patch").expect(3, "no sha256 was given", "--sha256 HEX")
         monkeypatch.setitem(sys.modules, "requests", None)
         apply(tree, "--patch-url", "https://example.org/a.patch", "--sha256", "0" * 64).expect(7, "package requests")
-        write_tree(tmp_path, {"theirs.patch": PATCH})
+        put(tmp_path, {"theirs.patch": PATCH})
         apply(tree, "--patch-file", tmp_path / "theirs.patch").expect(3, "no sha256 was given")
         apply(tree, "--patch-file", tmp_path / "nowhere.patch", "--sha256", "0" * 64).expect(3, "cannot be read")
-    write_tree(tmp_path, {"copy.patch": (repo / "patches/gradloc.patch").read_bytes()})
+    put(tmp_path, {"copy.patch": (repo / "patches/gradloc.patch").read_bytes()})
     apply(tree, "--patch-file", tmp_path / "copy.patch").expect(0, "1.0 for verl v0.7.0")  # whose sum we know
 
 
@@ -142,20 +142,20 @@ SUMS = ["", "nothing of the kind\n", f"{SUM}{SUM.replace(SUM[:9], '0' * 9)}", SU
 
 @pytest.mark.parametrize("text", [*SUMS, SUM.replace("theirs", "/theirs"), SUM[1:], f"{SUM}\n", "\udcff"], ids=ascii)
 def test_a_sum_file_that_is_none_is_refused(apply, tree, tmp_path, text):
-    write_tree(tmp_path, {"theirs.patch": PATCH, "sum": text.encode(errors="surrogateescape")})
+    put(tmp_path, {"theirs.patch": PATCH, "sum": text.encode(errors="surrogateescape")})
     with unchanged(tree):
         apply(tree, "--patch-file", tmp_path / "theirs.patch", "--sha256-file", tmp_path / "sum").expect(3)
 
 
 def test_the_publicly_released_patch_is_known_by_its_sum(apply, tree, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "PUBLISHED", sha256_hex(PATCH))
-    write_tree(tmp_path, {"theirs.patch": PATCH})
+    put(tmp_path, {"theirs.patch": PATCH})
     said = apply(tree, "--patch-file", tmp_path / "theirs.patch", "--sha256", sha256_hex(PATCH))
     said.expect(3, "publicly released GradLoc patch")
 
 
 def test_a_patch_of_the_right_sum_that_breaks_a_rule_is_refused(apply, tree, tmp_path):
     bad = PATCH.replace(ACTOR.encode(), b"verl/../x.py")
-    write_tree(tmp_path, {"theirs.patch": bad})
+    put(tmp_path, {"theirs.patch": bad})
     with unchanged(tree):
         apply(tree, "--patch-file", tmp_path / "theirs.patch", "--sha256", sha256_hex(bad)).expect(3, "section")

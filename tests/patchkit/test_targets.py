@@ -15,19 +15,7 @@ from patchkit.apply import STATES
 from patchkit.patch import blob_id, read_regular
 from patchkit.refusal import REFUSALS, guarded, say
 from tests.conftest import ROOT
-from tests.patchkit.world import (
-    ACTOR,
-    BASE,
-    OTHER,
-    RESULT,
-    SEAM,
-    TOUCHED,
-    TRAINER,
-    files_of,
-    git,
-    unchanged,
-    write_tree,
-)  # fmt: skip
+from tests.patchkit.world import ACTOR, BASE, OTHER, RESULT, SEAM, TOUCHED, TRAINER, files_of, put, shell, unchanged
 
 
 def test_on_and_off_again_are_the_same_bytes_and_a_second_time_writes_nothing(apply, tree):
@@ -42,22 +30,6 @@ def test_on_and_off_again_are_the_same_bytes_and_a_second_time_writes_nothing(ap
             apply(tree, "--check", *options).expect(0, "nothing to")
             apply(tree, "--status", "--quiet").expect(0, "PRISTINE" if options else "APPLIED")
     assert not (tree / ".gradloc-patch").exists()
-
-
-def shell(folder, command):
-    """Runs a command of a shell that knows the small verl's files."""
-    names = {
-        "A": ACTOR,
-        "T": TRAINER,
-        "S": SEAM,
-        "O": OTHER,
-        "V": "verl/version/version",
-        "GIT_CONFIG_GLOBAL": "/dev/null",
-    }
-    names |= {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    done = subprocess.run(["sh", "-ec", command], cwd=folder, env=os.environ | names, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 KINDS = {
@@ -91,7 +63,7 @@ def test_a_path_that_cannot_be_printed_is_no_failure(monkeypatch):
 
 
 def test_an_installed_package_is_named_on_purpose(apply, tmp_path, monkeypatch):
-    site = write_tree(tmp_path / "site-packages", BASE)
+    site = put(tmp_path / "site-packages", BASE)
     with unchanged(site):
         apply(site).expect(1, "an environment's package folder", "--installed")
     monkeypatch.setattr("patchkit.apply.installed_root", lambda: site)
@@ -180,7 +152,7 @@ def type_next(refusal):
 def test_your_own_edits_in_a_patched_file_are_kept_and_the_way_to_keep_them_works(apply, clone):
     apply(clone).expect(0)
     mine = RESULT[ACTOR].replace("actor line 30\n", "mine\n")
-    write_tree(clone, {ACTOR: mine, SEAM: "mine\n"})
+    put(clone, {ACTOR: mine, SEAM: "mine\n"})
     for options in ((), ("--reverse",), ("--force",)):
         with unchanged(clone / "verl"):
             said = apply(clone, *options).expect(1, "edited after it was applied", "stash push").err
@@ -189,8 +161,7 @@ def test_your_own_edits_in_a_patched_file_are_kept_and_the_way_to_keep_them_work
     apply(clone, "--force").expect(0)
     assert files_of(clone) == RESULT
     (clone / SEAM).unlink()
-    git(clone, "add", "--", ACTOR)
-    git(clone, "stash", "pop")
+    shell(clone, "git add -- $A; git stash pop")
     assert files_of(clone) == RESULT | {ACTOR: mine, SEAM: "mine\n"}
 
 
@@ -198,7 +169,7 @@ def test_your_own_edits_in_a_patched_file_are_kept_and_the_way_to_keep_them_work
 def test_edits_of_a_fork_and_the_patch_are_merged_by_the_command_that_is_named(apply, clone, is_committed):
     (clone / ACTOR).write_text(BASE[ACTOR].replace("line 30\n", "mine\n"))
     if is_committed:
-        git(clone, "commit", "-qam", "mine")
+        shell(clone, "git commit -qam mine")
     type_next(apply(clone).expect(1, "DRIFTED").err)
     assert files_of(clone) == RESULT | {ACTOR: RESULT[ACTOR].replace("line 30\n", "mine\n")}
     shell(clone, f"rm $T; {EDITED}")
@@ -207,11 +178,11 @@ def test_edits_of_a_fork_and_the_patch_are_merged_by_the_command_that_is_named(a
 
 @pytest.mark.parametrize("reverse, result", [((), RESULT), (("--reverse",), BASE)], ids=["finish", "undo"])
 def test_force_ends_a_half_patched_tree_and_other_edits_are_no_matter(apply, clone, reverse, result):
-    write_tree(clone, {ACTOR: RESULT[ACTOR], OTHER: "mine\n"})
+    put(clone, {ACTOR: RESULT[ACTOR], OTHER: "mine\n"})
     apply(clone, "--force", *reverse).expect(0)
     assert files_of(clone) == result | {OTHER: "mine\n"}
     apply(clone, "--reverse").expect(0)
-    (clone / ".git/rebase-merge").mkdir()
+    shell(clone, "mkdir .git/rebase-merge")
     with unchanged(clone):
         apply(clone).expect(1, "git is at work here (rebase-merge)")
     apply(clone, "--force").expect(0)
@@ -219,9 +190,8 @@ def test_force_ends_a_half_patched_tree_and_other_edits_are_no_matter(apply, clo
 
 def test_put_on_by_git_or_by_patch_it_is_known(apply, repo, clone, tree):
     patch = str(repo / "patches" / "gradloc.patch")
-    git(clone, "apply", "--check", patch)
-    git(clone, "apply", patch)
-    subprocess.run(["patch", "-p1", "-s", "-i", patch], cwd=tree, check=True)
+    shell(clone, f"git apply --check {patch}; git apply {patch}")
+    shell(tree, f"patch -p1 -s -i {patch}")
     for patched in (clone, tree):
         apply(patched, "--status").expect(0, "APPLIED")
         apply(patched, "--reverse").expect(0)

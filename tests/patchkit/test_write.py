@@ -18,7 +18,7 @@ import pytest
 from patchkit import apply as applier
 from patchkit import tree as write
 from tests.conftest import ROOT
-from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TOUCHED, TRAINER, files_of, unchanged, write_tree
+from tests.patchkit.world import ACTOR, BASE, RESULT, SEAM, TOUCHED, TRAINER, files_of, put, unchanged
 
 
 def do_until(at, action, for_good=False):
@@ -82,9 +82,9 @@ def test_killed_at_any_call_every_file_is_whole_and_the_next_run_finishes(apply,
 def interrupted(tree):
     """A tree whose run was killed between two files."""
     digests = {p: [hashlib.sha256(side[p].encode()).hexdigest() for side in (BASE, RESULT)] for p in (ACTOR, TRAINER)}
-    write_tree(tree / ".gradloc-patch", {"run/journal.json": json.dumps(digests)})
-    write_tree(tree / ".gradloc-patch/run/now", {path: BASE[path] for path in (ACTOR, TRAINER)})
-    write_tree(tree, {ACTOR: RESULT[ACTOR]})
+    put(tree / ".gradloc-patch", {"run/journal.json": json.dumps(digests)})
+    put(tree / ".gradloc-patch/run/now", {path: BASE[path] for path in (ACTOR, TRAINER)})
+    put(tree, {ACTOR: RESULT[ACTOR]})
     return tree / ".gradloc-patch"
 
 
@@ -105,15 +105,15 @@ def test_a_file_edited_since_is_not_overwritten_and_a_damaged_copy_not_put_back(
     (tree / ACTOR).write_text("mine\n")
     apply(tree).expect(5, "a run was interrupted here and cannot be undone")
     assert (tree / ACTOR).read_text() == "mine\n"
-    write_tree(tree, {ACTOR: RESULT[ACTOR]})
-    write_tree(state / "run/now", {ACTOR: "damaged\n"})
+    put(tree, {ACTOR: RESULT[ACTOR]})
+    put(state / "run/now", {ACTOR: "damaged\n"})
     apply(tree).expect(5, "cannot be undone")
     assert (tree / ACTOR).read_text() == RESULT[ACTOR]
 
 
 @pytest.mark.parametrize("journal", ["{", "[1]", "{}x", '{"../../etc/passwd": [null, null]}', '{"verl/a": [1]}'])
 def test_a_journal_that_is_not_ours_moves_nothing(apply, tree, journal):
-    write_tree(tree / ".gradloc-patch", {"run/journal.json": journal})
+    put(tree / ".gradloc-patch", {"run/journal.json": journal})
     apply(tree).expect(5, "cannot be undone")
     assert files_of(tree) == BASE
 

@@ -46,7 +46,7 @@ def foreign_patch(ids=10):
     return re.sub(r"index (\w+)\.\.(\w+)(.*\n)", cut, text).encode()
 
 
-def write_tree(root, files):
+def put(root, files):
     """Writes ``files`` under ``root``; returns it."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -63,30 +63,29 @@ def files_of(root):
 
 def make_repo(root):
     """A repository of ours for the small verl: its sources, built. Its base is kept where a fetched one would be."""
-    write_tree(root / "base" / "verl-0.7.0", BASE)
-    write_tree(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
+    put(root / "base" / "verl-0.7.0", BASE)
+    put(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
     sources = {"base.json": json.dumps({"commit": "0" * 40, "sdist_sha256": "0" * 64}), SEAM: RESULT[SEAM]}
     sources |= {f"{p}.patch": build.seam(p, BASE[p].encode(), RESULT[p].encode(), 1) for p in (ACTOR, TRAINER)}
-    write_tree(root / "verl_overrides" / "v0.7.0", sources)
+    put(root / "verl_overrides" / "v0.7.0", sources)
     assert build.main(["--root", str(root)]) == 0
     return root
 
 
 def make_clone(root, files=BASE):
     """``files`` as a git repository with one commit."""
-    write_tree(root, files)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "base")
+    shell(put(root, files), "git init -q -b main; git add -A; git commit -qm base")
     return root
 
 
-def git(root, *arguments):
-    """git with a neutral identity."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments]
-    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True)
+def shell(folder, command):
+    """What a command of a shell prints, which knows the small verl's files and has a neutral git."""
+    names = {"A": ACTOR, "T": TRAINER, "S": SEAM, "V": "verl/version/version", "GIT_CONFIG_GLOBAL": os.devnull}
+    names |= {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(["sh", "-ec", command], cwd=folder, env=kept | names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager
