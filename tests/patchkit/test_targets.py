@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from patchkit.apply import STATES
+from patchkit.apply import OPTIONS, STATES
 from patchkit.patch import blob_id, read_regular
 from patchkit.refusal import REFUSALS, guarded, say
 from tests.conftest import ROOT
@@ -237,11 +237,12 @@ def test_however_it_is_started_it_works_and_names_itself_whole(tmp_path, tree, c
     assert ((ROOT if command[0] == "-m" else tmp_path) / shlex.split(next_)[1]).is_file()
 
 
-def test_the_page_has_every_state_and_every_option(apply):
+def test_the_page_has_every_state_every_exit_code_and_every_option():
     page = (ROOT / "docs/applier.md").read_text()
     assert {row[0] for row in STATES} | {"NOT_VERL"} == set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
-    with pytest.raises(SystemExit):
-        apply("--help")
+    assert {row[0] for row in REFUSALS.values()} | {"0"} == set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
+    table = page.partition("## Options")[2].partition("## States")[0]
+    assert set(re.findall(r"`(--[a-z0-9-]+)", table)) == {name for name in OPTIONS if name[0] == "-"} - {"--patches"}
 
 
 def test_every_refusal_of_the_table_is_raised_somewhere_and_no_other():
