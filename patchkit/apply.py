@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,45 +53,29 @@ def load(folder: Path) -> list[Edition]:
         raise Refusal("patches-broken", folder=folder, found=str(error)[:200]) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class Survey:
-    """Measures a checkout against a patch; ``other`` is another one that is on the tree."""
+    """Measures a checkout against a patch; ``other`` names another one that is on the tree.
+
+    ``sides`` has each file's contents before and after the patch, ``strangers`` why what is there is neither,
+    ``unpatched`` the files that are as before, ``lacking`` those that are gone; ``row`` is the line of ``STATES`` that
+    holds.
+    """
 
     checkout: Checkout
     edition: Edition
     files: dict[str, FileState]
     other: str | None = None
 
-    @cached_property
-    def sides(self) -> dict[str, tuple[bytes | None, bytes] | None]:
-        """Each file's contents before and after the patch; None if what is there is neither."""
+    def __post_init__(self) -> None:
         known = {path: [self.edition.before[path]] if path in self.edition.before else [] for path in self.files}
-        files, there = self.edition.files, self.files
-        return {p: None if there[p].obstacle else files[p].sides(there[p].content, *known[p]) for p in files}
-
-    @cached_property
-    def strangers(self) -> dict[str, str]:
-        """Why what is there is neither, by path."""
-        return {path: self._why(path, self.files[path]) for path, known in self.sides.items() if known is None}
-
-    @cached_property
-    def unpatched(self) -> list[str]:
-        """The files that are as they were before the patch."""
-        return [path for path, known in self.sides.items() if known and self.files[path].content == known[0]]
-
-    @property
-    def are_all_there(self) -> bool:
-        return all(self.files[path].content is not None for path in self.strangers)
-
-    @cached_property
-    def is_base(self) -> bool:
-        """Whether verl says that it is the patch's, or the patch does not say."""
-        return self.edition.base in (None, self.checkout.version.removesuffix(".dev"))
-
-    @cached_property
-    def row(self) -> tuple[Any, ...]:
-        """The line of ``STATES`` that holds; it begins with the state."""
-        return next(row for row in STATES if row[2](self))
+        parts, there = self.edition.files, self.files
+        self.sides = {p: None if there[p].obstacle else parts[p].sides(there[p].content, *known[p]) for p in parts}
+        self.strangers = {path: self._why(path, there[path]) for path, both in self.sides.items() if both is None}
+        self.unpatched = [path for path, both in self.sides.items() if both and there[path].content == both[0]]
+        self.lacking = [path for path in self.strangers if there[path].content is None]
+        self.is_base = self.edition.base in (None, self.checkout.version.removesuffix(".dev"))
+        self.row = next(row for row in STATES if row[2](self))
 
     def _why(self, path: str, found: FileState) -> str:
         file, there = self.edition.files[path], found.content
@@ -123,7 +106,7 @@ STATES: tuple[tuple[str, str, Callable[[Survey], object]], ...] = (
     ("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}),
     ("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle),
     ("DRIFTED", "state-edited", lambda t: t.edition.before),
-    ("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and t.are_all_there),
+    ("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and not t.lacking),
     ("DRIFTED", "state-drifted", lambda t: True),
 )
 
