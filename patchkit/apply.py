@@ -147,7 +147,7 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
     best = min(map(measured, editions), key=lambda one: (bool(one.strangers), not one.is_base, len(one.strangers)))
     if patch and all(patch != edition.patch for edition in editions) and best.row[0] != "APPLIED":
         there = measured(Edition(f"sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch)))
-        if there.row[0] in ("APPLIED", "PARTIAL"):
+        if len(there.unpatched) + len(there.strangers) < len(there.files):  # else it was taken off by other means
             return replace(best, other=there.edition.name) if is_wanted else there
     return best
 
