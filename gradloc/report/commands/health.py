@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             "name them with --metrics."
         )
     for run, health in zip(folder.runs, healths, strict=True):
-        health.notes += filter(None, [sampling_cut(run.config, run.trainer)])
+        health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         print(_json(folder, healths[0]))
     else:
