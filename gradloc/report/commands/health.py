@@ -135,7 +135,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     headline = health.headline
     if not folder.events:
         diagnosis = diagnose(folder.runs[0])
-        headline = diagnosis.beside(health)
+        headline = health.headline
         is_found = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
         if diagnosis.kind and not is_found:  # during the rules' own warm-up
             console.print(one_line(diagnosis.headline), style="bold red")
@@ -149,7 +149,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     console.print("docs/health.md explains every rule and its source.", style="dim")
     for run, health in list(zip(folder.runs, healths, strict=True))[1:]:
         diagnosis = diagnose(run)
-        state = diagnosis.beside(health) if health else "No metrics that can be judged."
+        state = health.headline if health else "No metrics that can be judged."
         spike = f"{diagnosis.headline} " if diagnosis.kind else ""
         print(one_line(f"{run.name}: {spike}{state}"))
 

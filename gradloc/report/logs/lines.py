@@ -134,17 +134,21 @@ class Grammar:
         """Whether the lines do not say their step, so that steps were counted."""
         self.num_drawn = 0
         """Norms that stood for a step that has one already."""
-        self.last: int | None = None
-        """The step of the row that was added last."""
+        self.last: tuple[str, int] | None = None
+        """The process and the place of the row that was added last."""
 
     def take(self, line: str, process: str) -> bool:
         raise NotImplementedError
 
     def add(self, process: str, step: int, values: dict[str, float]) -> bool:
         if values:
+            self.last = process, len(self.rows[process])
             self.rows[process].append((step, values))
-            self.last = step
         return bool(values)
+
+    def step_at(self, place: tuple[str, int] | None) -> int | None:
+        """The step of a row by its place."""
+        return None if place is None else self.rows[place[0]][place[1]][0]
 
     @property
     def num_norms(self) -> int:
@@ -287,7 +291,6 @@ class Printed(Grammar):
                 steps = self._steps(total, [known.get(total) for known in bars])
                 if steps and all(before != after for before, after in pairwise(steps)):
                     self.rows[process] = [(step, values) for step, (_, values) in zip(steps, rows, strict=True)]
-                    self.last = steps[-1]
                     counted.remove(process)
                     break
         self.is_counted = bool(counted)
@@ -530,7 +533,7 @@ class _Skipped:
 
     def __init__(self, grammars: list[Grammar]) -> None:
         self._grammars = grammars
-        self._found: list[tuple[Skip, list[int | None]]] = []
+        self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
         self._seen: set[tuple] = set()
 
     def take(self, line: str, taken: Grammar | None) -> None:
@@ -539,28 +542,27 @@ class _Skipped:
         skipped = _SKIPPED.search(line)
         if not (is_end or skipped) or len(self._found) > _MOST_SKIPS:
             return
-        drawn = _DRAWN.search(line)
-        lasts = [grammar.last for grammar in self._grammars]
-        step = taken.last if taken is not None else int(drawn[1]) if drawn else None
-        scale = _SCALE.search(line)
+        drawn, scale = _DRAWN.search(line), _SCALE.search(line)
         before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
         skip = Skip(
-            step,
-            taken is None,
-            is_end or bool(skipped and skipped[1]),
-            _float(before) if before else None,
-            _float(after) if after else None,
-            is_end,
+            step=int(drawn[1]) if drawn and taken is None else None,
+            is_after=taken is None,
+            is_overflow=is_end or bool(skipped and skipped[1]),
+            before=_float(before) if before else None,
+            scale=_float(after) if after else None,
+            is_end=is_end,
         )
-        key = (skip, *lasts)
-        if key not in self._seen:  # each rank may print it
-            self._seen.add(key)
-            self._found.append((skip, lasts))
+        places = [grammar.last for grammar in self._grammars]
+        if (skip, *places) not in self._seen:  # each rank may print it
+            self._seen.add((skip, *places))
+            self._found.append((skip, places))
 
     def of(self, best: Grammar) -> list[Skip]:
         """The skipped steps, each with the step of the log's own rows that it came after."""
         at = self._grammars.index(best)
-        return [replace(skip, step=lasts[at]) if skip.step is None else skip for skip, lasts in self._found]
+        return [
+            replace(skip, step=best.step_at(places[at])) if skip.step is None else skip for skip, places in self._found
+        ]
 
 
 def _stripped(line: str) -> tuple[str, str]:

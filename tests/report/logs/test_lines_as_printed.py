@@ -123,7 +123,8 @@ def test_a_resume_within_an_epoch_is_no_new_epoch(log):
 def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_checkpoint(log, has_bar):
     bar = " 40%|####      | {}/600 [00:40<01:00, 10.0it/s]\n" if has_bar else ""
     dicts = [
-        f"{{'loss': 2.0, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}" for s, norm in norms()
+        f"{{'loss': {2 + (s > AT)}, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}"
+        for s, norm in norms()
     ]
     for step in (100, 300, 600):
         (log.parent / f"checkpoint-{step}").mkdir()
