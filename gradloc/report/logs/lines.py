@@ -251,7 +251,7 @@ class Printed(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         start = line.find("{")
-        if start < 0 or line.find("}", start) < 0:
+        if start < 0 or line.find("}", start) < 0 or line[:start].rstrip().endswith("="):  # a value among others
             return False
         if line.count("grad_norm") > 1 and len(parts := re.findall(r"\{[^{}]*\}", line)) > 1:  # a pasted log_history
             return any([self.take(part, process) for part in parts])
