@@ -32,10 +32,14 @@ _NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
+_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+_HEADED_BY_STEP = re.compile(rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\))?{_STEP}", re.IGNORECASE)
 _HEADED = re.compile(
-    r"\b(?:(?:global|train|training)[_ ])?(?:steps?|iteration|iter|num_updates|update)\b(?:\(\w+\))?\s*[:=#]?\s*\[?\s*"
-    r"(\d{1,3}(?:,\d{3})+|\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
-    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]",  # [73/120]
+    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update)\b(?:\(\w+\))?{_STEP}"
+    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
+    r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
+    r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
+    r"|\b(\d{1,15})(?:\.0)?it/\d",  # 73it/120it
     re.IGNORECASE,
 )
 _HEADED_GLOBALLY = re.compile(
@@ -51,7 +55,8 @@ _PAIRS = re.compile(
     rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
     rf"\s*[:=]\s*{_OPENED}({_NUMBER})(?![\w.]*\d)"
     # no sign between: the name is known, or the line's parts are set apart
-    rf"|(?<![a-z_/.])((?:[a-z]{{2,12}} )?[a-z_/]{{0,40}}(?:norm|loss|reward|entropy|grad_l2))\s+({_NUMBER})(?![\w.]*\d)"
+    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2))"
+    rf"\s+(?:is\s+)?({_NUMBER})(?![\w.]*\d)"
     rf"|[|,;]\s*([a-z][\w/.-]{{0,40}})\s+({_NUMBER})(?=\s*(?:[|,;(]|$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
@@ -91,12 +96,12 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(
     r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
-    r"|\[step=(\d{1,15})/[^\]]*\]\s*$"
+    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
-    r"(?:\b(?:epochs?(?:\(train\))?|train(?:ing)?)\b[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+(\d{1,12})\s*/\s*(\d{1,12})\b",
+    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+(\d{1,12})\s*/\s*(\d{1,12})\b",
     re.IGNORECASE,
 )
 _BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
@@ -333,18 +338,24 @@ class Blocks(Grammar):
         self._process = ""
         """Of the last headline: the lines below it may not say."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a headline."""
+        return bool(self._step)
+
     def take(self, line: str, process: str) -> bool:
         if head := _BLOCK.search(line):
             self._process = process
             self._step[process] = int(next(filter(None, head.groups())))
-            self.title = "AReaL's log" if head[2] else "OLMo's log" if head[3] else self.title
+            others = "Composer's log" if "[batch=" in line else "OLMo's log"
+            self.title = "AReaL's log" if head[2] else others if head[3] else self.title
             return True
         process = process or self._process
         step = self._step.get(process)
         if step is None:
             return False
         values = {name: _float(value) for name, value in _CELL.findall(line)}
-        if line[:1].isspace() and "=" in line:
+        if line[:1].isspace() and ("=" in line or ": " in line) and "•" not in line and "│" not in line:
             values |= pairs(line)
         if not values:
             return False
@@ -370,8 +381,8 @@ class Labelled(Grammar):
         """Whether the first epoch of such lines may be any."""
 
     def take(self, line: str, process: str) -> bool:
-        head = ("lobal" in line and _HEADED_GLOBALLY.search(line)) or _HEADED.search(line)
-        head = head or _IN_EPOCH.search(line) or _BATCH.search(line)
+        head = ("lobal" in line and _HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
+        head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
         if not head:
             return False
         values = pairs(line, head.end())
@@ -397,7 +408,7 @@ class Labelled(Grammar):
             return self.add(process, int(head[2]), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
-        return self.add(process, int((head[1] or head[2]).replace(",", "")), values)
+        return self.add(process, int(next(filter(None, head.groups())).replace(",", "")), values)
 
     def count_through_epochs(self) -> str:
         """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are."""
@@ -436,7 +447,7 @@ class Bar(Grammar):
     def take(self, line: str, process: str) -> bool:
         bar = _BAR.search(line)
         values = {} if bar is None else pairs(line, *bar.span(2))
-        if not any(map(is_norm, values)):
+        if bar is None or not any(is_norm(name) or "loss" in name for name in values):
             return False
         if epoch := _EPOCH.search(line, 0, bar.start()):
             values.setdefault("epoch", float(epoch[1]))
@@ -452,7 +463,8 @@ class Bar(Grammar):
 def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
     """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
     json_lines, printed, labelled = Json(), Printed(), Labelled()
-    grammars = [Console(), json_lines, printed, Blocks(), Bar(), labelled]
+    blocks = Blocks()
+    grammars = [Console(), json_lines, printed, blocks, Bar(), labelled]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
     num_bad = num_seen = 0
@@ -473,8 +485,10 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or "│" in line
             or "orm" in line
             or "oss" in line
-            or line[:1] == " "
-            and "=" in line
+            or blocks.is_open
+            and line[:1].isspace()
+            or "it/" in line
+            or "[batch" in line
             or "- " in line
             and _WRAPPED.search(line)
         ):

@@ -35,6 +35,12 @@ ALIASES = {
     "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean",
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
+LOSS = "actor/pg_loss"
+_LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)")
+_NO_LOSS = re.compile(
+    r"\b(?:eval|val|valid|validation|test)|aux|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
+)
+"""What is the loss of an evaluation, or of one part of the model."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 _PARTS = re.compile(
     r"^(?:train|training|metrics|optim|trainer|stats|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_"
@@ -194,6 +200,10 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         known = _KNOWN.get(_plain(name))
         if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
             own.setdefault(known, name)
+    if LOSS not in own and LOSS not in names and "actor/loss" not in names:
+        losses = [name for name in names if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
+        if losses:
+            own[LOSS] = min(losses, key=lambda name: ("total" not in name.lower(), len(name)))
     return own
 
 

@@ -7,6 +7,7 @@ begins no later than the first is a run of its own.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -255,6 +256,9 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     parts: list[_Stretch] = []
     num_same = 0
     for step, values in rows:
+        if parts and step not in parts[-1].rows and is_beside(values) and all(map(_is_evaluations, values)):
+            parts[-1].add_late(values)  # it may count otherwise
+            continue
         if not parts or not parts[-1].takes(step, values, is_folded):
             if parts and is_beside(values):
                 parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
@@ -288,6 +292,11 @@ class _Stretch:
         # a metric that comes late, such as an evaluation's, is no way back
         return all(self._latest.get(name, -math.inf) < step for name in values if not _is_bookkeeping(name))
 
+    def add_late(self, values: dict[str, float]) -> None:
+        """Adds to the last step what it does not have."""
+        last = int(self._last)
+        self.rows[last] = values | self.rows[last]
+
     def put(self, step: int, values: dict[str, float]) -> None:
         known = self.rows.setdefault(step, {})
         for name, value in values.items():
@@ -305,6 +314,10 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
         for name, value in values.items()
         if name in known and not _is_bookkeeping(name)
     )
+
+
+def _is_evaluations(name: str) -> bool:
+    return _is_bookkeeping(name) or re.match(r"(?:eval|val|test)", name, re.IGNORECASE) is not None
 
 
 def _is_bookkeeping(name: str) -> bool:

@@ -106,7 +106,8 @@ def findings(run: LoggedRun) -> list[Sign]:
 def _not_finite(run: LoggedRun) -> Iterator[Sign]:
     metrics = run.metrics
     for title, names, *_ in (EFFECTS[-1], *EFFECTS[:-1]):
-        name = next((name for name in names if metrics.logged(name)), "")
+        kept = [name for name in names if metrics.logged(name)]
+        name = next((name for name in kept if len(metrics.known(name)) < len(metrics.logged(name))), "")
         logged = metrics.logged(name)
         lost = [step for step, value in logged if not math.isfinite(value)]
         if not lost:
