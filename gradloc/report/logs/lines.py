@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from ..errors import ReportError
@@ -89,7 +90,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
             name = name.rpartition("(")[2]
         # a name as data.py:31 is where a line was printed
         if not name.endswith(".py") and (name := name.strip(" |,-(")):
-            made[name] = _float(value)
+            made[intern(name)] = _float(value)
     return made | norms
 
 
@@ -188,7 +189,7 @@ def _dashed(text: str) -> dict[str, float]:
                 value += bracket + inside
             known = number(value)
         if known is not None and (name := name.strip()):
-            values[name] = known
+            values[intern(name)] = known  # one text for all rows: of a long log they are most of the memory
     return values
 
 

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from sys import intern
 from typing import Any
 
 from .recording import MAX, MEAN
@@ -87,7 +88,7 @@ def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
         if isinstance(value, Mapping):
             made.update({f"{name}/{inner}": known for inner, known in numbers(value).items()})
         elif (known := number(value)) is not None:
-            made[str(name)] = known
+            made[intern(str(name))] = known
     return made
 
 

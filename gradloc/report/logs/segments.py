@@ -298,8 +298,8 @@ class _Stretch:
         self.rows[last] = values | self.rows[last]
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        known = self.rows.setdefault(step, {})
-        for name, value in values.items():
+        known = self.rows.setdefault(step, values)  # of a long log a copy would double what is held
+        for name, value in values.items() if known is not values else ():
             is_less = name in known and is_norm(name) and math.isfinite(value) and not known[name] <= value
             if not is_less:  # of several norms, the worst
                 known[name] = value

@@ -69,7 +69,7 @@ SPIKE = {"kind": "back", "steps": (1, 60), "peak": (47, 903.0)}
 PIECES = {
     "megatron, NaN before it begins": (
         lines(MEGATRON, [(s, "nan") for s in range(5426, 5430)]),
-        {"kind": "lost", "steps": (5426, 5429), "not": "anew", "advice": "before step 5426"},
+        {"kind": "lost", "steps": (5426, 5429), "unsaid": "anew", "advice": "before step 5426"},
     ),
     "a trainer's dicts below bars": (
         "\n".join(
@@ -113,7 +113,7 @@ PIECES = {
     ),
     "NaN norms and a sound loss": (
         lines(MMENGINE, [(s, "nan") for s in range(510, 590, 10)]),
-        {"kind": "lost", "steps": (510, 580), "advice": "No need to go back", "not": "anew", "worst": "warning"},
+        {"kind": "lost", "steps": (510, 580), "advice": "No need to go back", "unsaid": "anew", "worst": "warning"},
     ),
     "NaN from the first row on": (
         "\n".join(TRAINER.format(l=value, n="nan", e=e) for value, e in ((344093.2, 0.0), (0.0, 0.0), (0.0, 0.01))),
