@@ -52,6 +52,8 @@ class Diagnosis:
     """What the rules could not see, and what was overwritten."""
     judged: list[list[Judged]] = field(default_factory=list)
     """The steps of each segment."""
+    is_judged: bool = True
+    """Whether the log has enough rows to say that nothing is wrong, where nothing is found."""
 
     @property
     def label(self) -> str:
@@ -88,6 +90,8 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     if all(part.norm is None for part in run.parts):
         missing = missing_norm(run.parts[-1], run.name)
         made = Diagnosis(run, missing, limits=[*_unseen(run), *_overwritten(run)])
+        counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
+        made.is_judged = bool(beyond) or max(counts) >= SHORT
         if beyond:
             made.limits.insert(0, missing)
             _say(made, beyond)
@@ -108,6 +112,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     made = Diagnosis(run, "", explosions=explosions, limits=[*limits, *_overwritten(run)], judged=judged)
     if not explosions:
         made.kind, made.headline = kind, masked or _calm(judged)
+        made.is_judged = bool(kind or beyond) or sum(map(len, judged)) >= SHORT
         if beyond and kind != "zero":
             made.limits += [masked] if masked else []
             _say(made, beyond)
