@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from gradloc import command
 from gradloc.report.cli import main
+from gradloc.report.commands import COMMANDS
 
 QUIET = "\n".join(f"step {step} | loss: 2.0 | grad_norm: {0.5 + step % 7 / 100}" for step in range(1, 61)) + "\n"
 SPIKE = QUIET.replace("step 40 | loss: 2.0 | grad_norm: 0.55", "step 40 | loss: 2.0 | grad_norm: 903.0")
@@ -48,3 +50,22 @@ def test_json_says_the_kind_and_what_it_was_judged_from(tmp_path, shown):
     (tmp_path / "a.log").write_text(SPIKE)
     (said,) = json.loads(shown(tmp_path / "a.log", "--json"))["diagnoses"]
     assert said["kind"] == "back" and "grad_norm" in said["ground"] and said["judged"]
+
+
+def test_the_one_command_reports_a_path_and_knows_every_subcommand(tmp_path, capsys):
+    (tmp_path / "a.log").write_text(SPIKE)
+    assert command.main([str(tmp_path / "a.log"), "--fail-on", "found"]) == 1
+    said = capsys.readouterr().out
+    assert command.main(["report", str(tmp_path / "a.log"), "--fail-on", "found"]) == 1
+    assert capsys.readouterr().out == said and "Step 40" in said
+    assert command.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"gradloc {name} " in shown for name in ("watch", "health", "check", "compare", "mismatch", "cure"))
+    assert all(name in shown or name == "show" for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["patch", "health"])
+def test_a_subcommand_s_help_is_its_own(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main([name, "--help"])
+    assert caught.value.code == 0 and "usage" in capsys.readouterr().out
