@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         raise ReportError(
             why
-            or f"{folder.path} has no metrics that can be judged: add `file` to trainer.logger, or "
-            "name them with --metrics."
+            or f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
         )
     for run, health in zip(folder.runs, healths, strict=True):
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
