@@ -33,7 +33,11 @@ ALIASES = {
     "rollout/zero_variance_share": "frac_reward_zero_std",
     "rollout_corr/log_prob_abs_diff": "train_rollout_logprob_abs_diff sampling_sampling_logp_difference_mean "
     "logprob_abs_diff log_prob_abs_diff rollout_train_logprob_abs_diff rollout_logprobs_abs_diff",
-    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean",
+    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean correction_kl",
+    "rollout_corr/k3_kl": "correction_k3_kl",
+    "rollout_corr/chi2_token": "correction_chi2_token",
+    "rollout_corr/rollout_is_mean": "sampling_importance_sampling_ratio_mean tis correction_is_weight_mean",
+    "rollout_corr/rollout_is_eff_sample_size": "correction_ess",
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
 LOSS = "actor/pg_loss"
