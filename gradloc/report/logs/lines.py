@@ -97,7 +97,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
 _OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
 _BLOCK = re.compile(
     r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
-    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
+    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|^(?:global_)?step:? (\d{1,15})\s*$"
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
@@ -349,7 +349,9 @@ class Blocks(Grammar):
             self._process = process
             self._step[process] = int(next(filter(None, head.groups())))
             others = "Composer's log" if "[batch=" in line else "OLMo's log"
-            self.title = "AReaL's log" if head[2] else others if head[3] else self.title
+            self.title = (
+                "AReaL's log" if head[2] else others if head[3] else "blocks of lines" if head[4] else self.title
+            )
             return True
         process = process or self._process
         step = self._step.get(process)
@@ -446,8 +448,10 @@ class Bar(Grammar):
     title = "a progress bar's values"
 
     def take(self, line: str, process: str) -> bool:
-        bar = _BAR.search(line)
-        values = {} if bar is None else pairs(line, *bar.span(2))
+        bar = _BAR.search(line) or (_DRAWN.search(line) if "orm" in line else None)
+        values = {}
+        if bar is not None:  # behind the bar, or as its description
+            values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
         if bar is None or not any(is_norm(name) or "loss" in name for name in values):
             return False
         if epoch := _EPOCH.search(line, 0, bar.start()):
@@ -469,7 +473,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
     num_bad = num_seen = 0
-    for line in unwrapped(source.lines() if lines is None else lines):
+    for line in _joined(unwrapped(source.lines() if lines is None else lines)):
         if "\x1b" in line or "[0m" in line:
             line = _COLOUR.sub("", line)
         if line:
@@ -541,6 +545,25 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         if num_seen:
             recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"
     return made
+
+
+_DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
+
+
+def _joined(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, those of a dict that pprint has printed over several put together."""
+    parts: list[str] = []
+    for line in lines:
+        if parts:
+            parts.append(line.strip())
+            if "}" in line or len(parts) > 200:
+                yield " ".join(parts)
+                parts = []
+        elif line[:2] == "{'" and _DICT_BEGINS.match(line):
+            parts = [line.rstrip()]
+        else:
+            yield line
+    yield from parts
 
 
 class _Skipped:

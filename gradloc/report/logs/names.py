@@ -19,7 +19,7 @@ its own."""
 
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
-    "scores avg_total_reward task_reward_avg",
+    "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
     "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
@@ -59,7 +59,7 @@ _WRAPPED = re.compile(
 _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad"
 )
-_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?")
+_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad")
 """What the whole name is where it does not say that the norm is the gradient's."""
 _SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
 _PART = re.compile(r"critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]")

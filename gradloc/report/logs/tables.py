@@ -95,6 +95,16 @@ def _step_column(columns: list[str]) -> int | None:
     return next((at for at, name in enumerate(plain) if name.endswith(("/global_step", " step"))), None)
 
 
+def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
+    """The column of epochs, where each row is one and none has a norm."""
+    at = next((at for at, name in enumerate(names) if name.strip().lower() in ("epoch", "epochs")), None)
+    if at is None or any(map(is_norm, names)):
+        return None
+    values = [number(cells[at]) if at < len(cells) else None for cells in sample]
+    known = [value for value in values if value is not None and value.is_integer()]
+    return at if len(known) == len(sample) and known == sorted(set(known)) else None
+
+
 def read_columns(
     source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",", form: str = ""
 ) -> list[Recording]:
@@ -122,6 +132,9 @@ class _Table:
         self.names = self._with_index(names, sample)
         self.rows = chain(sample, rows)
         self.step_at = _step_column(self.names)
+        if self.step_at is None and (at := _epochs(self.names, sample)) is not None:
+            self.step_at = at
+            source.notes.append(f"{source.name} has a row for each epoch: its steps are epochs.")
         if self.step_at is None and not any(map(is_norm, self.names)):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
