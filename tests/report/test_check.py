@@ -164,10 +164,10 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     pytest.importorskip("omegaconf")
     monkeypatch.setattr("gradloc.report.commands.check.find_spec", lambda name: None)
     (tmp_path / "run.sh").write_text(SCRIPT)
-    told = lines(shown("check", tmp_path / "run.sh", columns=1000))
-    assert told["on"] == f"{ACTOR}.gradloc.enable" and told["model"].startswith("7B: 7.6B weights on 32 GPUs")
-    assert " s at most" in told["stall"] and told["refused"].startswith("not known here")
-    assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == told["on"]
+    said = lines(shown("check", tmp_path / "run.sh", columns=1000))
+    assert said["on"] == f"{ACTOR}.gradloc.enable" and said["model"].startswith("7B: 7.6B weights on 32 GPUs")
+    assert " s at most" in said["stall"] and said["refused"].startswith("not known here")
+    assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")
     assert "has no override of verl's" in refused("check", tmp_path / "run.sh")

@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
         if means is None:
             raise ReportError(str(error)) from None
         if args.json:
-            run_of_log, health = means
-            told = {"run": run_of_log.name, "state": health.worst.state, "metrics": health.metrics}
-            print(json.dumps(plain(told | {"findings": health.findings}), indent=1, allow_nan=False))
+            logged, health = means
+            found = {"run": logged.name, "state": health.worst.state, "metrics": health.metrics}
+            print(json.dumps(plain(found | {"findings": health.findings}), indent=1, allow_nan=False))
         else:
             show_means(terminal.console(), *means)
         return 0

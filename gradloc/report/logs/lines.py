@@ -508,7 +508,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         if "verflow" in line or "OVERFLOW" in line or "kipping" in line or "inimum" in line:
             skipped.take(line, taken)
     printed.count_by_bars()
-    told = labelled.count_through_epochs()
+    counted = labelled.count_through_epochs()
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
     if isinstance(best, Labelled) and best.skips:
         raise ReportError(
@@ -522,7 +522,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             f"{source.name} prints {num_seen:,} gradient norms, of which {num_read:,} can be read: their lines have a "
             "form that is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
         )
-    skips = skipped.of(best)
+    skips = skipped.found_in(best)
     if not any(best.rows.values()):
         if not skips:
             return []
@@ -531,7 +531,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         for count, skip in enumerate(skips, 1):
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
             best.add("", count if best.is_counted else skip.step or count, values)
-    notes = _notes(source, grammars, best, num_bad) + [told] * (best is labelled and bool(told))
+    notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
     is_cut = lines is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
         notes += _drop_cut_value(best, last)
@@ -595,7 +595,7 @@ class _Skipped:
             self._seen.add((skip, *places))
             self._found.append((skip, places))
 
-    def of(self, best: Grammar) -> list[Skip]:
+    def found_in(self, best: Grammar) -> list[Skip]:
         """The skipped steps, each with the step of the log's own rows that it came after."""
         at = self._grammars.index(best)
         return [

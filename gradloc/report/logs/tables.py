@@ -214,12 +214,19 @@ class _Table:
         if not tags and not is_norm(alone):
             self.source.note_one_metric()
             alone = "grad_norm"
+        is_named = bool(tags) or is_norm(tag[1] if tag else stem)
         runs: dict[str, list[tuple[int, str, float]]] = {}
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
             if step is not None and value is not None:
                 name = "/".join(text for at in tags if (text := self._text(cells, at)))
                 runs.setdefault(self._text(cells, run_at), []).append((step, name or alone, value))
+        for found in () if is_named else runs.values():
+            if 2 * len({step for step, *_ in found}) <= len(found):
+                raise ReportError(
+                    f"{self.source.name} has several values for a step and no column that names their metric, so they "
+                    "could be of different ones: add a column `metric`, or name a file of one metric."
+                )
         form = (self.form or "a CSV of values") if tags else "TensorBoard's CSV"
         return [
             Recording(self.source.name, form, run if len(runs) > 1 else "", rows=gather(found), notes=self.source.notes)

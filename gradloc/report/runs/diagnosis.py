@@ -233,7 +233,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     for effect, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
         if effect == "loss" and not loss_of(metrics)[1]:
-            continue  # beside a reward it says nothing
+            continue  # where there is a reward, the loss says nothing
         change = _change(known, worst.first, fall, rise, within)
         if change:
             changes.append(f"{effect} {change}")

@@ -240,13 +240,14 @@ def _collapse(metrics: Metrics) -> Sign | None:
             scatter = 4 * median(abs(value - was) for value in before)
             is_fall = fall is not None and was > 0 and max(now, end) < fall * was and was - now > scatter
             is_rise = rise is not None and was > 0 and min(now, end) > rise * was and now - was > scatter
-            if (is_fall or is_rise) and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
+            at_once = abs(median(after[:3]) - median(before[-3:])) >= 0.5 * abs(now - was)
+            if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
                 best = abs(now - was), at, was, now
         if best is not None:
             _, at, was, now = best
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
-        return None
+        return _drift(metrics)
     step, before_it, title, own, was, now = min(found)
     between = f"at step {step}" if step - before_it <= 1 else f"between steps {before_it} and {step}"
     rest = [f"{other[2]} at step {other[0]}" for other in sorted(found)[1:]]
@@ -254,3 +255,26 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, for good{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _drift(metrics: Metrics) -> Sign | None:
+    """The reward or the loss, where it went away from its best bit by bit and stayed away."""
+    for title, names, *_ in (EFFECTS[0], EFFECTS[-1]):
+        name = next((name for name in names if len(metrics.known(name)) >= 4 * _AROUND), "")
+        known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
+        parts = [known[at : at + _AROUND] for at in range(0, len(known) - _AROUND + 1, _AROUND)]
+        levels = [median(value for _, value in part) for part in parts]
+        fall, rise = _COLLAPSES[title]
+        if not levels or min(levels) <= 0:
+            continue
+        at = levels.index(max(levels) if fall else min(levels))
+        best, end = levels[at], median(value for _, value in known[-_AROUND:])
+        scatter = 4 * median(abs(value - best) for _, value in parts[at])
+        is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
+        if is_away and abs(end - best) > scatter:
+            verb, own, last = ("fell" if end < best else "rose"), metrics.called.get(name, name), parts[at][-1][0]
+            sentence = (
+                f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end."
+            )
+            return Sign("fell", sentence, "", last, last + 1)
+    return None

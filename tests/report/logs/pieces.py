@@ -204,6 +204,13 @@ PIECES = {
         "\n".join(f"step {s} | loss: {1.57 if s <= 47 else 2.73} | grad_norm: {n}" for s, n in norms()),
         {"kind": "collapse", "peak": (47, 903.0), "says": "Loss rose from 1.6 to 2.7"},
     ),
+    "a loss that rises bit by bit": (
+        "\n".join(
+            f"step {s} | loss: {3 - s / 50 if s < 60 else 1.8 + (s - 60) / 20:.3f} | grad_norm: 0.5"
+            for s in range(1, 161)
+        ),
+        {"kind": "fell", "advice": "before step", "says": "loss rose bit by bit"},
+    ),
     "epochs of a known length": (
         "\n".join(
             f"Epoch [{1 + (s - 1) // 20}][{1 + (s - 1) % 20}/20]  lr: 0.01  loss: 2.0  grad_norm: {n}"
