@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback as Base
 
-from .watch import Watch
+from ...watch.watch import Watch
 
 
 class TrainerCallback(Base):  # type: ignore[misc]
@@ -17,8 +17,8 @@ class TrainerCallback(Base):  # type: ignore[misc]
 
     Args:
         folder: of the run; None: the Trainer's ``output_dir``.
-        action: as of :class:`.watch.Watch`.
-        settings: what else :class:`.watch.Watch` takes.
+        action: as of :class:`~...watch.watch.Watch`.
+        settings: what else :class:`~...watch.watch.Watch` takes.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, action: str = "observe", **settings: Any):
