@@ -76,6 +76,7 @@ def localize(
     saved = space.take()
     prober = Prober(step, space, ranks)
     held = prober.step
+    prober.num_forwards, prober.num_backwards = getattr(held, "spent", (0, 0))
     try:
         outside = getattr(held, "unsearched_norm", 0.0)
         if outside:

@@ -91,6 +91,8 @@ class TapStep(LoopStep):
         """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
         """Of the head's own gradient, where it is no part of the search."""
+        self.spent = 0, 0
+        """Forwards and backwards of a micro-batch that a look took before its search."""
         self.residual = 0.0
         """What is not of the form of :mod:`.head`, over the norm of all dL/dh."""
         self.has_rest = False
@@ -102,9 +104,9 @@ class TapStep(LoopStep):
 
     def _made(self, forwarded: Forwarded) -> TapMicroBatch:
         """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
-        assert forwarded.pull is not None
+        assert forwarded.norms is not None
         (rows, width), known = forwarded.positions, forwarded.known
-        norms = _sizes(forwarded.pull).view(rows, width)
+        norms = forwarded.norms
         start, window = 0, slice(None)
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)
@@ -162,7 +164,7 @@ class TapStep(LoopStep):
             self.ranks.agree(partial(self._fill_small_heads, made))
         founds = [made.found for made in micro_batches if made.found is not None]
         off = sum(float(found.residual.double().square().sum()) for found in founds)
-        whole = sum(float(made.forwarded.pull.double().square().sum()) for made in micro_batches)
+        whole = sum(float(made.forwarded.norms.double().square().sum()) for made in micro_batches)
         has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in founds)
         off, whole, rest = self.ranks.sum([off, whole, float(has_rest)])
         self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
@@ -177,7 +179,7 @@ class TapStep(LoopStep):
     def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit one micro-batch's dL/dh, inside of its forward."""
         rows, width = made.forwarded.positions
-        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull))
+        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull.to(hidden.device)))
         made.dots = (h.float() * pulls.float()).sum(-1)
         head, small = _parted(heads)
         further = torch.cat([each.weight for each in small]) if small else None
@@ -209,7 +211,7 @@ class TapStep(LoopStep):
         if "ids" not in known:
             inputs = [each.clamp(min=0) for each in forwarded.ids()]
             found = [labels for each in inputs for labels in (each.roll(-1, 1), each)]
-            found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.pull.device)]
+            found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.norms.device)]
             return [(labels, made.start) for labels in found]
         ids, windows = known["ids"].clamp(min=0), []
         for start in _starts(width, ids.shape[1]) if ids.shape[1] != width else [0]:
@@ -234,7 +236,7 @@ class TapStep(LoopStep):
     def _record(self, made: TapMicroBatch) -> None:
         """What the search is given of a micro-batch, in the loss's form."""
         forwarded = made.forwarded
-        norms = _sizes(forwarded.pull).view(-1)
+        norms = forwarded.norms.view(-1)
         found = made.found = _nothing(norms) if made.found is None else made.found
         if "ids" not in forwarded.known and made.labels is not None:
             made.ids = made.shown(made.labels.reshape(-1))
@@ -283,7 +285,8 @@ class TapStep(LoopStep):
         if self.form != "log_probs" and not (needs_entropy and head is not None):
             total = flat.new_zeros(rows * width, dtype=torch.float32)
             if self.form == "hidden":
-                total = (forwarded.pull.reshape(rows * width, -1).float() * flat.float()).sum(-1)
+                pull = forwarded.pull.to(flat.device).reshape(rows * width, -1)
+                total = (pull.float() * flat.float()).sum(-1)
             else:
                 for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
                     where = place.positions(flat.device).reshape(-1)
@@ -310,9 +313,9 @@ class TapStep(LoopStep):
         """Add the selected positions' part of the gradient to ``.grad``."""
         forwarded, keep = made.forwarded, None
         if selected is not None:
-            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.pull.device)
+            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.norms.device)
             keep[:, made.window] = selected
-        roots, grads = [graph.hidden], [_kept(forwarded.pull, keep, unit)]
+        roots, grads = [graph.hidden], [_kept(forwarded.pull.to(graph.hidden.device), keep, unit)]
         for output, pull, (_, place) in zip(graph.heads, forwarded.head_pulls, forwarded.head_calls, strict=True):
             if not output.requires_grad:
                 continue
@@ -347,11 +350,6 @@ class TapStep(LoopStep):
         if self.has_advantages:
             return brief_of(masks, self._on_host("advantages"))
         return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
-
-
-def _sizes(pull: torch.Tensor) -> torch.Tensor:
-    """The norm of each position's vector, in float32."""
-    return torch.linalg.vector_norm(pull, dim=-1, dtype=torch.promote_types(pull.dtype, torch.float32)).float()
 
 
 def _starts(width: int, window: int) -> list[int]:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..core.gradients import host_copy
 from ..core.sharding import compute_dtype, is_reduction_deferred
 from ..core.step import MovingState, RngState, generators_in
 from .head import typical_size
@@ -68,7 +69,9 @@ class Forwarded:
         self.shape: torch.Size | None = None
         """Of h."""
         self.pull: torch.Tensor | None = None
-        """dL/dh, of h's own shape; None before the backward."""
+        """dL/dh, of h's own shape, on the device or the host; None before the backward."""
+        self.norms: torch.Tensor | None = None
+        """Of dL/dh at each position, float32 (B, T)."""
         self.head_pulls: list[torch.Tensor | None] = []
         """dL/dz of each call of a head; None where it was too large to keep."""
         self.head_calls: list[tuple[torch.nn.Module, Place]] = []
@@ -169,13 +172,15 @@ class ModelTap:
         model: as the loop calls it, or what a wrapper around it holds.
         device: where it computes.
         hidden: the module whose output is the last hidden state, or its name; None: found.
-        keep_bytes: how much of dL/dz is kept in a step at most; dL/dh is kept whole.
+        keep_bytes: how much of a step's dL/dh and dL/dz is kept on the device at most. Beyond it dL/dh waits in the
+            host's memory, and dL/dz is not kept.
     """
 
     def __init__(
         self, model: torch.nn.Module, device: torch.device, hidden: torch.nn.Module | str | None, keep_bytes: int
     ):
         self.outer, self.device, self.keep_bytes = model, device, keep_bytes
+        self.moves_to_host = device.type != "cpu"
         self.generators = generators_in(model)
         self.moving = MovingState()
         self.forwards: list[Forwarded] = []
@@ -431,12 +436,24 @@ class ModelTap:
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
         if self.is_again:
             return
-        _add_to(forwarded, "pull", grad)
+        _add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
+        assert forwarded.pull is not None
+        norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
+        forwarded.norms = norms.float().view(forwarded.positions).to(self.device)
+        size = grad.numel() * grad.element_size()
+        if self.moves_to_host and self._kept + size > self.keep_bytes:
+            forwarded.pull = host_copy(forwarded.pull)
+        else:
+            self._kept += size
         if not self._is_queued:
             self._is_queued = True
             queue = Variable._execution_engine.queue_callback
             after = _Hook(self, "_after_backward")
             queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
+
+    def _is_on_host(self, forwarded: Forwarded) -> bool:
+        """Whether an earlier backward's dL/dh was moved there."""
+        return self.moves_to_host and forwarded.pull is not None and forwarded.pull.device.type == "cpu"
 
     def _after_backward(self) -> None:
         self._is_queued = False

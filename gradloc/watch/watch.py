@@ -67,7 +67,8 @@ class Watch(Colocated):
         tokenizer: decodes what is named; None: events have token ids alone.
         hidden: the module whose output is the last hidden state, or its name, where neither a transformers model nor
             the linear layer that is called last says it.
-        keep_gb: what of dL/dlogits may be kept on the device in a step, in GiB. Beyond it, it is recovered from dL/dh.
+        keep_gb: what may be kept on the device in a step, in GiB. Beyond it dL/dh waits in the host's memory, and
+            dL/dlogits is recovered from it at a spike.
         metrics: write ``metrics.jsonl``; False where the loop writes its own there.
         settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
 
@@ -376,6 +377,7 @@ class Watch(Colocated):
             if math.isfinite(spike.grad_norm):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
+                step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
                 hold_against(step, space, before, self._clips, self._own_factor(spike.grad_norm), self.clip_tap)
                 self.is_unclipped = True
             else:

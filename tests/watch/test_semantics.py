@@ -451,3 +451,21 @@ def test_half_precision_logits_are_not_held_in_float32():
 def test_off_calls_the_loop_s_own_alone(tmp_path):
     assert train(action="off", folder=str(tmp_path))["norms"] == train()["norms"]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_backward_leaves_may_wait_on_the_host(tmp_path):
+    class Moving(Loop):
+        """As on a card that has room for one micro-batch's."""
+
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            if isinstance(self.watch, gradloc.Watch):
+                self.watch.tap.moves_to_host, self.watch.tap.keep_bytes = True, 4000
+
+    observed, stock = Moving(tmp_path / "observe", **TAU).run(), Moving().run()
+    masked, without = Moving(tmp_path / "mask", "mask", **TAU).run(), Moving().run(worth=0.0)
+    assert torch.equal(flat(observed.model), flat(stock.model))
+    torch.testing.assert_close(flat(masked.model), flat(without.model), atol=1e-6, rtol=0)  # dL/dz is recovered
+    for name in ("observe", "mask"):
+        (event,) = events_in(tmp_path / name)
+        assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
