@@ -38,8 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import gradloc
 from benchmarks.run import table
 
-VOCABULARY, HIDDEN, ROWS, STEPS = 96, 32, 2, 3
-"""ROWS of a micro-batch; the last of STEPS is spoiled."""
+VOCABULARY, HIDDEN, ROWS = 96, 32, 2
+"""ROWS of a micro-batch."""
 Place = tuple[int, int, int]
 """Micro-batch over all ranks, row in it, position."""
 
@@ -67,6 +67,8 @@ class Loop:
         layout: ``plain``, ``ddp``, ``fsdp2`` or ``fsdp1``.
     """
 
+    num_steps = 3
+    """The last is spoiled."""
     is_tied = False
     dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -134,7 +136,7 @@ class Loop:
             weight = self.usual(torch.rand(ROWS, self.width, generator=generator))
             weight[:, -1] = 0.0  # has no next token
             for (of, row, position), worth in self.planted.items():
-                if step == STEPS and of == index:
+                if step == self.num_steps and of == index:
                     is_left = (of, row, position) not in self.without
                     weight[row, position] = worth if is_left or self.is_one_term else 0.0
             if index // self.count == self.rank:
@@ -144,7 +146,7 @@ class Loop:
         return torch.ones_like(drawn)
 
     def run(self) -> "Loop":
-        for step in range(1, STEPS + 1):
+        for step in range(1, self.num_steps + 1):
             self.optimizer.zero_grad()
             for micro_batch in self.batch(step):
                 with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
@@ -219,7 +221,8 @@ def wrapped(model: Any, layout: str) -> Any:
             fully_shard(layer)
         return fully_shard(model)
     if layout == "fsdp1":
-        return FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}), use_orig_params=True)
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FSDP1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
     return model
 
 
@@ -258,36 +261,38 @@ class ZLoss(Loop):
         return -log_probs(logits, micro_batch.ids) + 1e-2 * logits.logsumexp(-1).square()
 
 
+class WithValues(LlamaForCausalLM):
+    """Returns logits and values."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.value = torch.nn.Linear(HIDDEN, 1)
+
+    def forward(self, input_ids):
+        found = super().forward(input_ids=input_ids, output_hidden_states=True)
+        return found.logits, self.value(found.hidden_states[-1]).squeeze(-1)
+
+
 class Valued(Loop):
     """A value head on the same hidden state, of which nothing is said."""
 
     def build(self):
-        model = LlamaForCausalLM(self.config)
-        model.value = torch.nn.Linear(HIDDEN, 1)
-        plain = model.forward
-
-        def forward(input_ids):
-            found = plain(input_ids=input_ids, output_hidden_states=True)
-            found["value"] = model.value(found.hidden_states[-1]).squeeze(-1)
-            return found
-
-        model.forward = forward
-        return model
+        return WithValues(self.config)
 
     def loss(self, micro_batch):
-        found = self.model(input_ids=micro_batch.ids)
-        values = functional.mse_loss(found.value.float(), micro_batch.noise, reduction="none")
-        return ((0.1 * values - log_probs(found.logits.float(), micro_batch.ids)) * micro_batch.weight).sum()
+        logits, values = self.model(input_ids=micro_batch.ids)
+        value_losses = functional.mse_loss(values.float(), micro_batch.noise, reduction="none")
+        return ((0.1 * value_losses - log_probs(logits.float(), micro_batch.ids)) * micro_batch.weight).sum()
 
 
 class ValueOutlier(Valued):
     """The planted position's return is far off; its log-prob is as others."""
 
     def loss(self, micro_batch):
-        found = self.model(input_ids=micro_batch.ids)
+        logits, values = self.model(input_ids=micro_batch.ids)
         far = torch.where(micro_batch.weight > 1, micro_batch.weight, micro_batch.noise)
-        values = functional.mse_loss(found.value.float(), far, reduction="none")
-        return ((-log_probs(found.logits.float(), micro_batch.ids) + values) * (micro_batch.weight > 0)).sum()
+        value_losses = functional.mse_loss(values.float(), far, reduction="none")
+        return ((value_losses - log_probs(logits.float(), micro_batch.ids)) * (micro_batch.weight > 0)).sum()
 
 
 class Entropy(Loop):
@@ -330,7 +335,7 @@ class Dpo(Loop):
     is_one_term = True
 
     def batch(self, step):
-        self.is_planted_step = step == STEPS
+        self.is_planted_step = step == self.num_steps
         for index, micro_batch in enumerate(super().batch(step)):
             self.index = self.rank * self.count + index
             yield micro_batch
@@ -365,7 +370,10 @@ class Distilled(Loop):
 
 
 class RewardPair(Loop):
-    """Bradley and Terry's loss of two answers' scores; a planted pair counts for many."""
+    """Bradley and Terry's loss of two answers' scores; a planted pair counts for many.
+
+    The lower score is the chosen one's, so that no pair is without a gradient.
+    """
 
     def build(self):
         self.config.num_labels, self.config.pad_token_id = 1, None
@@ -383,7 +391,7 @@ class RewardPair(Loop):
     def loss(self, micro_batch):
         scores = [self.model(input_ids=micro_batch.ids[row : row + 1]).logits.float().squeeze() for row in range(2)]
         weight = micro_batch.weight[0, self.width - 2]
-        return -functional.logsigmoid(scores[0] - scores[1]) * weight * self.width
+        return -functional.logsigmoid(-(scores[0] - scores[1]).abs()) * weight * self.width
 
     def is_planted(self):
         return {(index, row, self.width - 1) for index, _, _ in self.planted for row in range(2)}
@@ -461,7 +469,10 @@ class Half(Clipped):
 
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # a larger one overflows, and the step is skipped
+
+    def plant(self):
+        return {place: worth / 4 for place, worth in super().plant().items()}
 
     def backward(self, loss):
         self.scaler.scale(loss).backward()
@@ -546,11 +557,14 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
             folder = shared(folder, layout)
             made = make(seed, layout=layout)
             with contextlib.redirect_stdout(io.StringIO()):
+                action = {"mode": "mask", "max_masked_share": 1.0}
                 watch = gradloc.Watch(
-                    made.model, folder=folder, action="mask", keep_gb=KEPT[name], trigger={"tau": tau}
+                    made.model, folder=folder, action=action, keep_gb=KEPT[name], trigger={"tau": tau}
                 )
                 made.run()
             watch.close()
+            if layout != "plain":
+                dist.barrier()  # the first rank has written
             found[name] = judged(made, truth, events_in(folder), math.sqrt(spoiled.norm * truth.norm))
     return found
 
@@ -572,7 +586,7 @@ def events_in(folder: str) -> list[dict[str, Any]]:
 def judged(made: Loop, truth: Loop, events: list[dict[str, Any]], threshold: float) -> Found:
     """A planted token counts where the step is over the threshold without the others."""
     planted = made.is_planted()
-    if len(events) != 1 or events[0]["step"]["global_step"] != STEPS:
+    if len(events) != 1 or events[0]["step"]["global_step"] != made.num_steps:
         steps = [event["step"]["global_step"] for event in events]
         return Found(0, len(planted), 0, "no event", math.nan, False, "", math.nan, f"events at steps {steps}")
     event = events[0]

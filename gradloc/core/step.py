@@ -249,6 +249,10 @@ class Recorded:
     """(B, T): what forwards of a search return in place of log-probs, as training had it, where the loss is no function
     of log-probs and entropies. :attr:`log_prob_coefficient` is then d loss / d score."""
 
+    is_entropy: bool = True
+    """Whether :attr:`entropy_coefficient` is of an entropy, and not of another part of the loss that forwards of a
+    search return in its place, such as label smoothing."""
+
     @property
     def read(self) -> torch.Tensor:
         """(B, T): what forwards of a search return first, as training had it."""

@@ -305,14 +305,19 @@ def _row_shares(context: SpikeContext) -> list[RowShare]:
 
 
 def _entry(step: HostStep, rank: int, index: int) -> RawEntry:
-    log_prob, entropy = step.coefficients(index)
+    log_prob, entropy = step.coefficients(index)[0], _entropy_coefficients(step, index)
     entropies = None if entropy is None else entropy.float().numpy()
     return RawEntry(rank, index, step.rows(index), log_prob.float().numpy(), entropies)
 
 
+def _entropy_coefficients(step: HostStep, index: int) -> torch.Tensor | None:
+    """d loss / d entropy (B, T); None where the loss has none, or other parts of a token besides."""
+    return step.coefficients(index)[1] if step.recorded(index).is_entropy else None
+
+
 def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
     """d loss / d log_prob (B, T) of the policy's and the KL term, d loss / d entropy: those that there are."""
-    log_prob, entropy = context.step.coefficients(index)
+    log_prob, entropy = context.step.coefficients(index)[0], _entropy_coefficients(context.step, index)
     kl = context.step.kl_coefficients(index)
     terms = {"policy": log_prob}
     if kl is not None:
@@ -355,7 +360,7 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
     places = _places(step, culprit)
     row, positions = places[0][0], [position for _, position in places]
     recorded, rows, old = step.recorded(index), step.rows(index), step.details(index).old_log_prob
-    coefficients, entropy_coefficients = step.coefficients(index)
+    coefficients, entropy_coefficients = step.coefficients(index)[0], _entropy_coefficients(step, index)
     peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
 
     def at(values: torch.Tensor | None, factor: float = 1.0) -> float | None:

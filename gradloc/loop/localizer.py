@@ -114,13 +114,20 @@ class Localizer:
 
     # ---- the moments of an update, in order
 
-    def begin_update(self, policy: Policy | None, space: GradientSpace) -> None:
-        """Take the step's policy; None: nothing is looked into."""
+    def begin_update(self, policy: Policy | None, space: GradientSpace, are_all_here: bool = True) -> None:
+        """Take the step's policy; None: nothing is looked into.
+
+        Args:
+            policy: of the update.
+            space: the trained parameters.
+            are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
+        """
         self._policy, self._space, self._device = policy, space, space.device
         self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
-        self._ask_replicas()
+        if are_all_here:
+            self.ask_replicas()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
@@ -207,7 +214,7 @@ class Localizer:
 
     # ---- inside
 
-    def _ask_replicas(self) -> None:
+    def ask_replicas(self) -> None:
         """Whether replicas are kept alike: how they are laid out, and, once a step was taken, whether they are."""
         problem = ""
         if self._num_updates == 1 and not self._space.are_summed:

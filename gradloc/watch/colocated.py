@@ -45,7 +45,7 @@ class Colocated:
         self.step = step
         if self.localizer is not None:
             self.space = GradientSpace(module, self.ranks)
-            self.localizer.begin_update(None, self.space)
+            self.localizer.begin_update(None, self.space, are_all_here=False)
             self.localizer.begin_mini_batch(step)
 
     def end_step(self, norm: Any, global_step: int) -> tuple[Any, dict[str, float]]:
@@ -63,6 +63,7 @@ class Colocated:
         """
         step, localizer, ranks = self.step, self.localizer, self.ranks
         assert localizer is not None
+        localizer.ask_replicas()
         counts = self._counts(step)
         if not any(counts[-1]):
             self._tell_once("steps whose log-probs nobody asked for as the trainer's own loss does are not looked into")

@@ -60,6 +60,8 @@ class TapMicroBatch(LoopMicroBatch):
     """Of all positions, flat; None until the step is looked into."""
     dots: torch.Tensor | None = None
     """<dL/dh, h> of all positions, flat, as training had them."""
+    biases: torch.Tensor | None = None
+    """<dL/dz, bias> of all positions, flat, as far as dL/dz is known."""
     sizes: torch.Tensor | None = None
     """Of all positions, flat: what a read number is multiplied by in the loss."""
 
@@ -105,8 +107,7 @@ class TapStep(LoopStep):
     def _made(self, forwarded: Forwarded) -> TapMicroBatch:
         """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
         assert forwarded.norms is not None
-        (rows, width), known = forwarded.positions, forwarded.known
-        norms = forwarded.norms
+        norms, known, width = forwarded.norms, forwarded.known, forwarded.positions[1]
         start, window = 0, slice(None)
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)
@@ -161,7 +162,6 @@ class TapStep(LoopStep):
         for made in micro_batches:
             made.recorded.rng.restore()
             self.ranks.together(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
-            self.ranks.agree(partial(self._fill_small_heads, made))
         founds = [made.found for made in micro_batches if made.found is not None]
         off = sum(float(found.residual.double().square().sum()) for found in founds)
         whole = sum(float(made.forwarded.norms.double().square().sum()) for made in micro_batches)
@@ -177,7 +177,13 @@ class TapStep(LoopStep):
             self.ranks.agree(partial(self._record, made))
 
     def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
-        """Fit one micro-batch's dL/dh, inside of its forward."""
+        """Recover what the loss asked of one micro-batch, inside of its forward, where a sharded head is whole."""
+        self._fit(made, hidden, heads)
+        self._fill_small_heads(made)
+        made.biases = self._biases(made)
+
+    def _fit(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
+        """Fit its dL/dh."""
         rows, width = made.forwarded.positions
         h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull.to(hidden.device)))
         made.dots = (h.float() * pulls.float()).sum(-1)
@@ -225,7 +231,7 @@ class TapStep(LoopStep):
         """Take dL/dz of heads with few outputs from the fit, where it was not kept."""
         forwarded, first = made.forwarded, 4
         for index, (module, place) in enumerate(forwarded.head_calls):
-            count = len(module.weight)
+            count = len(module.weight)  # whole, inside of the forward
             if count > SMALL or made.found is None or made.found.parts.shape[1] < first + count:
                 continue
             if forwarded.head_pulls[index] is None:
@@ -242,6 +248,7 @@ class TapStep(LoopStep):
             made.ids = made.shown(made.labels.reshape(-1))
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, made))
         recorded.log_prob = made.shown(found.potentials.log_prob)
+        recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
             made.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]
@@ -257,7 +264,8 @@ class TapStep(LoopStep):
                     size = pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
                     made.sizes.index_add_(0, place.positions(norms.device).reshape(-1), size.reshape(-1))
             recorded.log_prob_coefficient = made.shown(made.sizes)
-            recorded.score = made.shown((made.dots + self._biases(made)) / made.sizes.clamp(min=_TINY))
+            dots = made.dots if self.form == "hidden" else made.dots + made.biases
+            recorded.score = made.shown(dots / made.sizes.clamp(min=_TINY))
         recorded.beside_coefficient = forwarded.beside
         made.recorded = recorded
         given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
@@ -269,7 +277,7 @@ class TapStep(LoopStep):
         found = torch.zeros_like(made.dots)
         for pull, (module, place) in zip(made.forwarded.head_pulls, made.forwarded.head_calls, strict=True):
             bias = getattr(module, "bias", None)
-            if self.form == "logits" and bias is not None:
+            if pull is not None and bias is not None:
                 where = place.positions(found.device).reshape(-1)
                 found.index_add_(0, where, pull.reshape(len(where), -1).float() @ bias.detach().float())
         return found
@@ -317,7 +325,7 @@ class TapStep(LoopStep):
             keep[:, made.window] = selected
         roots, grads = [graph.hidden], [_kept(forwarded.pull.to(graph.hidden.device), keep, unit)]
         for output, pull, (_, place) in zip(graph.heads, forwarded.head_pulls, forwarded.head_calls, strict=True):
-            if not output.requires_grad:
+            if not output.requires_grad or self.form == "hidden":
                 continue
             positions = place.positions(output.device)
             pull = self._head_pull(made, output, positions) if pull is None else pull

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops at the edges of what one line can watch: each is right, or one sentence says why not."""
+
+import gc
+import math
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+import gradloc
+from benchmarks.any_loss import Clipped, Loop, log_probs
+from tests.bare.model import build
+from tests.watch.loops import SPIKE, TAU, T, batches
+from tests.watch.loops import Loop as Plain
+from tests.watch.test_harmless import events_in
+
+
+def named(made, event):
+    return {place for culprit in event["culprits"] for place in made.named(culprit)}
+
+
+def watched(kind, tmp_path, action="mask", seed=0, tau=None, **settings):
+    """A loop under the one line, the same without its planted tokens, and the first one's events."""
+    truth = kind(seed, None).run()
+    if tau is None:
+        tau = math.sqrt(kind(seed).run().norm * truth.norm * truth.count * 2 * (truth.width - 1))
+    made = kind(seed)
+    gradloc.Watch(made.model, folder=tmp_path, action=action, **{"trigger": {"tau": tau}, **settings})
+    return made.run(), truth, events_in(tmp_path)
+
+
+def check(made, truth, events, off=1e-6):
+    (event,) = events
+    assert named(made, event) == set(made.planted)
+    certificate = event["certificate"]
+    assert certificate["verdict"] == "explained"
+    assert abs(certificate["norm_after"] - truth.norm) <= certificate["error_bound"] + off * truth.norm
+
+
+# ---- clipped before
+
+
+class Long(Clipped):
+    """Enough steps for a threshold that is learned."""
+
+    num_steps = 16
+
+
+class ByHand(Long):
+    """The loop's own lines clip."""
+
+    def clip(self):
+        for param in self.given():
+            param.grad.mul_(min(1.0, 0.25 / (self.norm + 1e-6)))
+
+
+@pytest.mark.parametrize("kind", [Long, ByHand])
+def test_a_norm_that_the_loop_clips_is_seen(kind, tmp_path):
+    check(*watched(kind, tmp_path, trigger={"warmup": 8, "window": 16}))
+
+
+# ---- parts of the loss that pass through no hidden state
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.1])
+def test_a_part_of_the_loss_that_passes_by_and_begins_late(size, tmp_path):
+    class Decayed(Loop):
+        """A penalty on a weight begins with the spoiled step."""
+
+        def batch(self, step):
+            self.is_last = step == self.num_steps
+            yield from super().batch(step)
+
+        def loss(self, micro_batch):
+            penalty = self.bare.model.layers[1].mlp.up_proj.weight.square().sum() * self.is_last
+            return super().loss(micro_batch) + size * 500 * penalty
+
+    made, truth, (event,) = watched(Decayed, tmp_path)
+    if event["culprits"]:
+        check(made, truth, [event])
+    else:
+        assert "layers.1.mlp.up_proj.weight" in event["certificate"]["reason"] and event["action"]["taken"] == "skip"
+
+
+# ---- losses of a token that are no log-prob
+
+
+class Logit(Loop):
+    """A label's logit, above 0 or not."""
+
+    def each(self, logits, micro_batch):
+        return -logits.gather(-1, micro_batch.ids.roll(-1, 1).unsqueeze(-1)).squeeze(-1)
+
+
+class Margin(Loop):
+    """A label's logit against another word's."""
+
+    def each(self, logits, micro_batch):
+        return Logit.each(self, logits, micro_batch) + logits[..., 7]
+
+
+class Squared(Loop):
+    """A squared log-prob."""
+
+    def each(self, logits, micro_batch):
+        return log_probs(logits, micro_batch.ids).square()
+
+
+@pytest.mark.parametrize("kind", [Logit, Margin, Squared])
+def test_a_token_s_loss_that_is_no_log_prob(kind, tmp_path):
+    check(*watched(kind, tmp_path))
+
+
+def test_a_model_that_says_nothing_and_a_loss_without_labels(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradloc.Watch(model, folder=tmp_path, trigger={"warmup": 8, "window": 16})
+    for number in range(20):
+        ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(number))
+        (model(ids).sum() * (1e6 if number == 15 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (event,) = events_in(tmp_path)
+    assert event["step"]["global_step"] == 16 and event["culprits"] == []
+
+
+# ---- between backward and step
+
+
+def test_gradients_times_8_and_one_layer_s_times_50(tmp_path):
+    class Scaled(Loop):
+        def before_step(self):
+            for name, param in self.model.named_parameters():
+                param.grad.mul_(400.0 if name == "model.layers.1.mlp.up_proj.weight" else 8.0)
+
+    _, _, (event,) = watched(Scaled, tmp_path)
+    assert event["culprits"] == [] and event["action"]["taken"] == "skip"
+    assert "model.layers.1.mlp.up_proj.weight (50 times)" in event["certificate"]["reason"]
+
+
+def step_and_clear(optimizer, _):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_steps_inside_of_the_backward_is_said(tmp_path, caplog):
+    def train(folder=""):
+        torch.manual_seed(0)
+        model = build("tiny")
+        if folder:
+            gradloc.Watch(model, folder=folder, **TAU)
+        for param in model.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+            param.register_post_accumulate_grad_hook(partial(step_and_clear, optimizer))
+        for ids, _ in batches(3):
+            model(ids[:, :-1], T).logsumexp(-1).mean().backward()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    assert torch.equal(train(tmp_path), train())
+    assert [record.message for record in caplog.records if "inside of the backward" in record.message]
+    assert events_in(tmp_path) == []
+
+
+# ---- ranks
+
+
+def uneven(folder: str) -> dict:
+    """DDP without its own reduction; the second rank has no micro-batch in the second step."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(build("tiny"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = torch.distributed.get_rank()
+    if folder:
+        gradloc.Watch(model, folder=folder, trigger={"tau": 1e3})
+    for number, (ids, _) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        with model.no_sync():
+            for rows in ids.chunk(2)[rank].split(2) if number != 1 or rank == 0 else ():
+                model(rows[:, :-1], T).logsumexp(-1).mean().backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            torch.distributed.all_reduce(param.grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {"weights": torch.cat([param.detach().flatten() for param in model.parameters()])}
+
+
+def test_a_rank_without_a_micro_batch(bare_world, tmp_path):
+    own, stock = (bare_world.run("tests.watch.test_edges.uneven", folder=folder) for folder in (str(tmp_path), ""))
+    assert torch.equal(own[0]["weights"], stock[0]["weights"])
+    assert events_in(tmp_path) == []
+
+
+# ---- memory
+
+
+class OfGraph:
+    def __call__(self, grad):
+        return None
+
+
+def alive_in(folder="", **settings):
+    """How many micro-batches' logits and graphs are alive behind each forward of a loop that keeps its last outputs."""
+
+    class Counted(Loop):
+        def loss(self, micro_batch):
+            nonlocal outputs
+            outputs = self.model(input_ids=micro_batch.ids)
+            logits, hook = outputs.logits, OfGraph()
+            logits.register_hook(hook)
+            seen.append((weakref.ref(logits), weakref.ref(hook)))
+            del hook
+            gc.collect()
+            alive.append([sum(each() is not None for each in kind) for kind in zip(*seen, strict=True)])
+            return (self.each(logits.float(), micro_batch) * micro_batch.weight).sum()
+
+    outputs, seen, alive = None, [], []
+    made = Counted(0)
+    if folder:
+        gradloc.Watch(made.model, folder=folder, **settings)
+    made.run()
+    return alive
+
+
+@pytest.mark.parametrize("keep_gb", [0.25, 0.0])
+def test_no_logits_and_no_graph_outlive_their_micro_batch(keep_gb, tmp_path):
+    assert alive_in(tmp_path, keep_gb=keep_gb) == alive_in()
+
+
+# ---- what fails behind the search
+
+
+class Raising:
+    pad_token_id = 0
+
+    def decode(self, ids, **_):
+        raise RuntimeError("out of range")
+
+
+class Surrogate:
+    pad_token_id = 0
+
+    def decode(self, ids, **_):
+        return "a\ud800"
+
+
+@pytest.mark.parametrize("tokenizer", [Raising(), Surrogate()])
+def test_a_tokenizer_s_fault_costs_no_event(tokenizer, tmp_path):
+    check(*watched(Loop, tmp_path, tokenizer=tokenizer))
+
+
+def test_a_record_that_fails_says_what_became_of_the_step(tmp_path, monkeypatch, caplog):
+    def fail(context):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("gradloc.loop.localizer.raw_event", fail)
+    made, truth, events = watched(Loop, tmp_path)
+    assert events == [] and torch.equal(made.taken, truth.taken)
+    assert "the step was decided before (mask), and its event is lost" in caplog.text
+    assert "with the gradient it had" not in caplog.text
+
+
+@pytest.mark.parametrize("at", ["search", "mask"])
+def test_ctrl_c_inside_of_a_search_leaves_the_gradient_whole(at, tmp_path, monkeypatch):
+    class Stopped(Plain):
+        def take_step(self):
+            before = [param.grad.clone() for param in self.model.parameters()]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            clipped = [param.grad.clone() for param in self.model.parameters()]
+            try:
+                self.optimizer.step()
+            except KeyboardInterrupt:
+                now = [param.grad for param in self.model.parameters()]
+                found.append(all(map(torch.equal, now, clipped)) and not all(map(torch.equal, now, before)))
+                raise
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    found = []
+    where = {"search": "gradloc.core.certificate.Removal.certify", "mask": "gradloc.core.probe.Prober.compute_without"}
+    made = Stopped(tmp_path, "mask", **TAU)
+    real = torch.autograd.backward
+    if at == "mask":
+        acted = type(made.watch.localizer)._act
+
+        def act(self, *given):
+            monkeypatch.setattr(torch.autograd, "backward", stop)
+            return acted(self, *given)
+
+        monkeypatch.setattr(type(made.watch.localizer), "_act", act)
+    else:
+        monkeypatch.setattr(where[at], stop)
+    with pytest.raises(KeyboardInterrupt):
+        made.run(steps=SPIKE)
+    assert found == [True]
+    monkeypatch.undo()
+    assert torch.autograd.backward is real
+    made.run(steps=1)  # and goes on

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One seed of each kind of benchmarks/any_loss.py: planted tokens are named and certified, whatever the loss."""
+
+import math
+
+import pytest
+
+from benchmarks.any_loss import KINDS, measure
+
+WITHOUT_CERTIFICATE = {"distilled"}
+"""Kinds of which the head's gradient is not known where dL/dlogits is not kept."""
+HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
+LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
+DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
+ON_RANKS = [
+    pytest.param(layout, kind, marks=() if (layout, kind) in DEFAULT else pytest.mark.slow)
+    for layout in ("ddp", "fsdp2", "fsdp1")
+    for kind in LAYERED
+    if (layout, kind) != ("fsdp1", "clipped-by-group")  # it has one clip for all
+]
+
+
+def check(kind, found):
+    assert (found.named, found.innocents) == (found.planted, 0), found
+    if math.isnan(found.error):
+        assert kind in WITHOUT_CERTIFICATE and "the head's own gradient" in found.said and found.taken == "skip"
+        return
+    assert found.verdict == "explained" and found.is_within and found.taken == "mask", found
+    assert found.error < 1e-4 and found.apart < (5e-3 if kind in HALF else 1e-5), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_tokens_are_named_without_logits_gradients(kind):
+    check(kind, measure(kind, 1, keeps=("not kept",))["not kept"])
+
+
+@pytest.mark.parametrize("kind", ["distilled", "bfloat16-weights"])
+def test_planted_tokens_are_named_with_logits_gradients(kind):
+    found = measure(kind, 1, keeps=("kept",))["kept"]
+    check(kind, found)
+    assert found.apart == 0.0
+
+
+@pytest.mark.parametrize(("layout", "kind"), ON_RANKS)
+def test_planted_tokens_are_named_on_two_ranks(bare_world, layout, kind):
+    found, _ = bare_world.run("benchmarks.any_loss.measure", kind=kind, seed=1, layout=layout, keeps=("not kept",))
+    check(kind, found["not kept"])
