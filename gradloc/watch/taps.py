@@ -208,8 +208,11 @@ class ModelTap:
         self._graph: Graph | None = None
         self._is_queued = False
         self._handles: list[Any] = []
+        self._of_present: list[Any] = []
+        """Hooks on the present forward's tensors."""
+        self._of_present: list[Any] = []
+        """Hooks on the present forward's tensors."""
         self._attached: list[torch.nn.Module] = []
-        self.attach(model)
         if self.body is not None:
             self._add(
                 self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
@@ -224,6 +227,7 @@ class ModelTap:
         for part in candidates:
             self._add(part.register_forward_pre_hook(partial(_call, weakref.ref(self), "_before_head")))
             self._add(part.register_forward_hook(partial(_call, weakref.ref(self), "_after_head")))
+        self.attach(model)  # behind the body's, which the model may be itself
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Take this module's calls for training's, such as a wrapper's that is made later."""
@@ -323,7 +327,7 @@ class ModelTap:
             if not self.is_at_head:
                 self._hidden = hidden
                 self._hook(hidden)
-            if self._present.module is module:  # as chunked losses call it
+            if self._present.module is module and module not in self._attached:  # as chunked losses call it
                 self._close()
                 self._is_over = self._present.is_body_alone = True
         return None
@@ -378,11 +382,12 @@ class ModelTap:
         size = output.numel() * output.element_size()
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
-            output.register_hook(partial(self._keep_head, present, len(present.head_pulls) - 1))
+            handle = output.register_hook(partial(self._keep_head, present, len(present.head_pulls) - 1))
+            self._of_present.append(handle)
 
     def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         present = self._present
-        if self._graph is not None and module is not self.body:
+        if self._graph is not None and (module is not self.body or module in self._attached):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             auxiliary = _auxiliary(output)
             self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
@@ -409,14 +414,15 @@ class ModelTap:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._hook_handle = hidden.register_hook(partial(self._keep, present))
+            self._of_present = [hidden.register_hook(partial(self._keep, present))]
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
             self._present.shape = None
             self._present.head_calls.clear()
             self._present.head_pulls.clear()
-            self._hook_handle.remove()
+            for handle in self._of_present:
+                handle.remove()
 
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
         if self.is_again:
@@ -462,8 +468,9 @@ class ModelTap:
         return self._graph.cut
 
     def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
+        """Whether the model's own head is called on something else than its body's output."""
         assert self._hidden is not None
-        return given.requires_grad and module is not None and given.dim() == self._hidden.dim()
+        return module is self._declared_head and given.requires_grad and given.dim() == self._hidden.dim()
 
     @torch.no_grad()
     def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
@@ -522,7 +529,7 @@ def _found_parts(
     plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
     asked = getattr(plain, "get_output_embeddings", None)
     if asked is None:
-        return None, None
+        return _found_inside(plain)
     try:
         head = asked()
     except (AttributeError, NotImplementedError):
@@ -530,8 +537,24 @@ def _found_parts(
     head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
     body = getattr(plain, "base_model", None)
     body = innermost(body) if isinstance(body, torch.nn.Module) else None
+    if body is plain and head is None and hasattr(plain, "config"):  # a body that is trained without a head
+        return body, None
     is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
     return body if is_body else None, head
+
+
+def _found_inside(model: torch.nn.Module) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Return body and head of the one transformers model that a module holds, if it has no linear layer besides."""
+    found: list[torch.nn.Module] = []
+    others, rest = 0, [*model.children()]
+    while rest:
+        each = rest.pop()
+        if hasattr(each, "get_output_embeddings"):
+            found.append(each)
+        else:
+            others += isinstance(each, torch.nn.Linear)
+            rest += each.children()
+    return _found_parts(found[0], None) if len(found) == 1 and not others else (None, None)
 
 
 def _hidden_in(output: Any) -> torch.Tensor | None:
