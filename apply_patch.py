@@ -7,10 +7,7 @@ import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - this is what says so
     sys.exit("apply_patch.py needs Python 3.10 or newer; this is " + sys.version.split()[0])
-
-# Python leaves the script's folder out under -I, -P and PYTHONSAFEPATH.
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
-
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # Python leaves it out under -I, -P, PYTHONSAFEPATH
 from patchkit.apply import main  # noqa: E402
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
 
-verl=VERSION says which verl it runs on, and is no override: the demo on 0.7.0 or 0.7.1 in a patched copy;
-it and some others on 0.9.1, which is installed with gradloc beside it, and nothing is patched:
+verl=VERSION says which verl it runs on, and is no override: the demo and some others on 0.7.0 in a patched
+copy, or on 0.9.1, which is installed with gradloc beside it, and nothing is patched:
   ./run_experiment.sh demo verl=0.9.1
 
 trainer=trl runs the demo on TRL's GRPOTrainer, in an environment of its own; what it takes: seed, steps, gradloc,

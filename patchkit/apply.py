@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts GradLoc's patch on a verl tree, or takes it off again.
+"""Puts GradLoc's patch, or one that is named, on a verl tree, or takes it off again.
 
-Nothing is changed unless the content of every file that the patch touches is known, and then all of it or nothing.
-Which verl it is, and so which patch, is decided by content. Exit codes: 0 done, or already so; 1 refused because of the
-tree's state; 2 wrong usage; 3 the patch or its checksum is not what it should be; 4 the disk failed, everything was
-put back; 5 the disk failed, run again to finish; 6 another run is at work.
+Nothing is changed unless the content of every file that the patch touches is known, and then all of it or nothing. Exit
+codes: 0 done, or already so; 1 the tree's state; 2 wrong usage; 3 a patch, its checksum or a download is not what it
+should be; 4 the disk failed, all was put back; 5 not all, run again; 6 another run is at work; 7 no server.
 """
 
 import argparse
@@ -12,250 +11,237 @@ import contextlib
 import json
 import re
 import sys
-from dataclasses import replace
-from importlib.util import cache_from_source
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .language import MAX_BYTES, apply_hunks, blob_id, parse, sha256_hex, short
-from .refusal import INTEGRITY, RESTORE, STATE, Parser, Refusal, capped, guarded, program, quoted, say, say_json
-from .tree import SEAM, Checkout, Edition, FileState, Survey, installed_root, read_regular, resolve, survey
-from .write import APPLIED, JOURNAL, Change, Filesystem, Transaction, locked, preflight
+from . import tree as trees
+from .patch import MAX_BYTES, FilePatch, apply_hunks, fetch_patch, parse, read_regular, sha256_hex
+from .refusal import Parser, Refusal, capped, guarded, program, say
+from .tree import Checkout, FileState, installed_root, read_plain, resolve
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
 PUBLISHED_ACTOR = "8ecaaf3c713c31116d8335e6f21f9f6b18668981"  # git's id of dp_actor.py under the public GradLoc patch
 CRLF = "its line ends were turned into CRLF (core.autocrlf); its text is right"
 
 
+@dataclass(frozen=True)
+class Edition:
+    """Holds a patch: its name, verl, place, bytes and sections, and the files before it, if they are known."""
+
+    name: str
+    base: str | None
+    place: Path | None
+    patch: bytes
+    files: dict[str, FilePatch]
+    before: dict[str, bytes | None] = field(default_factory=dict)
+
+
 def load(folder: Path) -> list[Edition]:
-    """The patches of the folder, each one verified by the manifest before a byte of it is used."""
+    """Return the patches of the folder, each verified by the manifest before a byte of it is used."""
     try:
-        document = json.loads(read_regular(folder / "manifest.json", 2**16))
-        editions = []
-        for entry in document["patches"]:
-            patch = read_regular(folder / entry["name"], MAX_BYTES)
+        document, editions = json.loads(read_regular(folder / "manifest.json", 2**16)), []
+        for entry in document["patches"] or [{}]:
+            patch = read_regular(place := folder / entry["name"], MAX_BYTES)
             if sha256_hex(patch) != entry["sha256"]:
                 raise ValueError(f"{entry['name']} has the sha256 {sha256_hex(patch)}, not {entry['sha256']}")
-            editions.append(Edition(entry["base"], document["version"], parse(patch), patch))
-        if not editions:
-            raise ValueError("manifest.json names no patch")
+            name, base = f"{document['version']} for verl {entry['base']}", entry["base"].removeprefix("v")
+            editions.append(Edition(name, base, place, patch, parse(patch)))
         return editions
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what, cause = f"{folder} does not hold what its manifest names", "It was edited, converted, or cut off."
-        raise Refusal(INTEGRITY, "patches-broken", what, cause, RESTORE, found=str(error)[:200]) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal("patches-broken", folder=folder, found=str(error)[:200]) from error
+
+
+@dataclass
+class Survey:
+    """Measures a checkout against a patch; ``other`` names another one that is on the tree.
+
+    ``sides`` has each file's contents before and after the patch, ``strangers`` why what is there is neither,
+    ``unpatched`` the files that are as before, ``lacking`` those that are gone; ``row`` is the line of ``STATES`` that
+    holds.
+    """
+
+    checkout: Checkout
+    edition: Edition
+    files: dict[str, FileState]
+    other: str | None = None
+
+    def __post_init__(self) -> None:
+        known = {path: [self.edition.before[path]] if path in self.edition.before else [] for path in self.files}
+        parts, there = self.edition.files, self.files
+        self.sides = {p: None if there[p].obstacle else parts[p].sides(there[p].content, *known[p]) for p in parts}
+        self.strangers = {path: self._why(path, there[path]) for path, both in self.sides.items() if both is None}
+        self.unpatched = [path for path, both in self.sides.items() if both and there[path].content == both[0]]
+        self.lacking = [path for path in self.strangers if there[path].content is None]
+        self.is_base = self.edition.base in (None, self.checkout.version.removesuffix(".dev"))
+        self.row = next(row for row in STATES if row[2](self))
+
+    def _why(self, path: str, found: FileState) -> str:
+        file, there = self.edition.files[path], found.content
+        if there is None:
+            return found.obstacle or "the file is missing"
+        if b"\r\n" in there and file.sides(there.replace(b"\r\n", b"\n")):
+            return CRLF
+        if file.before is None:
+            return "another file is where the patch adds one"
+        if re.search(rb"^<{7} ", there, re.MULTILINE) or (self.checkout.root / f"{path}.rej").exists():
+            return "a merge or `git apply --reject` left it half done"
+        try:
+            apply_hunks(path, file.hunks, there)
+        except Refusal as error:
+            return error.what.replace(f" of {path}", "")
+        return "it was edited, but not where the patch edits it"
+
+
+STATES: tuple[tuple[str, str, Callable[[Survey], object]], ...] = (
+    # state, name of its refusal, whether it holds; the first line that holds is the tree's
+    ("OTHER_VERSION", "state-other-patch", lambda t: t.other),
+    ("OTHER_VERSION", "state-older", lambda t: (t.checkout.root / "verl/gradloc").is_dir()),
+    ("APPLIED", "", lambda t: not t.strangers and not t.unpatched),
+    ("PRISTINE", "", lambda t: not t.strangers and len(t.unpatched) == len(t.files)),
+    ("PARTIAL", "state-partial", lambda t: not t.strangers),
+    ("DRIFTED", "state-published", lambda t: any(found.blob == PUBLISHED_ACTOR for found in t.files.values())),
+    ("WRONG_BASE", "state-wrong-base", lambda t: not t.is_base),
+    ("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}),
+    ("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle),
+    ("DRIFTED", "state-edited", lambda t: t.edition.before),
+    ("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and not t.lacking),
+    ("DRIFTED", "state-drifted", lambda t: True),
+)
 
 
 def diagnose(tree: Survey) -> Refusal:
-    """The refusal of a tree that the patch can be neither put on nor taken off: what is there, and the way out."""
-    checkout, edition, root = tree.checkout, tree.edition, quoted(tree.checkout.root)
-    listed = [{"path": path, "why": _why(tree, path)} for path in tree.strangers]
-    first, tag = tree.strangers[0] if listed else SEAM, edition.base.removeprefix("v")
-    what, is_clone = f"{len(listed)} of the files that the patch touches", checkout.git_dir is not None
-    reason, next_ = "state-drifted", f"Take {first} from verl {tag} again, then run this again."
-    files, given = tree.files, _applied(checkout)
-    minor = tuple(map(int, re.findall(r"\d+", checkout.version)[:2]))
-    if tree.other_version:
-        reason = "state-other-version"
-        what = f"GradLoc {tree.other_version} has patched this tree, and this is {edition.version}"
-        cause = "It was not taken off before the upgrade."
-        place = f"cd GRADLOC-{tree.other_version}"
-        next_ = f"{place} && python apply_patch.py {checkout.option} --reverse   (a clone of that version)"
-        listed = []
-    elif any(found.blob == PUBLISHED_ACTOR for found in files.values()):
-        reason, what = "state-published", "the publicly released GradLoc patch is on this tree"
-        cause = "With it every run stops at its first update."
-        next_ = f"git -C {root} apply -R PUBLISHED.patch   (with the released file)"
-    elif all(one["why"] == CRLF for one in listed):
-        reason, what = "state-crlf", f"{what} have CRLF line ends, first {first}"
-        cause = "The checkout was made with core.autocrlf, or through Windows; only the line ends differ."
-        next_ = f"git clone -c core.autocrlf=false {root} DIR   (and use DIR)" if is_clone else next_
-    elif files[first].obstacle:
-        reason, what = "state-blocked", f"{first}: {files[first].obstacle}"
-        cause, next_ = "It was replaced, or is another user's.", f"ls -ld {quoted(checkout.root / first)}"
-    elif given is not None:
-        reason, what = "state-edited", f"{what} were edited after it was applied, first {first}"
-        cause = "Your own edits are in them."
-        next_ = f"bash make_patch.sh --repo {root}   (if you work on the patch)"
-        stash = f"git -C {root} stash push -u -- {' '.join(tree.strangers)}"
-        next_ = f"{stash}   (keeps them aside; then this again, with --force)" if is_clone else next_
-    elif minor >= (0, 8) and not tree.is_base:
-        reason, what = "verl-without-patch", f"this is verl {checkout.version}, for which there is no patch"
-        cause = "From 0.9 on, verl loads GradLoc as a plug-in; 0.8 has no room for either."
-        next_ = "verl 0.9: pip install . and add +gradloc=on; verl 0.8: use another verl"
-    elif not tree.is_base:
-        reason = "state-wrong-base"
-        what = f"this is verl {checkout.version}, and {what} differ from {tag}, first {first}"
-        cause, next_ = "Another version of verl is here.", f"Use verl {tag}."
-    else:
-        what, cause = f"{what} hold neither verl's content nor the patch's, first {first}", "They were edited."
-        if is_clone and all(files[path].content is not None for path in tree.strangers):
-            patch = quoted(PATCHES / f"verl-{tag}.patch")
-            next_ = f"git -C {root} add -- {' '.join(tree.strangers)} && git -C {root} apply --3way {patch}"
-            next_ += "   (git merges both)"
-    ids = {"expected": short(edition.files[first].before), "found": files[first].obstacle or short(files[first].blob)}
-    lines = [f"{one['path']}: {one['why']}" for one in listed]
-    more: dict[str, Any] = {"files": listed} | (ids if listed else {})
-    return Refusal(STATE, reason, f"{tree.state}: {what}", cause, next_, state=tree.state, lines=lines, **more)
+    """Make the refusal of a tree that the patch can be neither put on nor taken off."""
+    (state, reason, _), root, why = tree.row, tree.checkout.root, tree.strangers
+    names = [*(why or tree.unpatched or tree.files)]
+    words: dict[str, Any] = {"n": len(names), "all": len(tree.files), "first": names[0], "names": " ".join(names)}
+    words |= {"version": tree.checkout.version, "base": tree.edition.base, "command": tree.checkout.command}
+    words |= {"root": root, "place": root / names[0], "patch": tree.edition.place, "other": tree.other}
+    words |= {"lines": [f"{path}: {one}" for path, one in why.items()], "files": _listed(why), "state": state}
+    if state == "PARTIAL":
+        words["lines"] = [f"not patched: {path}" for path in names]
+    if why:
+        ids = tree.edition.files[names[0]].before, tree.files[names[0]].blob
+        words["expected"], words["found"] = (f"git blob {one[:12]}" if one else "no file" for one in ids)
+    return Refusal(reason, why=why.get(names[0]), **words)
 
 
-def _why(tree: Survey, path: str) -> str:
-    found, file = tree.files[path], tree.edition.files[path]
-    if found.content is None:
-        return found.obstacle or "the file is missing"
-    plain = found.content.replace(b"\r\n", b"\n")
-    if plain != found.content and blob_id(plain) in (file.before, file.after):
-        return CRLF
-    if file.before is None:
-        return "another file stands where the patch adds one"
-    if re.search(rb"^<{7} ", found.content, re.MULTILINE) or (tree.checkout.root / f"{path}.rej").exists():
-        return "a merge or `git apply --reject` left it half done"
-    try:
-        apply_hunks(path, file.hunks, found.content)
-    except Refusal as error:
-        return error.what.replace(f" of {path}", "")
-    return "it was edited, but not where the patch edits it"
+def _listed(why: dict[str, str]) -> list[dict[str, str]]:
+    return [{"path": path, "why": one} for path, one in why.items()]
 
 
-def _applied(checkout: Checkout) -> bytes | None:
-    try:
-        return read_regular(checkout.state_folder / APPLIED)
-    except OSError:
-        return None
+def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Survey:
+    """Measure the checkout against the edition that fits it best, as it is once an interrupted run is undone.
+
+    Where another patch is on, that one is measured, or named, if they are what ``is_wanted``.
+    """
+    root = checkout.root
+    back = {path: FileState(now) for path, (now, _) in trees.interrupted(root).items()}
+    patch, before = trees.remembered(root)
+
+    def measured(edition: Edition) -> Survey:
+        edition = replace(edition, before=before) if edition.patch == patch else edition
+        return Survey(checkout, edition, {path: back.get(path) or read_plain(root, path) for path in edition.files})
+
+    best = min(map(measured, editions), key=lambda one: (bool(one.strangers), not one.is_base, len(one.strangers)))
+    if patch and all(patch != edition.patch for edition in editions) and best.row[0] != "APPLIED":
+        there = measured(Edition(f"sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch)))
+        if len(there.unpatched) + len(there.strangers) < len(there.files):  # else it was taken off by other means
+            return replace(best, other=there.edition.name) if is_wanted else there
+    return best
 
 
-class Applier:
-    """The commands on one checkout."""
-
-    def __init__(self, checkout: Checkout, editions: list[Edition], force: bool = False, wait_s: float = 0.0) -> None:
-        self.checkout, self.editions, self.force, self.wait_s = checkout, editions, force, wait_s
-        self.files, self.notes = Filesystem(), list[str]()
-
-    def status(self) -> Survey:
-        """Looks; an interrupted run is named, not undone."""
-        if (self.checkout.state_folder / JOURNAL).exists():
-            self.notes.append("a run was interrupted here: the next one first puts back what it changed")
-        return survey(self.checkout, self.editions)
-
-    def plan(self, reverse: bool) -> tuple[Survey, list[Change]]:
-        """The changes that lead to the patch, or back to the base; refuses the states that they must not start from."""
-        tree, state = self.status(), self.checkout.state_folder
-        before = Transaction(self.files, self.checkout.root, state).interrupted()
-        restored = {path: FileState(data) for path, data in before.items() if path in tree.files}
-        tree = replace(tree, files=tree.files | restored)
-        if tree.strangers or tree.other_version:
-            raise diagnose(tree)
-        if tree.state == "PARTIAL" and not self.force:
-            lacking = [path for path in tree.files if not tree.holds(path, True)]
-            what = "PARTIAL: the tree is half patched"
-            cause = "Files were restored by hand or by git; each one is known."
-            found = f"{len(tree.files) - len(lacking)} of {len(tree.files)} files patched"
-            data = {"state": tree.state, "lines": [f"not patched: {path}" for path in lacking], "found": found}
-            next_ = f"{self.checkout.command} --force   (finishes; with --reverse it undoes)"
-            raise Refusal(STATE, "state-partial", what, cause, next_, **data)
-        changes = []
-        for path, file in sorted(tree.edition.files.items()):
-            there = tree.files[path].content
-            if reverse and tree.holds(path, True):
-                changes.append(Change(path, there, None if file.before is None else file.backward(there or b"")))
-            elif not reverse and not tree.holds(path, True):
-                changes.append(Change(path, there, file.forward(there or b"")))
-        unfinished = self.checkout.unfinished()
-        if unfinished and changes and not self.force:
-            what, cause = f"{unfinished} is under way", "Files that change beneath it end in the wrong commit."
-            raise Refusal(STATE, "git-unfinished", what, cause, "Finish it first, or add --force.")
-        preflight(self.checkout.root, state, changes)
-        return tree, changes
-
-    def run(self, reverse: bool) -> tuple[Survey, list[Change]]:
-        """Puts the patch on, or takes it off."""
-        root, state = self.checkout.root, self.checkout.state_folder
-        try:
-            with locked(self.files, state, self.wait_s):
-                transaction = Transaction(self.files, root, state)
-                if transaction.recover([path for edition in self.editions for path in edition.files]):
-                    self.notes.append("put back what an interrupted run had changed")
-                tree, changes = self.plan(reverse)
-                applied = None if reverse else tree.edition.patch
-                if changes or _applied(self.checkout) != applied:
-                    transaction.run(changes, applied)
-        except Refusal as refusal:  # where nothing may be written there may be nothing to do
-            if refusal.reason != "blocked-permission" or (state / JOURNAL).exists():
-                raise
-            tree, changes = self.plan(reverse)
-            if changes:
-                raise
-        for change in changes if reverse else ():
-            with contextlib.suppress(OSError):  # of another user's; it does no harm
-                Path(cache_from_source(str(root / change.path))).unlink()
-        return survey(self.checkout, self.editions), changes
+def plan(tree: Survey, reverse: bool, force: bool) -> dict[str, tuple[bytes | None, bytes | None]]:
+    """Return the changes that lead to the patch, or back; refuse a state that they must not start from."""
+    if tree.row[1] and not (tree.row[0] == "PARTIAL" and force):
+        raise diagnose(tree)
+    goals = {path: known[not reverse] for path, known in sorted(tree.sides.items()) if known}
+    changes = {p: (tree.files[p].content, goal) for p, goal in goals.items() if tree.files[p].content != goal}
+    if changes and not force and (unfinished := tree.checkout.unfinished()):
+        raise Refusal("git-unfinished", mark=unfinished)
+    trees.preflight(tree.checkout.root, changes)
+    return changes
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    made = Parser(prog=program(), description=__doc__, allow_abbrev=False)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = made.add_argument
-    add("target", nargs="?", metavar="VERL", help="the same as --repo VERL")
-    add("--repo", metavar="VERL", help="the top folder of a verl tree")
-    add("--installed", action="store_true", help="the verl package of the Python that runs this")
-    add("--check", action="store_true", help="predict everything (with --reverse: of that), change nothing")
-    add("--status", action="store_true", help="say which state the tree is in")
-    add("--reverse", action="store_true", help="take the patch off again")
-    add("--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for another run in the tree")
-    add("--force", action="store_true", help="finish or undo a half patched tree, work while git is; says so")
-    add("--json", action="store_true", help="print one JSON object, for refusals too")
-    add("--quiet", action="store_true", help="print errors only (with --status: the state alone)")
-    add("--debug", action="store_true", help="show a traceback on an error")
-    add("--patches", type=Path, default=PATCHES, help=argparse.SUPPRESS)
-    return made
+OPTIONS: dict[str, dict[str, Any]] = {
+    "target": {"nargs": "?", "metavar": "VERL", "help": "the same as --repo VERL"},
+    "--repo": {"metavar": "VERL", "help": "the top folder of a verl tree"},
+    "--installed": {"help": "the verl package of the Python that runs this"},
+    "--check": {"help": "predict everything (with --reverse: of that), change nothing"},
+    "--status": {"help": "say which state the tree is in"},
+    "--reverse": {"help": "take off the patch that is on"},
+    "--patch-file": {"metavar": "F", "help": "another patch than this repository's; F.sha256 has its sum"},
+    "--patch-url": {"metavar": "URL", "help": "the same, by https; needs its sum, and the package requests"},
+    "--sha256-file": {"metavar": "F|URL", "help": "the sum of that patch, as sha256sum prints it"},
+    "--sha256": {"metavar": "HEX", "help": "the sum itself"},
+    "--wait": {"type": float, "default": 0.0, "metavar": "SECONDS", "help": "how long to wait for another run here"},
+    "--force": {"help": "finish or undo a half patched tree, work while git is"},
+    "--json": {"help": "print one JSON object, for refusals too"},
+    "--quiet": {"help": "print errors only (with --status: the state alone)"},
+    "--debug": {"help": "show a traceback on an error"},
+    "--patches": {"type": Path, "default": PATCHES, "help": argparse.SUPPRESS},
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
+    parser = Parser(prog=program(), description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, about in OPTIONS.items():
+        parser.add_argument(name, **about | ({} if len(about) > 1 else {"action": "store_true"}))
     given = sys.argv[1:] if arguments is None else arguments
-    return guarded(lambda: _run(parser().parse_args(given)), given)
+    return guarded(lambda: _run(parser, parser.parse_args(given)), given)
 
 
-def _run(options: argparse.Namespace) -> int:
-    if options.status and (options.check or options.reverse):
-        parser().error("--status does not go with --check or --reverse")
-    targets = [place for place in (options.repo, options.target) if place is not None]
+def _run(parser: Parser, options: argparse.Namespace) -> int:
+    pairs = (("repo", "target"), ("patch_file", "patch_url"), ("sha256_file", "sha256"))
+    targets, named, sums = ([x for x in (getattr(options, n) for n in pair) if x is not None] for pair in pairs)
     if len(targets) + options.installed != 1:
-        parser().error(f"exactly one target is needed, and {len(targets) + options.installed} were named")
-    editions = load(options.patches)
-    target = str(installed_root()) if options.installed else targets[0]
-    applier = Applier(resolve(target, options.installed), editions, options.force, options.wait)
-    changes: list[Change] = []
-    if options.status:
-        tree = applier.status()
-    elif options.check:
-        tree, changes = applier.plan(options.reverse)
-    else:
-        tree, changes = applier.run(options.reverse)
-    _print(tree, changes, applier, options)
-    return int(options.status and tree.state not in ("PRISTINE", "APPLIED"))
+        parser.error(f"exactly one target is needed, and {len(targets) + options.installed} were named")
+    if options.status and (options.check or options.reverse):
+        parser.error("--status does not go with --check or --reverse")
+    if len(named) > 1 or len(sums) > len(named) or "://" not in (options.patch_url or "://"):
+        parser.error("a patch is one --patch-file F or one --patch-url URL, its sum one --sha256-file or one --sha256")
+    editions, changes, note = load(options.patches), dict[str, Any](), ""
+    checkout = resolve(str(installed_root()) if options.installed else targets[0], options.installed)
+    if named:
+        patch = fetch_patch(named[0], options.sha256_file, options.sha256, [sha256_hex(e.patch) for e in editions])
+        foreign = Edition(f"{named[0]}, sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch))
+        editions = [one for one in editions if one.patch == patch] or [foreign]
+    root, only_looks = checkout.root, options.status or options.check
+    with contextlib.nullcontext() if only_looks else trees.locked(root, options.wait):
+        if only_looks and trees.interrupted(root):
+            note = "a run was interrupted here: the next one first puts back what it changed"
+        elif not only_looks and trees.recover(root):
+            note = "put back what an interrupted run had changed"
+        tree = survey(checkout, editions, bool(named) or not (options.status or options.reverse))
+        if not options.status:
+            changes = plan(tree, options.reverse, options.force)
+        if changes and not options.check:
+            trees.swap(root, changes, None if options.reverse else tree.edition.patch)
+            tree = survey(checkout, [tree.edition], True)
+    _print(tree, [*changes], note, options)
+    return int(options.status and bool(tree.row[1]))
 
 
-def _print(tree: Survey, changes: list[Change], applier: Applier, options: argparse.Namespace) -> None:
-    verb = "take off" if options.reverse else "apply"
-    done = ("taken off" if options.reverse else "applied") if not options.check else f"would {verb}"
-    files = [change.path for change in changes]
+def _print(tree: Survey, files: list[str], note: str, options: argparse.Namespace) -> None:
+    verb, state = "take off" if options.reverse else "apply", tree.row[0]
+    done = f"would {verb}" if options.check else "taken off" if options.reverse else "applied"
     did = f"{done}: {len(files)} files" if files else f"nothing to {verb}"
     if options.json:
-        files_ = [{"path": path, "why": _why(tree, path)} for path in tree.strangers]
-        document = {"exit_code": int(bool(files_)), "state": tree.state, "base": tree.edition.base, "changed": files}
-        say_json(document | {"version": tree.edition.version, "notes": applier.notes, "files": files_, "did": did})
-    elif options.status and options.quiet:
-        say(tree.state)
-    elif not options.quiet:
-        lines = [tree.state if options.status else did]
-        lines += [f"  target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
-        lines += [f"  patch:    {tree.edition.version} for verl {tree.edition.base}"]
-        lines += [f"  {one}" for one in capped([f"{p}: {_why(tree, p)}" for p in tree.strangers] or files)]
-        lines += [f"  note:     {note}" for note in applier.notes]
-        if tree.state == "APPLIED" and not options.check:
-            lines += ["  next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
-        say("\n".join(lines))
+        document = {"exit_code": int(options.status and bool(tree.row[1])), "state": state, "did": did}
+        document |= {"patch": tree.edition.name, "notes": [note] if note else [], "changed": files}
+        document["files"] = _listed(tree.strangers)
+        return say(json.dumps(document, indent=1))
+    about = [f"target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
+    about += [f"patch:    {tree.edition.name}"]
+    about += capped([f"{path}: {why}" for path, why in tree.strangers.items()] or files)
+    about += [f"note:     {note}"] if note else []
+    if state == "APPLIED" and tree.edition.base:
+        about += ["next:     pip install . in the clone of GradLoc, on every node, if it is not there yet"]
+    if options.status or not options.quiet:
+        say("\n  ".join([state if options.status else did, *([] if options.quiet else about)]))
 
 
 if __name__ == "__main__":

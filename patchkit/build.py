@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds patches/ from verl_overrides/, after taking a patched tree's edits into it where one is named.
 
-A folder for each verl that there is a patch for, ``verl_overrides/v0.7.0/``: ``base.json`` names the commit and the
-archive's sha256, ``NAME.patch`` is the diff of one of verl's files, and any other file is new to verl. A diff in the
-first folder also serves the later ones, as long as it applies there.
+A folder for each verl that there is a patch for: ``base.json`` names the commit and the archive's sha256, a
+``NAME.patch`` is the diff of one of verl's files, any other file is new. The first folder's patch is gradloc.patch.
 """
 
 import argparse
@@ -17,29 +16,17 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .language import (
-    ABSENT,
-    CONTEXT_LINES,
-    FilePatch,
-    Hunk,
-    apply_hunks,
-    blob_id,
-    check_path,
-    hidden_character,
-    misfit,
-    parse,
-    sha256_hex,
-    split,
-)
-from .refusal import INTEGRITY, NETWORK, STATE, USAGE, Parser, Refusal, capped, guarded, quoted, say
-from .tree import SEAM, VERSION_FILE, Checkout, FileState, read_plain, read_regular, resolve
-from .write import APPLIED
+from .patch import VERSION_FILE, blob_id, hidden_character, is_safe, parse, sha256_hex, split
+from .refusal import Parser, Refusal, capped, guarded, quoted, say
+from .tree import SEAM, STATE_FOLDER, Checkout, read_plain, remembered, resolve, stage
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".gradloc" / "base"
+SOURCE_CONTEXT, PATCH_CONTEXT = 1, 3  # lines around a hunk
 _PREAMBLE = """\
 Description: GradLoc for verl {tag}: the seams alone; the package gradloc {version} does the rest
 Origin: built by make_patch.sh from verl_overrides/; edit there, never here
@@ -50,246 +37,143 @@ Applies-To: verl {tag}, commit {commit}
 
 @dataclass(frozen=True)
 class Base:
-    """A verl that there is a patch for: its folder of overrides, and what ``base.json`` says."""
+    """Names a verl that there is a patch for: its folder of overrides, and what ``base.json`` says."""
 
     folder: Path
     commit: str
     sdist_sha256: str
+    patch: str = "gradloc.patch"
 
     @property
     def tag(self) -> str:
         return self.folder.name
 
-    @property
-    def shared(self) -> Path:
-        """The first base's folder."""
-        return sorted(self.folder.parent.glob("v*"))[0]
-
 
 def bases(overrides: Path = ROOT / "verl_overrides") -> dict[str, Base]:
-    """The bases by tag, the oldest first."""
+    """Return the bases by tag, the oldest first, whose patch is the one without a version in its name."""
+    made = [Base(path.parent, **json.loads(path.read_text())) for path in sorted(overrides.glob("v*/base.json"))]
     return {
-        path.parent.name: Base(path.parent, **json.loads(path.read_text()))
-        for path in sorted(overrides.glob("v*/base.json"))
+        base.tag: replace(base, patch=f"gradloc-{base.tag[1:]}.patch") if i else base for i, base in enumerate(made)
     }
 
 
 def ensure_base(base: Base, cache: Path = CACHE) -> Path:
-    """The pristine verl of a base, unpacked: complete or absent, never in between. What has another sha256 is refused.
+    """Return the pristine verl of a base, unpacked: complete or absent, never in between.
 
     Its archive comes from ``VERL_BASE_SDIST`` (paths, joined by ``:``) or through pip, once.
     """
-    name = f"verl-{base.tag.removeprefix('v')}"
-    if not (cache / name).is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
-            given = [Path(path) for path in os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep) if path]
-            for path in given:
-                if not path.is_file():
-                    what, cause = f"VERL_BASE_SDIST names {path}, and there is no such file", "It is misspelt."
-                    raise Refusal(USAGE, "base-path", what, cause, f"VERL_BASE_SDIST=PATH/{name}.tar.gz")
-            archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
-            if (found := sha256_hex(archive.read_bytes())) != base.sdist_sha256:
-                what, cause = f"the archive {archive} is not verl's released one", "It was changed, or is another."
-                ids = {"expected": base.sdist_sha256, "found": found}
-                raise Refusal(INTEGRITY, "base-digest", what, cause, "Delete it and fetch it again.", **ids)
-            with tarfile.open(archive, "r:gz") as tar:  # every byte of it is known
-                tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-                tar.extractall(Path(folder) / "tree")
-            try:
-                (Path(folder) / "tree" / name).rename(cache / name)
-            except OSError:
-                if not (cache / name).is_dir():  # else another process has done so, with the same
-                    raise
-    return cache / name
-
-
-def _fetch(name: str, folder: str) -> Path:
-    requirement, archive = name.replace("-", "=="), Path(folder) / f"{name}.tar.gz"
-    command = "-m pip download --quiet --no-deps --disable-pip-version-check --no-binary verl --dest".split()
-    command = [sys.executable, *command, folder, requirement]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    if done.returncode or not archive.is_file():
-        what, cause = f"pip could not fetch the source archive of {requirement}", "No network, or no such package."
-        next_ = f"VERL_BASE_SDIST=PATH/{name}.tar.gz, with a copy fetched elsewhere"
-        found = [line for line in done.stderr.splitlines() if line.strip().lower().startswith("error")]
-        raise Refusal(NETWORK, "base-pip", what, cause, next_, found=found[0].strip() if found else None)
-    return archive
-
-
-def seam(path: str, before: bytes | None, after: bytes) -> str:
-    """The section that turns ``before`` into ``after``, or adds it: as git writes it, the same on every machine."""
-    lines = list(difflib.unified_diff(split((before or b"").decode()), split(after.decode()), n=CONTEXT_LINES))
-    head, old = f"index {blob_id(before or b'')}..{blob_id(after)} 100644\n", f"a/{path}"
-    if before is None:
-        head, old = f"new file mode 100644\nindex {ABSENT}..{blob_id(after)}\n", "/dev/null"
-    return f"diff --git a/{path} b/{path}\n{head}--- {old}\n+++ b/{path}\n" + "".join(lines[2:])
-
-
-def check_text(path: str, data: bytes) -> str:
-    """The text of a file that verl is to have; what a patch must not carry is refused."""
-    check_path(path)
-    text = data.decode("utf-8", "replace")
-    problems = {"is not UTF-8 text": text.encode() != data, "is empty": not data, "has a carriage return": "\r" in text}
-    problems |= {
-        "does not end in a newline": data[-1:] != b"\n",
-        "has a hidden character": bool(hidden_character(text)),
-    }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise Refusal(
-                INTEGRITY, "build-text", f"{path} {problem}", "An editor wrote it.", "Write it anew, as text with LF."
-            )
-    return text
-
-
-def results(base: Base, tree: Path, is_strict: bool = True, only: str = "") -> dict[str, bytes]:
-    """What the sources make of the base's files, and of those that it gets, by path.
-
-    A seam that does not fit is refused; where ``is_strict`` is off, such a file is the base's own.
-    """
-    made: dict[str, bytes] = {}
-    for folder in dict.fromkeys((base.shared, base.folder)):
-        for place in sorted(path for path in folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
-            path = place.relative_to(folder).as_posix()
-            verls = path.removesuffix(".patch")
-            if (folder != base.folder and (base.folder / path).is_file()) or only not in ("", verls):
-                continue
-            if verls == path:
-                made[path] = place.read_bytes()
-                continue
-            file, there = parse(place.read_bytes()).get(verls), read_plain(tree, verls).content
-            if file is None or there is None:
-                source = place.relative_to(folder.parents[1])
-                what, cause = f"{source} is no seam of a file that verl {base.tag} has", "Renamed, or verl moved on."
-                raise Refusal(INTEGRITY, "build-seam", what, cause, "Remove it, or make it anew by --repo CHECKOUT.")
-            try:
-                made[verls] = file.forward(there) if blob_id(there) == file.before else relocated(file, there)
-            except Refusal:
-                if is_strict:
-                    raise
-                made[verls] = there
+    made = cache / (name := f"verl-{base.tag[1:]}")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
+        if made.is_dir():
+            return made
+        given = map(Path, os.environ.get("VERL_BASE_SDIST", "").split(os.pathsep))
+        archive = next((path for path in given if path.name == f"{name}.tar.gz"), None) or _fetch(name, folder)
+        found = sha256_hex(archive.read_bytes()) if archive.is_file() else "no such file"
+        if found != base.sdist_sha256:
+            raise Refusal("base-digest", archive=archive, expected=base.sdist_sha256, found=found)
+        with tarfile.open(archive, "r:gz") as tar:  # every byte of it is known
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            tar.extractall(folder)
+        try:
+            return (Path(folder) / name).rename(made)
+        except OSError:
+            if not made.is_dir():  # else another process has done so, with the same
+                raise
     return made
 
 
-def relocated(file: FilePatch, data: bytes) -> bytes:
-    """The result of ``file`` on another base than its own; refuses unless each hunk fits at just one place."""
-    lines, hunks, at = split(data.decode("utf-8")), list[Hunk](), 0
-    for number, hunk in enumerate(file.hunks, start=1):
-        count = len(hunk.old)
-        places = [start for start in range(at, len(lines) - count + 1) if lines[start : start + count] == hunk.old]
-        if len(places) != 1:
-            matcher = difflib.SequenceMatcher(None, lines, hunk.old, autojunk=False)
-            near = matcher.find_longest_match(0, len(lines), 0, count)
-            start = max(near.a - near.b, 0)
-            raise misfit(file.path, number, hunk, [] if places else lines[start : start + count])
-        hunks.append(replace(hunk, start=places[0]))
-        at = places[0] + count
-    return apply_hunks(file.path, tuple(hunks), data)
+def _fetch(name: str, folder: str) -> Path:
+    command = "-m pip download --quiet --no-deps --disable-pip-version-check --no-binary verl --dest".split()
+    command = [sys.executable, *command, folder, name.replace("-", "==")]
+    if (done := subprocess.run(command, capture_output=True, text=True, cwd=folder)).returncode:
+        raise Refusal("base-pip", package=command[-1], name=name, found=done.stderr.strip()[-200:])
+    return Path(folder) / f"{name}.tar.gz"
+
+
+def seam(path: str, before: bytes | None, after: bytes, context: int = PATCH_CONTEXT) -> str:
+    """Return the section that turns ``before`` into ``after``, or adds it: as git writes it, on every machine."""
+    lines = list(difflib.unified_diff(split((before or b"").decode()), split(after.decode()), n=context))
+    head, old = f"index {blob_id(before or b'')}..{blob_id(after)} 100644\n", f"a/{path}"
+    if before is None:
+        head, old = f"new file mode 100644\nindex {'0' * 40}..{blob_id(after)}\n", "/dev/null"
+    return f"diff --git a/{path} b/{path}\n{head}--- {old}\n+++ b/{path}\n" + "".join(lines[2:])
+
+
+def check_text(path: str, data: bytes) -> bytes:
+    """Return ``data``, a file that verl is to have; refuse what a patch must not carry."""
+    text = data.decode("utf-8", "replace")
+    if text.encode() != data or text[-1:] != "\n" or hidden_character(text) or not is_safe(path):
+        raise Refusal("build-text", path=path, hidden=hidden_character(text) or "no line")
+    return data
+
+
+def results(base: Base, tree: Path) -> dict[str, bytes]:
+    """Return what the sources make of the base's files, and of those that it gets, by path."""
+    made: dict[str, bytes] = {}
+    for place in sorted(path for path in base.folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
+        made[place.relative_to(base.folder).as_posix()] = place.read_bytes()
+    for path, data in [one for one in made.items() if one[0].endswith(".patch")]:
+        for name, file in parse(data).items():
+            made[name] = file.forward(read_plain(tree, name).content)
+        del made[path]
+    return {path: check_text(path, data) for path, data in sorted(made.items())}
 
 
 def compose(overrides: Path, version: str) -> dict[str, bytes]:
-    """What patches/ must hold, by name."""
+    """Return what patches/ must hold, by name."""
     files, entries = dict[str, bytes](), list[dict[str, str]]()
     for base in bases(overrides).values():
-        tree = ensure_base(base)
-        made = {path: check_text(path, after).encode() for path, after in results(base, tree).items()}
-        seam_says = re.search(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)
-        if seam_says and (said := seam_says[1].decode()) != version:
-            what = f"{SEAM} is for gradloc {said}, and this is {version}"
-            cause, next_ = "The version was changed in one place.", f'VERSION = "{version}" there'
-            raise Refusal(INTEGRITY, "build-version", what, cause, next_)
-        sections = [seam(path, read_plain(tree, path).content, made[path]) for path in sorted(made)]
-        preamble = _PREAMBLE.format(tag=base.tag, commit=base.commit, version=version)
-        patch = (preamble + "".join(sections)).encode()
+        made = results(base, tree := ensure_base(base))
+        if (said := re.findall(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)) not in ([], [version.encode()]):
+            raise Refusal("build-version", seam=SEAM, said=said[0].decode(), version=version)
+        sections = [seam(path, read_plain(tree, path).content, data) for path, data in made.items()]
+        patch = (_PREAMBLE.format(tag=base.tag, commit=base.commit, version=version) + "".join(sections)).encode()
         for path, file in parse(patch).items():
-            file.forward(read_plain(tree, path).content or b"")
-        name = f"verl-{base.tag.removeprefix('v')}.patch"
-        entries.append({"base": base.tag, "commit": base.commit, "name": name, "sha256": sha256_hex(patch)})
-        files[name] = patch
-    manifest = json.dumps({"version": version, "patches": entries}, indent=1) + "\n"
-    return files | {"manifest.json": manifest.encode()}
+            file.forward(read_plain(tree, path).content)
+        sha256 = sha256_hex(patch)
+        entries.append({"base": base.tag, "commit": base.commit, "name": base.patch, "sha256": sha256})
+        files |= {base.patch: patch, f"{base.patch}.sha256": f"{sha256}  {base.patch}\n".encode()}
+    return files | {"manifest.json": (json.dumps({"version": version, "patches": entries}, indent=1) + "\n").encode()}
 
 
-def take(target: Checkout, overrides: Path, patches: Path, also: list[str]) -> list[str]:
-    """Takes the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
+def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator[str]:
+    """Take the files of a patched tree that the patch touches, and ``also`` these, into the sources of its base.
 
-    The tree's git history does not matter: its files are compared with the released verl's. A file that was edited here
-    since the tree was patched, and there, is refused, and so is one that the patch is not on: no seam is ever dropped.
-    Another base keeps what it has where the edit does not fit it. Returns what to say: of what was taken, of such
-    bases, and of other files that differ from verl's, which are left out.
+    Its git history does not matter. A file that was edited here since the tree was patched, and there, is refused, and
+    so is one that the patch is not on: no seam is ever dropped. Yield what was taken, and what was left out.
     """
-    known = bases(overrides)
-    base = known.get(f"v{target.version.removesuffix('.dev')}")
-    if base is None:
-        what, cause = f"{target.root} is verl {target.version}", "There is no folder of overrides for it."
-        raise Refusal(STATE, "take-base", what, cause, f"Make one with a base.json; there are {', '.join(known)}.")
-    results_of = {one: results(one, ensure_base(one), is_strict=False) for one in known.values()}
-    tree, ours, edits, lacking = ensure_base(base), results_of[base], dict[str, bytes](), list[str]()
-    patch = patches / f"verl-{base.tag[1:]}.patch"
-    record = next((place for place in (target.state_folder / APPLIED, patch) if place.is_file()), None)
-    given = {path: blob_id(data) for path, data in ours.items()}
-    if record is not None:
-        given = {path: file.after for path, file in parse(read_regular(record)).items()}
+    tree, lacking = ensure_base(base), list[str]()
+    ours, given = results(base, tree), remembered(target.root)[0]
+    files = parse(given or patch.read_bytes()) if given or patch.is_file() else {}
     for path in sorted({*ours, *also}):
-        found, mine, verls = read_plain(target.root, path), ours.get(path), read_plain(tree, path)
+        found, verls = read_plain(target.root, path), read_plain(tree, path)
+        mine, was = ours.get(path, verls.content), files[path].after if path in files else verls.blob
         if found == verls and mine != verls.content:
-            lacking += [path] if record is not None and path in given and mine is not None else []
-            continue
-        if found.content is None:
-            what, cause = f"{path} is not in {target.root}", found.obstacle or "It was deleted, or is misspelt."
-            raise Refusal(STATE, "take-deleted", what, cause, f"Put it back, from verl {base.tag}.")
-        if (mine is not None and blob_id(mine) == found.blob) or found.blob == given.get(path):
-            continue
-        if mine not in (None, verls.content) and blob_id(mine) != given.get(path):
-            here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
-            lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
-            what, cause = f"{path} was edited there and in verl_overrides/, differently", "Others took edits since."
-            next_ = "Bring both together in the checkout, undo the one here, run this again."
-            raise Refusal(STATE, "take-both-sides", what, cause, next_, lines=lines)
-        edits[path] = check_text(path, found.content).encode()
+            lacking += [path] if path in files else []
+        elif found.content is None:
+            raise Refusal("take-deleted", path=path, root=target.root, tag=base.tag, found=found.obstacle)
+        elif found.content != mine and found.blob != was:
+            if mine is not None and blob_id(mine) != was:
+                here, there = (split(text.decode("utf-8", "replace")) for text in (mine, found.content))
+                lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
+                raise Refusal("take-both-sides", path=path, lines=lines)
+            before, after = verls.content, check_text(path, found.content)
+            diff = after if before is None else seam(path, before, after, SOURCE_CONTEXT).encode()
+            write_file(base.folder / (path if before is None else f"{path}.patch"), diff)
+            yield f"taken: {path}"
     if lacking:
-        is_off = len(lacking) == sum(data != read_plain(tree, path).content for path, data in ours.items())
-        what = f"the patch is not on {target.root}" if is_off else f"the patch is off {len(lacking)} of its files there"
-        cause, next_ = "It was stashed or restored by git.", f"python apply_patch.py {target.option}"
-        if not is_off:
-            only = " ".join(f"--include={quoted(path)}" for path in lacking)
-            next_ = f"git -C {quoted(target.root)} apply {only} {quoted(patch.resolve())}   "
-            next_ += "(to drop a seam, remove its source in verl_overrides/ by hand)"
-        raise Refusal(STATE, "take-unpatched", what, cause, next_, lines=lacking)
-    said = [f"taken: {path}" for path in edits]
-    for path, content in edits.items():
-        _store(base, path, content)
-    for one, before in results_of.items():
-        for path in edits.keys() & before.keys() if one != base else ():
-            with contextlib.suppress(Refusal):
-                results(one, ensure_base(one), only=path)
-                continue
-            if before[path] == read_plain(ensure_base(one), path).content:
-                continue  # its own diff did not fit before: building says so
-            _store(one, path, before[path])
-            said.append(f"{path} of verl {one.tag} stays as it is: the edit does not fit it")
+        include = " ".join(f"--include={path}" for path in lacking)
+        raise Refusal("take-unpatched", n=len(lacking), root=target.root, include=include, patch=patch, lines=lacking)
     names = {place.relative_to(root).as_posix() for root in (tree, target.root) for place in (root / "verl").rglob("*")}
-    for path in sorted(names - {*ours, *also, VERSION_FILE}):
-        verls, found = read_plain(tree, path), read_plain(target.root, path)
-        if found.blob != verls.blob and not re.search(r"/(\.|__pycache__/)", path):
-            is_gone = found == FileState(None)
-            hint = "deleted there, which no patch of ours does" if is_gone else f"--also {quoted(path)} takes it"
-            said.append(f"left out: {path}   ({hint})")
-    return said
-
-
-def _store(base: Base, path: str, content: bytes) -> None:
-    """Where the first base has the very same file, its source is that base's; else the base's own."""
-    before = read_plain(ensure_base(base), path).content
-    name = path if before is None else f"{path}.patch"
-    data, shared = (content if before is None else seam(path, before, content).encode()), base.shared / name
-    serves = before is None or (shared.is_file() and parse(shared.read_bytes())[path].before == blob_id(before))
-    write_file(shared if serves and not (base.folder / name).is_file() else base.folder / name, data)
+    for path in sorted(name for name in names - {*ours, *also, VERSION_FILE} if not re.search(r"/(\.|__pyc)", name)):
+        if read_plain(target.root, path).blob != read_plain(tree, path).blob:
+            is_there = os.path.lexists(target.root / path)
+            yield f"left out: {path}   ({f'--also {quoted(path)} takes it' if is_there else 'deleted there'})"
 
 
 def write_file(path: Path, data: bytes) -> bool:
-    """Writes a file, whole or not at all; False if it holds that already."""
+    """Write a file, whole or not at all; return False if it holds that already."""
     if path.is_file() and path.read_bytes() == data:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,63 +184,54 @@ def write_file(path: Path, data: bytes) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     made = Parser(prog="bash make_patch.sh", description=__doc__, allow_abbrev=False)
-    command = made.add_mutually_exclusive_group()
+    command, add = made.add_mutually_exclusive_group(), made.add_argument
     command.add_argument("--repo", metavar="CHECKOUT", help="first take the edits of this patched tree")
     command.add_argument("--check", action="store_true", help="write nothing; fail if patches/ is not what it would be")
     command.add_argument("--base-tree", metavar="TAG", help="print the folder of a pristine verl, fetched if need be")
-    made.add_argument(
-        "--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's"
-    )
-    made.add_argument("--debug", action="store_true", help="show a traceback on an error")
-    made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    add("--also", action="append", default=[], metavar="PATH", help="with --repo: a further file of verl's")
+    add("--debug", action="store_true", help="show a traceback on an error")
+    add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
     return guarded(lambda: _run(made, made.parse_args(given)), given)
 
 
 def _run(made: Parser, options: argparse.Namespace) -> None:
-    overrides, patches = options.root / "verl_overrides", options.root / "patches"
+    overrides, patches = options.root / "verl_overrides", (options.root / "patches").resolve()
     version = re.findall(r'^__version__ = "(.+)"', (options.root / "gradloc/__init__.py").read_text(), re.M)[0]
-    if options.base_tree is not None:
-        known = bases(overrides)
-        if options.base_tree not in known:
-            made.error(f"--base-tree {options.base_tree} is none of {', '.join(known)}")
-        return say(str(ensure_base(known[options.base_tree])))
-    if options.also and options.repo is None:
-        made.error("--also needs --repo")
-    for path in options.also:
-        try:
-            check_path(path)
-        except Refusal:
-            made.error(f"--also {path} is no path of a file in verl/, as seen from the checkout")
-    if options.repo is not None:
-        target = resolve(options.repo, True, "bash make_patch.sh")
-        with tempfile.TemporaryDirectory() as folder:  # nothing is taken of what then cannot be built
-            copy = Path(shutil.copytree(overrides, Path(folder) / overrides.name))
-            said, built = take(target, copy, patches, options.also), compose(copy, version)
-            for place in (path for path in copy.rglob("*") if path.is_file()):
-                write_file(overrides / place.relative_to(copy), place.read_bytes())
-        record, patch = target.state_folder / APPLIED, built[f"verl-{target.version.removesuffix('.dev')}.patch"]
-        if all(read_plain(target.root, path).blob == file.after for path, file in parse(patch).items()):
-            # It may be another user's; with it, the next edit is not taken for this one.
-            with contextlib.suppress(OSError):
-                if record.is_file():
-                    write_file(record, patch)
-        for line in capped(said):
-            say(line)
-    else:
-        built = compose(overrides, version)
+    known, tag, target, said = bases(overrides), options.base_tree, None, list[str]()
+    if tag is not None and tag not in known:
+        made.error(f"--base-tree {tag} is none of {', '.join(known)}")
+    if options.also and (options.repo is None or not all(map(is_safe, options.also))):
+        made.error("--also needs --repo, and the path of a file in verl/, as seen from the checkout")
+    if tag is not None:
+        return say(str(ensure_base(known[tag])))
+    with tempfile.TemporaryDirectory() as folder:  # nothing is taken of what then cannot be built
+        copy = Path(shutil.copytree(overrides, Path(folder) / overrides.name))
+        if options.repo is not None:
+            target = resolve(options.repo, True, "bash make_patch.sh")
+            base = bases(copy).get(f"v{target.version.removesuffix('.dev')}")
+            if base is None:
+                raise Refusal("take-base", version=target.version, known=", ".join(known))
+            said = [*take(target, base, patches / base.patch, options.also)]
+        built = compose(copy, version)
+        for place in (path for path in copy.rglob("*") if path.is_file() and target):
+            write_file(overrides / place.relative_to(copy), place.read_bytes())
+    if target and base and (target.root / STATE_FOLDER).exists():
+        before = {f"now/{path}": read_plain(ensure_base(base), path).content for path in parse(built[base.patch])}
+        with contextlib.suppress(OSError):  # it may be another user's; with it, the next edit is not taken for this one
+            stage(target.root, "applied", before | {"patch": built[base.patch]})
+    for line in capped(said):
+        say(line)
     names = {path.name for path in patches.iterdir()} if patches.is_dir() else set()
+    for name in sorted(built.keys() | names) if options.check else ():
+        found, wanted = (patches / name).read_bytes() if name in names else b"", built.get(name, b"")
+        if found != wanted or name not in built:
+            sides = [text.decode("utf-8", "replace").splitlines() for text in (found, wanted)]
+            lines = [*difflib.unified_diff(sides[0], sides[1], f"patches/{name}", "built", lineterm="", n=1)]
+            raise Refusal("build-stale", name=name, lines=lines)
     if options.check:
-        for name in sorted(built.keys() | names, key=lambda name: (name == "manifest.json", name)):
-            found = (patches / name).read_bytes() if name in names else b""
-            if built.get(name) != found:
-                before, after = (text.decode("utf-8", "replace").splitlines() for text in (found, built.get(name, b"")))
-                lines = list(difflib.unified_diff(before, after, f"patches/{name}", "built", lineterm="", n=1))
-                what = f"patches/{name} is not what its sources build"
-                cause = "One was edited and the other not rebuilt."
-                raise Refusal(INTEGRITY, "build-stale", what, cause, "bash make_patch.sh", lines=lines)
         return say("patches/ is what its sources build")
     written = [name for name, data in built.items() if write_file(patches / name, data)]
     for name in names - built.keys():

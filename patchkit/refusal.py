@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error of these tools ends as one refusal: what and where, expected against found, why probably, what to do.
-
-A refusal is worded where it is raised. Its reason is a name for programs and tests; its exit code is documented.
-"""
+"""Ends every error as one refusal, worded in refusals.txt: what and where, why probably, the next command."""
 
 import argparse
 import contextlib
@@ -12,120 +9,94 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 MAX_LISTED = 20  # lines of detail that a refusal shows
-STATE, USAGE, INTEGRITY, DISK, DISK_TWICE, LOCKED, NETWORK = range(1, 8)
-"""The exit codes: of the target's state, the command line, bytes that are not what they must be, a disk that failed
-(everything was put back; not everything), another run at work, and pip's download of a verl."""
-RESTORE = "git checkout -- patches/   (or get this release of GradLoc again)"
+_TABLE = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8")
+REFUSALS = {row[0]: row[1:] for line in _TABLE.splitlines() if line[0] != "#" for row in [line.split(" | ")]}
 
 
 class Refusal(Exception):
-    """What ends a command.
+    """Ends a command with an exit code; ``data`` has the words of its row, and ``expected``, ``found``, ``lines``."""
 
-    Args:
-        code: one of the exit codes.
-        reason: a name.
-        what: and where.
-        cause: the likely one.
-        next_: the next command.
-        data: ``expected`` and ``found``; ``lines`` of detail; more for ``--json``.
-    """
-
-    def __init__(self, code: int, reason: str, what: str, cause: str, next_: str, **data: Any) -> None:
-        super().__init__(f"{reason}: {what}")
-        self.code, self.reason, self.what, self.cause, self.next, self.data = code, reason, what, cause, next_, data
+    def __init__(self, reason: str, **data: Any) -> None:
+        code, what, cause, next_ = REFUSALS[reason]
+        self.reason, self.code, self.data = reason, int(code), data
+        self.what, self.cause = what.format(**data), cause.format(**data)
+        self.next = next_.format(**{k: quoted(v) if isinstance(v, Path) else v for k, v in data.items()})
+        super().__init__(f"{reason}: {self.what}")
 
     def parts(self) -> dict[str, str]:
-        """The refusal's parts in the order in which they are shown."""
-        between = {key: str(self.data[key]) for key in ("expected", "found") if self.data.get(key) is not None}
-        return {"reason": self.reason, "what": self.what, **between, "cause": self.cause, "next": self.next}
+        """Return the refusal's parts in the order in which they are shown."""
+        ids = {key: str(self.data[key]) for key in ("expected", "found") if self.data.get(key) is not None}
+        return {"reason": self.reason, "what": self.what, **ids, "cause": self.cause, "next": self.next}
 
-    def text(self) -> str:
-        """The refusal as it is printed."""
-        shown = [f"  {key + ':':<9} {value}" for key, value in self.parts().items() if key not in ("reason", "what")]
-        return "\n".join(
-            [f"refused: {self.what}", *shown, *(f"  {line}" for line in capped(self.data.get("lines", ())))]
-        )
+
+class Parser(argparse.ArgumentParser):
+    """Parses a command line; its errors are refusals."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refusal("usage", message=message, prog=self.prog)
 
 
 def capped(lines: Iterable[str]) -> list[str]:
-    """At most ``MAX_LISTED`` lines, with the number of those left out."""
+    """Return at most ``MAX_LISTED`` lines, with the number of those left out."""
     lines = list(lines)
     more = len(lines) - MAX_LISTED
     return lines if more <= 0 else [*lines[:MAX_LISTED], f"... and {more} more"]
 
 
 def quoted(path: Any) -> str:
-    """A path as a shell takes it."""
+    """Return a path as a shell takes it."""
     return shlex.quote(str(path))
 
 
 def program() -> str:
-    """How the user started the applier, so that the next command can be typed as it is shown."""
+    """Return how the user started the applier, so that the next command can be typed as it is shown."""
     started = Path(sys.argv[0])
-    if started.name == "apply_patch.py":
-        return f"python {quoted(started)}"
-    return started.name if started.name == "gradloc-patch" else "python apply_patch.py"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are refusals like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refusal(USAGE, "usage", message, "The command line is misspelt or incomplete.", f"{self.prog} --help")
+    if started.name == "gradloc-patch":
+        return started.name
+    return f"python {quoted(started) if started.name == 'apply_patch.py' else 'apply_patch.py'}"
 
 
 def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
-    """Runs ``work`` and returns its exit code, or prints the refusal that it ended in and returns its code.
-
-    With ``--debug`` among the arguments errors come through with their traceback; with ``--json``, as an object.
-    """
+    """Run ``work`` and return its exit code, or print the refusal that it ended in and return its code."""
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         return work() or 0
-    except KeyboardInterrupt:
-        shown = Refusal(130, "interrupted", "interrupted", "The keyboard.", "--status says whether it was done.")
     except Refusal as error:
         shown = error
+    except KeyboardInterrupt:
+        shown = Refusal("interrupted")
     except OSError as error:
-        shown = disk_failed(error.filename or "?", error)
+        shown = disk_failed(error)
     except Exception as error:
-        what = f"an error in this tool ({type(error).__name__}: {error}); what had begun was put back"
-        shown = Refusal(DISK, "internal", what, "A bug.", "Run the same with --debug and report what it prints.")
+        shown = Refusal("internal", error=error)
         shown.__cause__ = error
     if "--debug" in arguments:
         raise shown
     if "--json" in arguments:
-        detail = {key: value for key, value in shown.data.items() if key in ("state", "files")}
-        say_json({"exit_code": shown.code, "error": shown.parts(), "state": None, **detail})
+        detail = {"state": shown.data.get("state"), "files": shown.data.get("files", [])}
+        say(json.dumps({"exit_code": shown.code, "error": shown.parts()} | detail, indent=1))
     else:
-        say(shown.text(), sys.stderr)
+        lines = [f"{key + ':':<9} {value}" for key, value in shown.parts().items() if key not in ("reason", "what")]
+        say("\n  ".join([f"refused: {shown.what}", *lines, *capped(shown.data.get("lines", ()))]), is_error=True)
     return shown.code
 
 
-def disk_failed(path: Any, error: OSError) -> Refusal:
-    """Of a disk that failed before anything was changed, or with all of it put back."""
-    what = f"the disk failed at {path}; everything is as it was before"
-    cause, next_ = "It is full, read-only or damaged, or a limit was hit.", "Make room (df -h), then run this again."
-    if isinstance(error, PermissionError):
-        cause, next_ = "It is another user's, or immutable.", "See ls -ld and lsattr, then run this again."
-    return Refusal(DISK, "disk-failed", what, cause, next_, found=error.strerror)
+def disk_failed(error: OSError) -> Refusal:
+    """Make the refusal for a disk that failed before anything was changed, or with all of it put back."""
+    where = f" at {error.filename}" if error.filename else ""
+    return Refusal("disk-failed", where=where, found=error.strerror)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints ``text``. What was done stands, so a reader that has gone or a full disk behind it is no failure."""
-    stream = stream or sys.stdout
+def say(text: str, is_error: bool = False) -> None:
+    """Print ``text``. What was done is done: a reader that has gone or a full disk behind it is no failure."""
+    stream = sys.stderr if is_error else sys.stdout
     try:
         print(text, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # else Python tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def say_json(document: dict[str, Any]) -> None:
-    """Prints one JSON object."""
-    say(json.dumps(document, indent=1, sort_keys=True, default=os.fspath))

@@ -77,11 +77,7 @@ case $tier in
         ((is_bad == 0)) || exit "$is_bad"
         ;;
     quick) stage "quick tests" && tests "not full and not slow and not browser and not verl09" "$@" ;;
-    slow)
-        stage "slow tests" && LONGEST=7200 tests "slow and not browser and not verl09" "$@"
-        stage "the actor on verl 0.7.1" && GRADLOC_TEST_VERL=0.7.1 "$python" -m pytest --durations=15 \
-            -m "not slow and not browser and not e2e and not verl09" tests/adapters/verl07 tests/adapters/same tests/stabilize tests/analysis tests/replay "$@"
-        ;;
+    slow) stage "slow tests" && LONGEST=7200 tests "slow and not browser and not verl09" "$@" ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`

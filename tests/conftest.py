@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every room shares: the pinned verl, the same with our patch on it, and the worlds of ranks.
 
-A world is started once for the whole run, whichever folders use it. GRADLOC_TEST_VERL names the verl to test on
-(0.7.1); tests/trainers.py says what runs on both, and on other trainers.
+A world is started once for the whole run, whichever folders use it. tests/trainers.py says what runs on which trainer.
 """
 
 import compileall
 import fcntl
-import functools
 import gc
 import os
 import sys
@@ -63,10 +61,6 @@ watch/test_demo watch/test_harmless watch/test_price watch/test_ranks watch/test
 """Modules that need no verl and yet take most of the time of those that do not: `make quick` is to take a minute."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    trainers.repeat_for_each_verl(metafunc)
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make quick` leaves out, and say which tests pytest-xdist has to keep in one process."""
@@ -83,10 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif is_09 or TRAINER != OF_VERL07 and fixtures & WORLDS:
             group = "/".join(room[:-1])  # an environment of its own: each folder in one process
         elif fixtures & WORLDS:
-            call = getattr(item, "callspec", None)
-            is_other = call is not None and call.params.get("verl_version", VERL) != VERL
             is_of_actor = room[0] == "adapters" and "single" not in fixtures or "unpatched_world" in fixtures
-            group = FIRST[1 if is_of_actor and not is_other else 2]  # each kind of world starts in one of the two
+            group = FIRST[1 if is_of_actor else 2]  # each kind of world starts in one of the two
         elif fixtures & IN_PROCESS:
             group = "in-process"
         else:
@@ -114,51 +106,37 @@ def base_tree() -> Path:
 
 
 @pytest.fixture(scope="session")
-def patched_trees() -> Callable[[str], Path]:
-    """``patched_trees(version)``: that verl with the patch on it, kept under a name by its hash. Read only.
-
-    VERL_REPO names a patched checkout to test instead of VERL's: the one that is being edited.
-    """
-
-    @functools.cache
-    def tree(verl: str) -> Path:
-        if verl == VERL and os.environ.get("VERL_REPO"):
-            return Path(os.environ["VERL_REPO"]).resolve()
-        CACHE.mkdir(exist_ok=True)
-        with open(CACHE / "patched.lock", "w") as lock:  # test processes run side by side
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            made = ensure_patched_copy(sys.executable, verl)
-            compileall.compile_dir(made / "verl", quiet=2)  # so that no process writes byte code into it
-        return made
-
-    return tree
+def patched_tree() -> Path:
+    """That verl with the patch on it, kept under a name by its hash; or VERL_REPO, which is being edited. Read only."""
+    if os.environ.get("VERL_REPO"):
+        return Path(os.environ["VERL_REPO"]).resolve()
+    CACHE.mkdir(exist_ok=True)
+    with open(CACHE / "patched.lock", "w") as lock:  # test processes run in parallel
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = ensure_patched_copy(sys.executable, VERL)
+        compileall.compile_dir(made / "verl", quiet=2)  # so that no process writes byte code into it
+    return made
 
 
 @pytest.fixture(scope="session")
-def patched_tree(patched_trees: Callable[[str], Path]) -> Path:
-    """The patched verl that is tested. Read only."""
-    return patched_trees(VERL)
-
-
-@pytest.fixture(scope="session")
-def world_settings(patched_trees: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
-    """``world_settings(verl, is_patched)``: how a `World` is made, of a patched verl 0.7 or the installed trainer."""
+def world_settings(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    """``world_settings(is_patched)``: how a `World` is made, of verl 0.7 or the installed trainer."""
     if TRAINER != OF_VERL07:
-        return lambda *_, **__: trainers.SETTINGS
+        return lambda **_: trainers.SETTINGS
 
-    def settings(verl: str = VERL, is_patched: bool = True) -> dict[str, Any]:
-        return {"path": (str(patched_trees(verl) if is_patched else ensure_base(bases()[f"v{verl}"])),)}
+    def settings(is_patched: bool = True) -> dict[str, Any]:
+        return {"path": (str(request.getfixturevalue("patched_tree" if is_patched else "base_tree")),)}
 
     return settings
 
 
 @pytest.fixture(scope="session")
 def worlds(world_settings: Callable[..., dict[str, Any]]) -> Iterator[Callable[..., World]]:
-    """``worlds(size, verl, is_patched)``: ranks with these settings; each world is made once."""
+    """``worlds(size, is_patched)``: ranks with these settings; each world is made once."""
     made: dict[str, World] = {}
 
-    def get(size: int, *which: Any, **given: Any) -> World:
-        settings = world_settings(*which, **given)
+    def get(size: int, **given: Any) -> World:
+        settings = world_settings(**given)
         return made.setdefault(f"{size} {settings}", World(size, **settings))  # its first call starts it
 
     yield get
@@ -167,33 +145,27 @@ def worlds(world_settings: Callable[..., dict[str, Any]]) -> Iterator[Callable[.
 
 
 @pytest.fixture(scope="session")
-def verl_version(request: pytest.FixtureRequest) -> str:
-    """The verl that a test runs on."""
-    return getattr(request, "param", VERL)
-
-
-@pytest.fixture(scope="session")
-def world(worlds: Callable[..., World], verl_version: str) -> World:
+def world(worlds: Callable[..., World]) -> World:
     """Two ranks on the patched tree."""
-    return worlds(2, verl_version)
+    return worlds(2)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(worlds: Callable[..., World], verl_version: str) -> World:
+def four_ranks(worlds: Callable[..., World]) -> World:
     """Four ranks on the patched tree."""
-    return worlds(4, verl_version)
+    return worlds(4)
 
 
 @pytest.fixture(scope="session")
-def single(worlds: Callable[..., World], verl_version: str) -> World:
+def single(worlds: Callable[..., World]) -> World:
     """One rank on the patched tree."""
-    return worlds(1, verl_version)
+    return worlds(1)
 
 
 @pytest.fixture(scope="session")
-def unpatched_world(worlds: Callable[..., World], verl_version: str) -> World:
+def unpatched_world(worlds: Callable[..., World]) -> World:
     """Two ranks on verl as published."""
-    return worlds(2, verl_version, is_patched=False)
+    return worlds(2, is_patched=False)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ verl 0.9's engine (`scripts/test.sh verl09`), and in part on TRL's trainer under
 """
 
 import importlib.metadata
-import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ OF_VERL07 = "verl 0.7"
 
 
 def _installed() -> tuple[str, str]:
-    """The trainer and its version; verl 0.7 is none that is installed: GRADLOC_TEST_VERL names it."""
+    """Return the trainer and its version; verl 0.7 is none that is installed, but a patched copy."""
     if find_spec("trl"):
         return "TRL", importlib.metadata.version("trl")
     try:
@@ -31,11 +29,11 @@ def _installed() -> tuple[str, str]:
         version = ""
     if version.startswith("0.9."):
         return "verl 0.9", version
-    return OF_VERL07, os.environ.get("GRADLOC_TEST_VERL", DEFAULT_VERL)
+    return OF_VERL07, DEFAULT_VERL
 
 
 TRAINER, VERSION = _installed()
-SHARED = ("adapters/same/", "analysis/", "reweighting/", "stabilize/")
+SHARED = ("adapters/same/", "adapters/verl07/test_harmless.py", "analysis/", "reweighting/", "stabilize/")
 """The rooms with tests for several trainers."""
 INSTALLED = {
     "TRL": ("trl", "gradloc.trl"),
@@ -47,14 +45,6 @@ SETTINGS: dict[str, Any] = {
     "timeout_s": 300 if TRAINER == "verl 0.9" else 120,
 }
 """Of a world there: the installed one, with ours or without. Without a flag it takes its own classes."""
-
-# ---- verl 0.7: on every verl that there is a patch for
-
-_PATCHES = json.loads((ROOT / "patches" / "manifest.json").read_text())["patches"]
-_VERLS = [patch["base"].removeprefix("v") for patch in _PATCHES]
-_ON_ALL = ("test_localization", "test_layouts", "layouts.test_experts", "layouts.test_ulysses")
-ON_ALL = {"tests.adapters.verl07.test_harmless", *(f"tests.adapters.same.{name}" for name in _ON_ALL)}
-"""Modules that are repeated for each; GRADLOC_TEST_VERL has any test run on one."""
 
 NOT_HERE = {
     "verl 0.9": {
@@ -189,17 +179,6 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
 Between them the two have nearly each promise once. `make test-slow`, and `scripts/test.sh verl09 -m slow`, have the
 others. What is not here runs on both.
 """
-ON_0_7_1 = {
-    "localization::planted": ("two culprits on two ranks, two micro-batches",),
-}
-"""Likewise, what by default also runs on a verl beyond the first."""
-
-
-def repeat_for_each_verl(metafunc: pytest.Metafunc) -> None:
-    """Repeat the modules of ON_ALL for each patched verl."""
-    is_chosen = TRAINER != OF_VERL07 or "GRADLOC_TEST_VERL" in os.environ
-    if "verl_version" in metafunc.fixturenames and metafunc.module.__name__ in ON_ALL and not is_chosen:
-        metafunc.parametrize("verl_version", _VERLS, indirect=True, scope="session")
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -212,22 +191,19 @@ def mark(items: list[pytest.Item]) -> None:
     seen: dict[str, set[str]] = {}
     for item in items:
         module, given = item.module.__name__, item.callspec if hasattr(item, "callspec") else None
-        version = given.params.get("verl_version", VERSION) if given else VERSION
-        case = f"{given.id}-".removeprefix(f"{version}-").removesuffix("-") if given else ""
+        case = given.id if given else ""
         is_shared = item.path.relative_to(ROOT / "tests").as_posix().startswith(SHARED)
         if TRAINER != OF_VERL07 and is_shared:
             for name, reason in NOT_HERE[TRAINER].items():
                 if name in item.name:
                     item.add_marker(pytest.mark.skip(reason=reason))
-        elif not is_shared and module not in ON_ALL:
+        elif not is_shared:
             continue
         where = f"{module}::{item.originalname.removeprefix('test_')}"
         row = next((row for row in BY_DEFAULT if row in where), None)
         cases = BY_DEFAULT[row][column] if row and column is not None else EVERY
-        if version != VERSION:
-            cases = next((found for name, found in ON_0_7_1.items() if name in where), NONE)
         is_default = cases is EVERY or any(f"{case}-".startswith(f"{each}-") for each in cases)
-        if not is_default and "GRADLOC_TEST_VERL" not in os.environ:
+        if not is_default:
             item.add_marker(pytest.mark.slow)
         seen.setdefault(where, set()).add(f"{case}-")
     if items and not any("::" in argument for argument in items[0].config.args):

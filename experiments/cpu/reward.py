@@ -5,9 +5,6 @@ import torch
 
 from experiments.cpu import fault
 from experiments.cpu.arithmetic import score
-from verl.utils.import_utils import load_extern_object
-from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.naive import NaiveRewardManager
 
 
@@ -25,28 +22,6 @@ def rows_of(data) -> fault.Rows:
         responses=data.batch["responses"],
         log_probs=data.batch.get("rollout_log_probs"),
     )
-
-
-def score_in_driver(config, tokenizer) -> None:
-    """Has verl 0.7.1 score where 0.7.0 does: in the driver, once the rows are in the order of the advantages.
-
-    0.7.1 scores while it rolls out, in Ray workers, and then only reads the scores from the batch.
-    """
-    from verl.trainer.ppo import ray_trainer  # not in the workers, which import this module as well
-
-    settings = config.reward_manager
-    if settings.source == "importlib":
-        made = load_extern_object(settings.module.path, settings.name)
-    else:
-        made = get_reward_manager_cls(settings.name)
-    given = config.reward.get("reward_kwargs") or {}
-    manager = made(tokenizer, 0, default_compute_score, config.data.reward_fn_key, **given)
-
-    def extract_reward(batch):
-        result = manager(batch, return_dict=True)
-        return result["reward_tensor"], result.get("reward_extra_info", {})
-
-    ray_trainer.extract_reward = extract_reward
 
 
 class ArithmeticReward(NaiveRewardManager):

@@ -21,7 +21,6 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.cpu import reward
 from experiments.generation import call_seed, left_pad, sample
 from verl import DataProto
 from verl.utils import hf_tokenizer
@@ -67,8 +66,6 @@ class HFRollout(base.BaseRollout):
 class DirectManager:
     """verl's `AgentLoopManager` reduced to one batched call per worker."""
 
-    is_woken = True
-    """Whether the workers take the weights when they are woken, as in verl 0.7.0."""
     rollout_replicas = ()
     """None: the workers that train are those that generate."""
 
@@ -78,19 +75,10 @@ class DirectManager:
         self.seed = config.get("seed", 0)
         self.tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
-    @classmethod
-    def create(cls, config, worker_group, **_):
-        """How verl 0.7.1 makes one; its trainer sends the workers the weights by itself, and scores elsewhere."""
-        manager = cls(config, worker_group)
-        manager.is_woken = False
-        reward.score_in_driver(config, manager.tokenizer)
-        return manager
-
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Returns the prompts with their responses in verl's padded layout."""
         start = time.perf_counter()
-        if self.is_woken:
-            ray.get([worker.wake_up.remote() for worker in self.workers])
+        ray.get([worker.wake_up.remote() for worker in self.workers])
         prompt_ids = [
             self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
             for messages in prompts.non_tensor_batch["raw_prompt"]
@@ -98,16 +86,13 @@ class DirectManager:
         params = self.sampling_params(prompts.meta_info)
         step = prompts.meta_info.get("global_steps", 0)
         answers = self.answer(prompt_ids, params, step)
-        if self.is_woken:
-            ray.get([worker.sleep.remote() for worker in self.workers])
+        ray.get([worker.sleep.remote() for worker in self.workers])
         output = to_batch(
             prompt_ids, answers, self.tokenizer.pad_token_id, self.rollout.prompt_length, self.response_width(answers)
         )
         uids = prompts.non_tensor_batch["uid"]
         # How often each was seen before: ["a", "b", "a"] gives [0, 0, 1].
         output.non_tensor_batch["rollout_index"] = pandas.Series(uids).groupby(uids).cumcount().to_numpy(dtype=object)
-        # As verl's own agent loop; 0.7.1's trainer reads it.
-        output.non_tensor_batch["multi_modal_inputs"] = np.array([{} for _ in uids], dtype=object)
         output.non_tensor_batch["__num_turns__"] = np.full(len(uids), 2, dtype=np.int32)
         # The reward manager has no other way to know the step, also after a resume.
         output.meta_info["demo_step"] = step
@@ -143,7 +128,7 @@ class DirectManager:
 
 
 def ask(worker, *arguments):
-    """Has a worker's `HFRollout` generate; verl 0.7.1's workers have no method for it."""
+    """Has a worker's `HFRollout` generate."""
     return worker.__ray_call__.remote(_generate, *arguments)
 
 

@@ -78,6 +78,8 @@ class HealthConfig:
     """Share of the sequences that the rollout correction vetoes."""
     mismatch_probs: Limits = (0.01, None)
     """Mean difference of the tokens' probabilities between rollout engine and trainer."""
+    mismatch_log_probs: Limits = (0.1, 0.5)
+    """Mean absolute difference of the tokens' log-probs between rollout engine and trainer, nats."""
     truncation: Limits = (0.25, 0.5)
     """Share of the responses that end at the length limit."""
     length_rise: Limits = (2.0, 4.0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state for each step, with its reasons: the rules, asked step by step."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,10 @@ class Judge:
     def __init__(self, config: HealthConfig, grad_clip: float | None = None):
         self.config = config
         self._last_step: int | None = None
-        self.heard: set[str] = set()
-        """The rules whose metrics came at least once."""
+        self.heard: Counter[str] = Counter()
+        """How many values came for each rule."""
+        self.read: dict[str, None] = {}
+        """The metrics that rules have read, in order."""
         self._asked: list[tuple[Rule, Window]] = []
         for rule in RULES:
             is_on = getattr(config, rule.name) is not None
@@ -87,9 +90,15 @@ class Judge:
         reads = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
         known = [(rule, measure, *read) for rule, measure, read in reads if read is not None]
         self.heard.update(rule.name for rule, *_ in known)
+        self.read.update(dict.fromkeys(metric for *_, metric, _ in known))
         reasons = [reason for each in known if (reason := self._ask(*each)) is not None]
         worst_first = sorted(reasons, key=lambda reason: -STATES.index(reason.state))
         return Judgement(step, tuple(worst_first)) if known else None
+
+    @property
+    def judging(self) -> tuple[str, ...]:
+        """The rules that had as many values as they need before they say anything."""
+        return tuple(rule.name for rule, measure in self._asked if self.heard[rule.name] >= measure.needs)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""

@@ -36,6 +36,9 @@ class Window:
         lengths: how many values of each are kept.
     """
 
+    needs = 1
+    """Values that it takes before it says anything."""
+
     def __init__(self, **lengths: int):
         self._kept: dict[str, deque[float]] = {name: deque(maxlen=length) for name, length in lengths.items()}
 
@@ -85,6 +88,7 @@ class Mean(Window):
 
     def __init__(self, recent: int):
         super().__init__(recent=recent)
+        self.needs = recent
 
     def observe(self, value: float) -> Reading | None:
         mean = self._push(value)
@@ -96,7 +100,7 @@ class Share(Window):
 
     def __init__(self, limit: float, window: int):
         super().__init__(recent=window)
-        self._limit = limit
+        self._limit, self.needs = limit, window
 
     def observe(self, value: float) -> Reading | None:
         share = self._push(float(value > self._limit))
@@ -121,6 +125,7 @@ class Jump(Window):
     def __init__(self, warmup: int, window: int, deviations: float):
         super().__init__()
         self._history = NormHistory(window, warmup, deviations)
+        self.needs = warmup + 1
 
     def observe(self, value: float) -> Reading | None:
         threshold = self._history.threshold()
@@ -144,7 +149,7 @@ class AgainstStart(Window):
 
     def __init__(self, warmup: int, recent: int, floor: float = 0.0):
         super().__init__(start=warmup, recent=recent)
-        self._floor = floor
+        self._floor, self.needs = floor, warmup + recent
 
     def observe(self, value: float) -> Reading | None:
         start = self._kept["start"]
@@ -163,7 +168,7 @@ class AgainstWindow(Window):
 
     def __init__(self, warmup: int, recent: int, window: int):
         super().__init__(window=window, recent=recent)
-        self._warmup = warmup
+        self._warmup, self.needs = warmup, warmup + recent
 
     def observe(self, value: float) -> Reading | None:
         recent, before = self._kept["recent"], self._kept["window"]
@@ -188,7 +193,7 @@ class Fall(Window):
 
     def __init__(self, warmup: int, recent: int, window: int):
         super().__init__(window=window, recent=recent, best=1, worst=1, count=1)
-        self._warmup = warmup
+        self._warmup, self.needs = warmup, warmup + 1
 
     def observe(self, value: float) -> Reading | None:
         values, count = self._kept["window"], self._kept["count"]

@@ -41,6 +41,8 @@ FAR = 12.0
 """Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
 GAIN = 2.0
 """Ranks' differences, summed over a stretch of a row, by which a shift must mend it: of six unrelated tokens."""
+TOO_FAR, TIMES_TOO_FAR = 2.0, 20.0
+"""Nats, and times the noise: where the largest difference is above both, it is no noise, however few tokens have it."""
 FOLLOWS = 0.85
 """Correlation of the rows' differences with what padding or packing would do."""
 
@@ -115,6 +117,10 @@ def judge(given: Columns) -> Verdict:
     if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort, of which no stretch was long enough
         evidence.pop("few_rows", None)
     numbers = seen.identity(whole.d)
+    worst = float(np.abs(whole.d[np.isfinite(whole.d)]).max(initial=0.0))
+    if [*evidence] == ["noise"] and worst > max(TOO_FAR, TIMES_TOO_FAR * tokens.scale) and not why_not:
+        count = int((np.abs(whole.d) > max(TOO_FAR / 2, TIMES_TOO_FAR / 2 * tokens.scale)).sum())
+        why_not = DOUBTS["few"].format(count=count, worst=worst)
     return Verdict(
         kinds=() if why_not else tuple(sorted(evidence, key=lambda kind: -evidence[kind]["token_share"])),
         tokens=len(given),

@@ -11,10 +11,10 @@ import os
 import sys
 
 from . import __version__
-from .commands import COMMANDS
+from .commands import COMMANDS, EXIT_CODES
 from .errors import ReportError, did_you_mean
 
-EPILOG = """\
+EPILOG = f"""\
 examples:
   gradloc-report train.log                        any run's log: what exploded, and what that did
   gradloc-report runs/demo-1                      a summary in the terminal
@@ -26,11 +26,12 @@ examples:
   gradloc-report cure runs/demo-1                 which setting heals how many of its spikes
   gradloc-report trigger train.log --set cap=6    what the trigger would have flagged
   gradloc-report watch runs/demo-1                a run that is going on
-"""
+
+{EXIT_CODES}"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, or 2 when there is nothing to show."""
+    """Runs the command line; returns the exit code: 0, 1 where ``--fail-on`` asks for it, 2 where nothing is judged."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] not in (*COMMANDS, "-h", "--help", "--version"):
         words.insert(0, "show")

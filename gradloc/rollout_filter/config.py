@@ -34,7 +34,7 @@ class FilterSettings:
 def read_filter(config: Any) -> FilterSettings:
     """Read and check the keys, whether or not the filter is on, see :func:`~..checks.read_among`."""
     settings = read_among(FilterSettings, config)
-    is_async = (config.get("reward_model") or {}).get("launch_reward_fn_async", False)  # verl 0.7.1 has neither
+    is_async = (config.get("reward_model") or {}).get("launch_reward_fn_async", False)
     require(
         settings.keeps_all or not is_async,
         "reward_model.launch_reward_fn_async",

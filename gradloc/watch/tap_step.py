@@ -109,8 +109,7 @@ class TapStep(LoopStep):
     def _made(self, forwarded: Forwarded) -> TapMicroBatch:
         """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
         assert forwarded.norms is not None
-        (rows, width), known = forwarded.positions, forwarded.known
-        norms = forwarded.norms
+        norms, known, width = forwarded.norms, forwarded.known, forwarded.positions[1]
         start, window = 0, slice(None)
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)

@@ -13,7 +13,7 @@ that is called last, and h its input.
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
 
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -188,6 +188,9 @@ class ModelTap:
         """Called before a training forward is kept."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called at the end of each backward that came to a hidden state."""
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called once, where a hook failed and the tap steps aside."""
+        self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
         self.unit: torch.Tensor | float = 1.0
@@ -207,42 +210,48 @@ class ModelTap:
         self._reader: Reader | None = None
         self._graph: Graph | None = None
         self._is_queued = False
+        self._hook_handles: list[Any] = []
+        """On tensors of the present forward."""
         self._handles: list[Any] = []
-        self._of_present: list[Any] = []
-        """Hooks on the present forward's tensors."""
-        self._of_present: list[Any] = []
-        """Hooks on the present forward's tensors."""
         self._attached: list[torch.nn.Module] = []
         if self.body is not None:
-            self._add(
-                self.body.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True)
-            )
-            self._add(
-                self.body.register_forward_hook(partial(_call, weakref.ref(self), "_after_body"), with_kwargs=True)
-            )
+            self._add(self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
+            self._add(self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
         inside = set() if self.body is None else set(self.body.modules())
         candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
         if head is not None:
             candidates = [part for part in candidates if part not in set(head.modules())] + [head]
         for part in candidates:
-            self._add(part.register_forward_pre_hook(partial(_call, weakref.ref(self), "_before_head")))
-            self._add(part.register_forward_hook(partial(_call, weakref.ref(self), "_after_head")))
+            self._add(part.register_forward_pre_hook(_Hook(self, "_before_head")))
+            self._add(part.register_forward_hook(_Hook(self, "_after_head")))
         self.attach(model)  # behind the body's, which the model may be itself
+        if hidden is None and _held(inner) is not inner:
+            self._listen(_held(inner))
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Take this module's calls for training's, such as a wrapper's that is made later."""
         self.outer = outer
         if outer in self._attached:
             return
+        self._listen(outer)
+
+    def _listen(self, outer: torch.nn.Module) -> None:
         self._attached.append(outer)
-        self._add(outer.register_forward_pre_hook(partial(_call, weakref.ref(self), "_begin"), with_kwargs=True))
-        after = partial(_call, weakref.ref(self), "_after_model")
+        self._add(outer.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
+        after = _Hook(self, "_after_model")
         self._add(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def give_up(self, error: Exception) -> None:
+        """Take no further part in the run."""
+        self.has_failed = True
+        self.forget()
+        self._present = self._hidden = None
+        self.on_failure(error)
 
     def _add(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -382,8 +391,8 @@ class ModelTap:
         size = output.numel() * output.element_size()
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
-            handle = output.register_hook(partial(self._keep_head, present, len(present.head_pulls) - 1))
-            self._of_present.append(handle)
+            handle = output.register_hook(_Hook(self, "_keep_head", present, len(present.head_pulls) - 1))
+            self._hook_handles.append(handle)
 
     def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         present = self._present
@@ -414,14 +423,14 @@ class ModelTap:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._of_present = [hidden.register_hook(partial(self._keep, present))]
+            self._hook_handles = [hidden.register_hook(_Hook(self, "_keep", present))]
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
             self._present.shape = None
             self._present.head_calls.clear()
             self._present.head_pulls.clear()
-            for handle in self._of_present:
+            for handle in self._hook_handles:
                 handle.remove()
 
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
@@ -439,7 +448,8 @@ class ModelTap:
         if not self._is_queued:
             self._is_queued = True
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._after_backward))  # behind those of DDP and FSDP, which are queued by then
+            after = _Hook(self, "_after_backward")
+            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _is_on_host(self, forwarded: Forwarded) -> bool:
         """Whether an earlier backward's dL/dh was moved there."""
@@ -491,9 +501,48 @@ class ModelTap:
         self._called.clear()
 
 
-def _call(reference: Any, name: str, *given: Any) -> Any:
-    tap = reference()
-    return None if tap is None else getattr(tap, name)(*given)
+class _Hook:
+    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets none of it."""
+
+    def __init__(self, tap: "ModelTap", name: str, *given: Any):
+        self.tap, self.name, self.given = tap, name, given
+
+    def __call__(self, *given: Any) -> Any:
+        if torch.compiler.is_compiling() and _is_one_graph():
+            return None
+        return _called(self, *given)
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What a copy or a file of the model has in a hook's place."""
+
+    def __call__(self, *given: Any) -> None:
+        return None
+
+
+@torch.compiler.assume_constant_result
+def _is_one_graph() -> bool:
+    """Return whether ``fullgraph=True`` forbids a call into Python here. torch.compile asks while it traces."""
+    translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
+    return bool(getattr(translator.current_tx(), "one_graph", False))
+
+
+@torch.compiler.disable
+def _called(hook: _Hook, *given: Any) -> Any:
+    """Call it. In training nothing that goes wrong in it reaches the loop."""
+    tap = hook.tap
+    if tap.has_failed:
+        return None
+    try:
+        return getattr(tap, hook.name)(*hook.given, *given)
+    except Exception as error:
+        if tap.is_again:
+            raise
+        tap.give_up(error)
+        return None
 
 
 def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
@@ -526,10 +575,11 @@ def _found_parts(
         return hidden, None
     if hidden is not None:
         return model.get_submodule(hidden), None
+    model = _held(model)
     plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
     asked = getattr(plain, "get_output_embeddings", None)
     if asked is None:
-        return _found_inside(plain)
+        return None, None
     try:
         head = asked()
     except (AttributeError, NotImplementedError):
@@ -543,18 +593,11 @@ def _found_parts(
     return body if is_body else None, head
 
 
-def _found_inside(model: torch.nn.Module) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Return body and head of the one transformers model that a module holds, if it has no linear layer besides."""
-    found: list[torch.nn.Module] = []
-    others, rest = 0, [*model.children()]
-    while rest:
-        each = rest.pop()
-        if hasattr(each, "get_output_embeddings"):
-            found.append(each)
-        else:
-            others += isinstance(each, torch.nn.Linear)
-            rest += each.children()
-    return _found_parts(found[0], None) if len(found) == 1 and not others else (None, None)
+def _held(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the one transformers model that a module of the user's holds, as Lightning's do; else the module."""
+    found = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
+    is_one = bool(found) and set(found) <= set(found[0].modules())
+    return found[0] if is_one else model
 
 
 def _hidden_in(output: Any) -> torch.Tensor | None:
@@ -564,7 +607,7 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
 
 
 def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
-    """Return a body's output with another tensor wherever it has h: last_hidden_state, and the last of hidden_states."""
+    """Return a body's output with another tensor wherever it has h: in last_hidden_state, and last in hidden_states."""
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 

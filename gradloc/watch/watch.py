@@ -32,7 +32,7 @@ from ..core.ranks import Ranks, host_group
 from ..core.sharding import compute_device, local_shard
 from ..core.trigger import Spike
 from ..loop.batch import Rows, at_first
-from ..loop.driver import Driver
+from ..loop.driver import AbortedBySpike, Driver
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
@@ -51,7 +51,7 @@ _EARLY = 10  # optimizer steps, after which it is said once that nothing could b
 _MANY = 64  # forwards without an optimizer step, likewise
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
-_watches: "weakref.WeakKeyDictionary[torch.nn.Module, Watch]" = weakref.WeakKeyDictionary()
+_watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
 class Watch(Colocated):
@@ -116,10 +116,11 @@ class Watch(Colocated):
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
         self._has_written = False
         if kept is not None:
-            before = _watches.pop(innermost(model), None)
+            reference = _watches.pop(innermost(model), None)
+            before = None if reference is None else reference()
             if before is not None:
                 before.close()
-            _watches[innermost(model)] = self
+            _watches[innermost(model)] = weakref.ref(self)
             self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
             self.tap.owner = self  # the model's hooks hold the tap, and so the watch
             self.clip_tap = ClipTap(self._owns)
@@ -273,12 +274,22 @@ class Watch(Colocated):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
+        unknown = torch.zeros(()) if norm is None else norm
         if self.localizer is None:
-            return torch.zeros(()) if norm is None else norm
+            return unknown
         forwards = self.tap.take_done() if self.step is not None else []
         (num_ranks,) = self.ranks.sum([float(bool(forwards))])
         if not num_ranks:
-            return torch.zeros(()) if norm is None else norm
+            return unknown
+        try:
+            return self._look(forwards, norm)
+        except AbortedBySpike:
+            raise
+        except Exception as error:
+            self.tap.give_up(error)
+            return unknown
+
+    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None) -> torch.Tensor:
         if self.step is None:  # another rank has micro-batches
             self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
         self._num_looks += 1
@@ -454,12 +465,19 @@ class Watch(Colocated):
         reference = weakref.ref(self)
         self.tap.on_begin = partial(_to, reference, "_begin_forward")
         self.tap.on_backward = partial(_to, reference, "_after_backward")
+        self.tap.on_failure = partial(_to, reference, "_step_aside")
         self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
         if self.ranks.num_processes > 1 and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
+
+    def _step_aside(self, error: Exception) -> None:
+        """After a failure of ours between a forward and its step: the run goes on without a watch."""
+        what = f"{type(error).__name__}: {error}"
+        logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
+        self.step = None
 
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
         """Take DDP's or FSDP1's calls for training's, where the model was wrapped after this was made."""
@@ -534,12 +552,16 @@ class Watch(Colocated):
             self._tell_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
-        start = f"nothing could be watched in {_EARLY} optimizer steps: "
-        if not self.tap.num_seen:
-            return start + "the model's forward was not called with gradients; pass the model that the loop calls"
-        return start + (
-            "no gradient came back to a last hidden state; name the module that it is the output of, as "
-            'gradloc.Watch(model, hidden="model.norm")'
+        why = "the model's forward was not called with gradients; pass the model that the loop calls"
+        if self.tap.num_seen:
+            why = (
+                "no gradient came back to a last hidden state; name the module that it is the output of, as "
+                'gradloc.Watch(model, hidden="model.norm")'
+            )
+        return (
+            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled with "
+            "fullgraph=True, or checkpointed as a whole with use_reentrant=True, shows nothing: compile its layers, "
+            "checkpoint with use_reentrant=False"
         )
 
     def _is_ours(self, optimizer: Any) -> bool:

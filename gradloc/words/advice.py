@@ -69,7 +69,7 @@ ACTIONS = {
 def verl_of(trainer: str | None) -> str | None:
     """Which of :data:`VERLS` a record's trainer is.
 
-    >>> [verl_of(trainer) for trainer in ("verl 0.9.1", "verl 0.10.0.dev0", "verl 0.7.1", "trl 1.16.0", None)]
+    >>> [verl_of(trainer) for trainer in ("verl 0.9.1", "verl 0.10.0.dev0", "verl 0.7.0", "trl 1.16.0", None)]
     ['0.9', '0.9', '0.7', None, None]
     """
     version = re.match(r"verl (\d+)\.(\d+)", trainer or "")

@@ -78,7 +78,7 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
     ("given", "variables", "shown"),
     [
         (["demo"], {}, ["(verl 0.7.0, the demo's own patched copy)"]),
-        (["demo", "verl=0.7.1"], {}, ["(verl 0.7.1, the demo's own patched copy)", "--config-name demo seed=3\n"]),
+        (["demo", "verl=0.7.0"], {}, ["(verl 0.7.0, the demo's own patched copy)", "--config-name demo seed=3\n"]),
         (
             ["demo", "verl=0.9.1"],
             {},
@@ -93,7 +93,7 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
         (["demo", "trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m experiments.loop.demo seed=3\n"]),
         (["pretrain"], {}, [f"{REPO}/.gradloc/venv/bin/python -m experiments.loop.pretrain seed=3\n"]),
     ],
-    ids=["usual", "0.7.1", "0.9.1", "its Python", "TRL", "a loop", "a loop of its own"],
+    ids=["usual", "0.7.0", "0.9.1", "its Python", "TRL", "a loop", "a loop of its own"],
 )
 def test_there_is_an_environment_for_each_trainer(run_experiment, tmp_path, given, variables, shown):
     done = run_experiment(*given, "seed=3", "--dry-run", **variables)
@@ -205,8 +205,8 @@ ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
         (["demo", "second"], "'second' is not an override"),
         slow(["seed=3"], "name it first"),
         (["demo", "--no-such-option"], "--no-such-option"),
-        (["demo", "verl=0.8.0"], "demo runs on verl 0.7.0, 0.7.1 and 0.9.1, not on 0.8.0."),
-        slow(["explosion", "verl=0.7.1"], "explosion runs on verl 0.7.0 and 0.9.1, not on 0.7.1."),
+        (["demo", "verl=0.8.0"], "demo runs on verl 0.7.0 and 0.9.1, not on 0.8.0."),
+        slow(["explosion", "verl=0.8.0"], "explosion runs on verl 0.7.0 and 0.9.1, not on 0.8.0."),
         (["demo", "trainer=openrlhf"], ALONE),
         slow(["wild", "trainer=trl"], ALONE),
         slow(["demo", "trainer=trl", "verl=0.9.1"], ALONE),
@@ -219,7 +219,7 @@ def test_a_wrong_call_is_answered_with_what_would_be_right(run_experiment, argum
 
 
 def test_a_version_beside_a_named_verl_and_results_that_are_there_are_refused(run_experiment, patched_tree, tmp_path):
-    both = one_sentence(run_experiment("demo", "verl=0.7.1", "--dry-run", VERL_REPO=patched_tree), 2)
+    both = one_sentence(run_experiment("demo", "verl=0.7.0", "--dry-run", VERL_REPO=patched_tree), 2)
     assert "not for VERL_REPO" in both
     assert "exists" in one_sentence(run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1)
 

@@ -101,8 +101,8 @@ def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run
 
 
 def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, shown):
-    out = shown("health", run_of([(7, healthy(7))]))
-    assert "Healthy throughout (1 step)." in out
+    out = shown("health", run_of([(7, healthy(7))]), code=2)
+    assert "Too short to judge: 1 step" in out and "Healthy" not in out
     assert "The run has 1 step, and rules about its own history are silent for the first 10" in out
 
 

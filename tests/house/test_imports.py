@@ -28,6 +28,7 @@ RANKS = {
     "health": 5,
     "replay": 5,
     "report": 9,
+    "command": 10,
     "reweighting": 5,
     "rewards": 0,
     "conf": 0,

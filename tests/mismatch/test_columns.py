@@ -148,3 +148,14 @@ def test_noise_of_a_million_tokens_is_still_noise():
     b = -random.exponential(1.5, (1000, 200))
     a = b + 0.07 * random.standard_normal(b.shape) * -np.expm1(b)
     assert judge(columns(b, np.minimum(a, 0), ids=random.integers(5000, size=b.shape))).name == "noise"
+
+
+def test_a_few_tokens_that_differ_by_nats_are_no_noise():
+    random = np.random.default_rng(4)
+    b = -random.exponential(1.5, (40, 200))
+    a = np.minimum(b + 0.07 * random.standard_normal(b.shape) * -np.expm1(b), 0)
+    assert judge(columns(b, a)).is_healthy
+    a[3, 7] -= 5.22
+    verdict = judge(columns(b, a))
+    assert not verdict.is_healthy and verdict.name == "cannot tell" and verdict.worst > 5
+    assert "5.2" in verdict.why_not

@@ -149,7 +149,8 @@ def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["mismatch", str(tmp_path), "-o", str(page)]) == 0
     text = page.read_text("utf-8")
-    assert "<title>GradLoc: rollout and trainer differ by a shift</title>" in text and text.count("<svg") == 1
+    assert "<title>GradLoc: A shift</title>" in text and text.count("<svg") == 3
+    assert 'href="https://github.com/modelscope/ms-swift/issues/8196"' in text
     assert main(["mismatch", str(tmp_path), "--step", "step_9"]) == 2
 
 
@@ -160,6 +161,22 @@ def test_of_several_steps_each_is_told(tmp_path, capsys):
     assert main(["mismatch", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("train_data_step12: the noise of two kernels") and "train_data_step7 shift" in said
+
+
+def test_a_log_of_means_says_how_much_and_not_why(tmp_path, capsys):
+    name = "train/train_rollout_logprob_abs_diff"
+    lines = [
+        f"step {s}: {{'train/grad_norm': 0.5, '{name}': {0.2 + s / 100}, 'train/loss': 0.1}}" for s in range(1, 21)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    assert main(["mismatch", str(tmp_path / "train.log")]) == 0
+    said = capsys.readouterr().out
+    assert "train_rollout_logprob_abs_diff" in said and "0.4, step 20" in said and "20 rows" in said
+    assert main(["mismatch", str(tmp_path / "train.log"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "warning"
+    (tmp_path / "train.log").write_text("\n".join(f"step {s} loss: 2.0 grad_norm: 0.5" for s in range(9)) + "\n")
+    assert main(["mismatch", str(tmp_path / "train.log")]) == 2
+    assert "log" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,13 +2,11 @@
 """A small verl to patch, sources that patch it, and the command lines in this process."""
 
 import contextlib
-import hashlib
 import json
 import os
+import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from patchkit import build
 from patchkit.tree import SEAM
@@ -16,7 +14,7 @@ from patchkit.tree import SEAM
 ACTOR, TRAINER, OTHER = "verl/workers/actor/dp_actor.py", "verl/trainer/ray_trainer.py", "verl/utils/other.py"
 
 
-def numbered(label: str, count: int = 40) -> str:
+def numbered(label, count=40):
     """A text of distinct lines."""
     return "".join(f"{label} line {number}\n" for number in range(1, count + 1))
 
@@ -34,73 +32,74 @@ RESULT = BASE | {
     SEAM: 'VERSION = "1.0"\n',
 }
 TOUCHED = (ACTOR, TRAINER, SEAM)
+FOREIGN = {ACTOR: BASE[ACTOR].replace("line 20\n", "line of theirs\n"), "verl/theirs.py": "theirs = 1\n"}
+"""What a patch from elsewhere makes."""
 
 
-def write_tree(root: Path, files: Mapping[str, str]) -> Path:
+def foreign_patch(ids=10):
+    """That patch, its blob ids cut to so many digits, or without any."""
+    text = "".join(build.seam(p, BASE[p].encode() if p in BASE else None, t.encode()) for p, t in FOREIGN.items())
+
+    def cut(found):
+        return f"index {found[1][:ids]}..{found[2][:ids]}{found[3]}" if ids else ""
+
+    return re.sub(r"index (\w+)\.\.(\w+)(.*\n)", cut, text).encode()
+
+
+def put(root, files):
     """Writes ``files`` under ``root``; returns it."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(text.encode())
+        (root / path).write_bytes(text if isinstance(text, bytes) else text.encode())
     return root
 
 
-def files_of(root: Path) -> dict[str, str]:
+def files_of(root):
     """The text of every file under ``root`` but those of git and of the applier."""
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes().decode()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not {".git", ".gradloc-patch"} & set(path.relative_to(root).parts)
-    }
+    files = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
+    own = {".git", ".gradloc-patch"}
+    return {str(name): path.read_bytes().decode() for name, path in files.items() if not own & set(name.parts)}
 
 
-def make_repo(root: Path) -> Path:
+def make_repo(root):
     """A repository of ours for the small verl: its sources, built. Its base is kept where a fetched one would be."""
-    write_tree(root / "base" / "verl-0.7.0", BASE)
-    folder = root / "verl_overrides" / "v0.7.0"
-    write_tree(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
-    write_tree(folder, {"base.json": json.dumps({"commit": "0" * 40, "sdist_sha256": "0" * 64})})
-    for path, text in RESULT.items():
-        if path not in BASE:
-            write_tree(folder, {path: text})
-        elif BASE[path] != text:
-            write_tree(folder, {f"{path}.patch": build.seam(path, BASE[path].encode(), text.encode())})
+    put(root / "base" / "verl-0.7.0", BASE)
+    put(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
+    sources = {"base.json": json.dumps({"commit": "0" * 40, "sdist_sha256": "0" * 64}), SEAM: RESULT[SEAM]}
+    sources |= {f"{p}.patch": build.seam(p, BASE[p].encode(), RESULT[p].encode(), 1) for p in (ACTOR, TRAINER)}
+    put(root / "verl_overrides" / "v0.7.0", sources)
     assert build.main(["--root", str(root)]) == 0
     return root
 
 
-def make_clone(root: Path, files: Mapping[str, str] = BASE) -> Path:
+def make_clone(root, files=BASE):
     """``files`` as a git repository with one commit."""
-    write_tree(root, files)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "base")
+    shell(put(root, files), "git init -q -b main; git add -A; git commit -qm base")
     return root
 
 
-def git(root: Path, *arguments: str) -> None:
-    """git with a neutral identity."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments]
-    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True)
-
-
-def picture(root: Path) -> dict[str, tuple]:
-    """Everything about a tree that must not change: kinds, modes, times, contents."""
-    seen = {}
-    for path in sorted(root.rglob("*")):
-        info = path.lstat()
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        seen[str(path.relative_to(root))] = (info.st_mode, 0 if path.is_dir() else info.st_mtime_ns, content)
-    return seen
+def shell(folder, command):
+    """What a command of a shell prints, which knows the small verl's files and has a neutral git."""
+    names = {"A": ACTOR, "T": TRAINER, "S": SEAM, "V": "verl/version/version", "GIT_CONFIG_GLOBAL": os.devnull}
+    names |= {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(["sh", "-ec", command], cwd=folder, env=kept | names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager
-def unchanged(root: Path) -> Iterator[None]:
-    """What happens here is to change nothing in ``root``."""
-    before = picture(root)
+def unchanged(root):
+    """What happens here is to change nothing in ``root``: no kind, mode, time or content."""
+
+    def picture():
+        infos = {path: path.lstat() for path in sorted(root.rglob("*"))}
+        times = {path: 0 if path.is_dir() else info.st_mtime_ns for path, info in infos.items()}
+        return [(p, i.st_mode, times[p], p.read_bytes() if p.is_file() else b"") for p, i in infos.items()]
+
+    before = picture()
     yield
-    assert picture(root) == before
+    assert picture() == before
 
 
 @dataclass(frozen=True)
@@ -111,20 +110,19 @@ class Outcome:
     out: str
     err: str
 
-    def expect(self, code: int, *said: str) -> "Outcome":
-        """This, whose exit code is to be ``code``; all of ``said`` is to stand in the answer, or in the refusal."""
-        assert self.code == code, self.out + self.err
+    def expect(self, code, *said):
+        """This, whose exit code is to be ``code``; all of ``said`` is to be in the answer, or in the refusal."""
+        assert self.code == code and "Traceback" not in self.out + self.err, self.out + self.err
         for text in said:
             assert text in (self.err if code else self.out), self.out + self.err
-        assert "Traceback" not in self.out + self.err
         return self
 
     @property
-    def document(self) -> dict:
+    def document(self):
         return json.loads(self.out)
 
 
-def run(capsys, main: Callable[[list[str]], int], *arguments: object) -> Outcome:
+def run(capsys, main, *arguments):
     """A command line."""
     capsys.readouterr()
     code = main([*map(str, arguments)])

@@ -19,9 +19,9 @@ def pytest_collection_modifyitems(config, items):
 def shown(capsys, monkeypatch):
     """What a command prints."""
 
-    def show(*words, columns=300):
+    def show(*words, columns=300, code=0):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main([str(word) for word in words]) == 0
+        assert main([str(word) for word in words]) == code
         return capsys.readouterr().out
 
     return show

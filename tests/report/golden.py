@@ -255,7 +255,7 @@ def run(*words: str) -> str:
     os.environ["COLUMNS"] = "500"
     printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(printed), redirect_stderr(io.TextIOWrapper(io.BytesIO())):
-        assert main(list(words)) == 0
+        assert main(list(words)) in (0, 2)  # 2: too short to judge
     printed.seek(0)
     return printed.read()
 

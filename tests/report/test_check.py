@@ -146,3 +146,28 @@ def test_a_config_of_another_ending_is_itself_read_and_not_one_beside_it(verl, t
     wrong = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {strategy: zzz, spike_detection: true}}\n"
     (tmp_path / "run.yml").write_text(wrong)
     assert main(["check", str(tmp_path / "run.yml")]) == 1 and "zzz" in capsys.readouterr().out
+
+
+SCRIPT = """#!/usr/bin/env bash
+MODEL=Qwen/Qwen2.5-7B-Instruct
+export NODES=${NODES:-4}
+python3 -m verl.trainer.main_ppo \\
+    data.train_files=$HOME/train.parquet data.max_prompt_length=1024 \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    trainer.nnodes=$NODES \\
+    +gradloc=observe $@
+"""
+
+
+def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(tmp_path, shown, refused, monkeypatch):
+    pytest.importorskip("omegaconf")
+    monkeypatch.setattr("gradloc.report.commands.check.find_spec", lambda name: None)
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    said = lines(shown("check", tmp_path / "run.sh", columns=1000))
+    assert said["on"] == f"{ACTOR}.gradloc.enable" and said["model"].startswith("7B: 7.6B weights on 32 GPUs")
+    assert " s at most" in said["stall"] and said["refused"].startswith("not known here")
+    assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
+    shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
+    (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")
+    assert "has no override of verl's" in refused("check", tmp_path / "run.sh")

@@ -53,7 +53,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path):
     write_run(tmp_path / "run", metrics=make_metrics(3))
     assert follower.poll()
     assert "step 3" in seen(follower)
-    assert "No spike in 3 steps" in seen(follower)
+    assert "Too short to judge: 3 steps" in seen(follower)
 
 
 def test_the_view_tells_norm_threshold_health_and_the_last_events(folder):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of models, losses, optimizers and loops, each tiny; one line of each is ours: ``gradloc.Watch(model, folder=...)``.
+"""Kinds of models, losses, optimizers and loops, each tiny, under the one line ``gradloc.Watch(model, folder=...)``.
 
 A kind is a class. It runs as people write it, with one token's loss spoiled in one step: multiplied, or, where the
 model computes the loss itself, with a label whose row of the head is a thousand times too long.
@@ -62,8 +62,13 @@ class Kind:
     rows_each = ROWS_EACH
     rows = ROWS
     is_exact = True
-    """Whether the masked step is bit for bit the one without the token; else the class says why."""
+    """Whether the masked step is bit for bit the one without the token; else the class says why not."""
     plant = PLANT
+    named = PLANT
+    """Row and position that the event names."""
+    num_events = 1
+    needs: tuple[str, ...] = ("transformers",)
+    """Packages; without one the kind is left out."""
 
     def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
         self.folder, self.action, self.is_planted = folder, action, is_planted
@@ -71,7 +76,6 @@ class Kind:
         self.model = self.build()
         self.watch = None
         self.norms: list[float] = []
-        self.number = 0
         self.prepare()
 
     def build(self) -> Any:
@@ -130,7 +134,7 @@ class Kind:
         return self
 
     def train(self) -> None:
-        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+        for ids, weight in self.batches():
             self.step(ids, weight)
 
     def result(self) -> dict[str, Any]:
@@ -267,12 +271,15 @@ class Mamba(Kind):
 class Llava(Kind):
     """An image of four patches before the words."""
 
+    named = (PLANT[0], PLANT[1] + 4)
+
     def build(self):
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
         heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
         vision = CLIPVisionConfig(hidden_size=H, intermediate_size=24, image_size=8, patch_size=4, **heads)
-        config = LlavaConfig(vision, LlamaConfig(**sizes()), image_token_index=POISON, vision_feature_layer=-1)
+        parts = {"vision_config": vision, "text_config": LlamaConfig(**sizes())}
+        config = LlavaConfig(**parts, image_token_index=POISON, vision_feature_layer=-1)
         return LlavaForConditionalGeneration(config)
 
     def logits(self, ids):
@@ -280,10 +287,10 @@ class Llava(Kind):
         pixels = torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8).expand(len(ids), -1, -1, -1)
         return self.model(input_ids=torch.cat([places, ids], 1), pixel_values=pixels).logits[:, 4:]
 
-    plant_seen = (PLANT[0], PLANT[1] + 4)
-
 
 class Lora(Kind):
+    needs = ("transformers", "peft")
+
     def build(self):
         import peft
 
@@ -327,7 +334,12 @@ class Chunked(Kind):
 
 
 class ChunkedBackward(Kind):
-    """The same, and each part's backward follows at once; the body's comes last."""
+    """The same, and each part's backward follows at once; the body's comes last.
+
+    Training adds the head's gradient up part by part, and a masked step in one backward: other roundings.
+    """
+
+    is_exact = False
 
     def loss(self, ids, weight):
         hidden = self.model.model(input_ids=ids[:, :-1]).last_hidden_state
@@ -366,6 +378,7 @@ class Own(nn.Module):
 
 class OfOwn(Kind):
     made: Any = Own
+    needs = ()
 
     def build(self):
         return self.made()
@@ -446,6 +459,37 @@ class Valued(OfOwn):
         return weighted(logits, ids[:, 1:], weight) + 0.1 * off
 
 
+class Held(Kind):
+    """A module of the loop's own holds the model, as Lightning's do; the loop calls what it holds."""
+
+    def build(self):
+        return nn.ModuleDict({"inner": llama()})
+
+    def logits(self, ids):
+        return self.model["inner"](input_ids=ids).logits
+
+
+class HeldValued(Kind):
+    """A module of one's own around the model adds a value head, as TRL's does."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.value = llama(), nn.Linear(H, 1)
+
+        def forward(self, ids):
+            found = self.inner(input_ids=ids, output_hidden_states=True)
+            return found.logits, self.value(found.hidden_states[-1]).squeeze(-1)
+
+    def build(self):
+        return self.Outer()
+
+    def loss(self, ids, weight):
+        logits, values = self.model(ids[:, :-1])
+        off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
+        return weighted(logits, ids[:, 1:], weight) + 0.1 * off
+
+
 class Rounded(nn.Module):
     """Weights in 16 steps, with a straight-through gradient."""
 
@@ -491,11 +535,41 @@ class RecomputedWhole(Kind):
 
 
 class RecomputedWholeReentrant(Kind):
-    """The same in the older way: the whole forward runs inside of the backward."""
+    """The same in the older way: the whole forward runs inside of the backward, where no tap follows."""
+
+    num_events = 0
 
     def logits(self, ids):
         embeds = self.model.get_input_embeddings()(ids)
         return checkpoint(lambda given: self.model(inputs_embeds=given).logits, embeds, use_reentrant=True)
+
+
+class CompiledOwn(OfOwn):
+    def build(self):
+        torch._dynamo.reset()
+        return torch.compile(Own(), backend="aot_eager")
+
+
+class OneGraph(OfOwn):
+    """Compiled with ``fullgraph=True``, which allows no hook of ours inside."""
+
+    num_events = 0
+
+    def build(self):
+        torch._dynamo.reset()
+        return torch.compile(Own(), backend="aot_eager", fullgraph=True)
+
+
+class OneGraphInside(OneGraph):
+    """The same of a model whose watch is older."""
+
+    def build(self):
+        return Own()
+
+    def prepare(self):
+        super().prepare()
+        torch._dynamo.reset()
+        self.model.compile(backend="aot_eager", fullgraph=True)
 
 
 class CompiledOutside(Kind):
@@ -534,7 +608,9 @@ class Fused(Kind):
 
 
 class Closure(Kind):
-    """LBFGS, which evaluates a closure twice in a step."""
+    """LBFGS, which evaluates a closure twice in a step; each evaluation is looked into."""
+
+    num_events = 2
 
     def build_optimizer(self):
         return torch.optim.LBFGS(self.model.parameters(), lr=1e-3, max_iter=2)
@@ -577,7 +653,7 @@ class Scaled(Kind):
 class Ranked(Kind):
     def train(self):
         rank, size = dist.get_rank(), dist.get_world_size()
-        for self.number, (ids, weight) in enumerate(self.batches(), 1):
+        for ids, weight in self.batches():
             self.step(ids.chunk(size)[rank], weight.chunk(size)[rank])
 
     rows_each = 1
@@ -649,6 +725,7 @@ class Stock(Inside):
     """``transformers.Trainer`` as it is: two micro-batches a step, ``max_grad_norm=1.0``."""
 
     has_labels = True
+    needs = ("transformers", "accelerate")
 
     def prepare(self):
         self.add_watch(self.model)
@@ -707,6 +784,8 @@ class StockWeighted(Stock):
 
 
 class Accelerated(Kind):
+    needs = ("transformers", "accelerate")
+
     def prepare(self):
         from accelerate import Accelerator
 
@@ -731,6 +810,7 @@ class Lightning(Kind):
     """Lightning's trainer, which clips by norm."""
 
     by = "norm"
+    needs = ("transformers", "lightning")
 
     def prepare(self):
         self.add_watch(self.model)
@@ -781,6 +861,8 @@ class LightningByValue(Lightning):
 class NanoGpt(Kind):
     """nano-gpt's model and trainer, unchanged; its loss is computed inside of the model."""
 
+    needs = ("nano_gpt.trainer",)
+
     def build(self):
         import nano_gpt.trainer as nano
         from nano_gpt.config import GPTConfig
@@ -799,9 +881,8 @@ class NanoGpt(Kind):
         cross_entropy = F.cross_entropy
         with pytest.MonkeyPatch.context() as patched:
             if not self.is_planted:  # one denominator, though a label is left out
-                patched.setattr(
-                    F, "cross_entropy", lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T)
-                )
+                mean = lambda *given: cross_entropy(*given, reduction="sum") / (ROWS_EACH * T)  # noqa: E731
+                patched.setattr(F, "cross_entropy", mean)
             nano.train(self.model, self.optimizer, nano.WorkerState("cpu"), config, self.loader())
 
     def loader(self):

@@ -6,7 +6,6 @@ Shapes: R rows of a batch, B of a micro-batch, T positions.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 import gradloc
 from gradloc import token_log_probs
@@ -32,13 +30,8 @@ TAU = {"trigger": {"tau": 20.0}}
 WORTH = 4000.0
 
 
-def model_of(layout: str, dropout: float = 0.0, is_checkpointed: bool = False, compiled: str = "") -> torch.nn.Module:
+def model_of(layout: str, dropout: float = 0.0) -> torch.nn.Module:
     model: Any = build("tiny", dropout=dropout)
-    if is_checkpointed:
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if compiled == "inside":
-        model = torch.compile(model, backend="aot_eager")
     if layout.startswith("ddp"):
         model = DDP(model)
     elif layout.startswith("fsdp2"):
@@ -47,7 +40,7 @@ def model_of(layout: str, dropout: float = 0.0, is_checkpointed: bool = False, c
         fully_shard(model)
     elif layout.startswith("fsdp1"):
         model = FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device(DEVICE))
-    return torch.compile(model, backend="aot_eager") if compiled == "outside" else model
+    return model
 
 
 def batches(steps: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -165,10 +158,9 @@ def train(
     layout: str = "plain",
     precision: str = "float32",
     worth: float = WORTH,
-    **of_model: Any,
 ) -> dict[str, Any]:
     """A loop with dropout on this rank: weights (flat, whole) and norms."""
-    model = model_of(layout, dropout=0.1, **of_model)
+    model = model_of(layout, dropout=0.1)
     made = Loop(folder, action, layout, precision, model=model, **TAU).run(worth=worth)
     return {"weights": flat(made.model), "norms": made.norms}
 

@@ -12,7 +12,6 @@ from tests.watch import loops
 from tests.world import World
 
 ONCE = ("ddp-once", "fsdp2-once", "fsdp1-once")
-COMPILED = pytest.param({"compiled": "inside"}, marks=pytest.mark.slow)
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
 
 
@@ -49,12 +48,6 @@ def alone(**given: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
 def test_in_one_process(tmp_path, precision):
     check(alone, tmp_path, precision=precision)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", [{"is_checkpointed": True}, COMPILED], ids=["checkpointed", "compiled"])
-def test_recomputed_or_compiled(tmp_path, how):
-    check(alone, tmp_path, **how)
 
 
 @pytest.mark.full

@@ -448,17 +448,6 @@ def test_half_precision_logits_are_not_held_in_float32():
     assert {each.dtype for each in kept if each.numel() >= logits.numel()} == {torch.bfloat16}
 
 
-def test_lora_is_localized_by_its_adapters(tmp_path):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(target_modules=["qkv", "out"], r=4, init_lora_weights="gaussian")
-    model = peft.get_peft_model(build("tiny"), config)
-    Loop(tmp_path, "mask", model=model, **TAU).run()
-    (event,) = events_in(tmp_path)
-    assert named(event) == [PLANT] and event["action"]["taken"] == "mask"
-    assert event["certificate"]["verdict"] == "explained"
-
-
 def test_off_calls_the_loop_s_own_alone(tmp_path):
     assert train(action="off", folder=str(tmp_path))["norms"] == train()["norms"]
     assert not list(tmp_path.iterdir())

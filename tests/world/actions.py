@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer, part
+from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer
 from tests.world.spikes import ON, answer, plant
 
 ACTOR = "actor_rollout_ref.actor"
@@ -70,17 +70,17 @@ def letting_out(plants: Sequence[Plant], batch: Any) -> Iterator[None]:
         return
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-    original, own = DataParallelPPOActor._forward_micro_batch, part("adapters.verl07.step")
+    original = DataParallelPPOActor._forward_micro_batch
     targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
 
     def forward(self, inputs, **given):
-        log_prob, entropy = own.forwarded(original(self, inputs, **given))
+        entropy, log_prob = original(self, inputs, **given)
         kept = torch.ones_like(log_prob, dtype=torch.bool)
         for ids, position in targets:
             for row in range(len(kept)):
                 if torch.equal(inputs["input_ids"][row], ids):
                     kept[row, position] = False
-        return own.Forwarded(log_probs=torch.where(kept, log_prob, log_prob.detach()), entropys=entropy)
+        return entropy, torch.where(kept, log_prob, log_prob.detach())
 
     with mock.patch.object(DataParallelPPOActor, "_forward_micro_batch", forward):
         yield

@@ -405,13 +405,12 @@ def own_scaler() -> Any:
 
 
 def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:
-    """What the actor gives each response token, (B, T); verl 0.7.1 returns it by name, beside the entropies."""
+    """What the actor gives each response token, (B, T)."""
     if has_engine():
         return trainer.log_probs(batch)
     data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])
     data.meta_info = {"micro_batch_size": micro_batch_size, "temperature": 1.0, "use_dynamic_bsz": False}
-    found = trainer.actor.compute_log_prob(data)
-    return found["log_probs"] if isinstance(found, dict) else found[0]
+    return trainer.actor.compute_log_prob(data)[0]
 
 
 class Decoder:

@@ -108,8 +108,7 @@ def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iter
         for index, micro_batch in enumerate(mini_batch.split(config.ppo_micro_batch_size_per_gpu)):
             inputs = {**micro_batch.batch, **micro_batch.non_tensor_batch}
             has_entropy = config.calculate_entropy or config.entropy_coeff != 0
-            found = plain._forward_micro_batch(inputs, temperature=1.0, calculate_entropy=has_entropy)
-            log_prob, entropy = own.forwarded(found)
+            entropy, log_prob = plain._forward_micro_batch(inputs, temperature=1.0, calculate_entropy=has_entropy)
             entropy = entropy if has_entropy else None
             inputs |= {"old_log_probs": log_prob.detach()} if on_policy else {}
 

@@ -154,7 +154,7 @@ class ActorStep(VerlStep):
         """Training's forward, with a graph or without; of these rows alone."""
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
         given = {"temperature": self.temperature, "calculate_entropy": has_entropy}
-        log_prob, entropy = forwarded(self.actor._forward_micro_batch(self._inputs(micro_batch, rows), **given))
+        entropy, log_prob = self.actor._forward_micro_batch(self._inputs(micro_batch, rows), **given)
         return Outputs(log_prob, entropy if has_entropy else None)
 
     def forward_bytes(self) -> int:
@@ -246,20 +246,6 @@ class CriticStep(VerlStep):
         return loss * self.loss_scale_factor(micro_batch)
 
 
-class Forwarded(dict):
-    """What verl's ``_forward_micro_batch`` returns: a dict in 0.7.1, a pair of entropy and log-prob in 0.7.0."""
-
-    def __iter__(self) -> Any:
-        return iter((self["entropys"], self["log_probs"]))
-
-
-def forwarded(found: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob and entropy of what either release returns."""
-    if isinstance(found, dict):
-        return found["log_probs"], found.get("entropys")
-    return found[1], found[0]
-
-
 def own_loss(
     actor: Any,
     inputs: Mapping[str, Any],
@@ -278,7 +264,7 @@ def own_loss(
     """
     from verl.workers.actor import dp_actor  # which imports the adapter
 
-    kept, given = _Kept(), Forwarded(log_probs=log_prob, entropys=entropy)
+    kept = _Kept()
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {
         "config": config,
@@ -286,7 +272,7 @@ def own_loss(
         "gradloc": _Aside(actor.gradloc),
         "actor_optimizer": SimpleNamespace(zero_grad=lambda: None),
         "gradient_accumulation": 1,  # which verl sets again
-        "_forward_micro_batch": lambda *_, **__: given,
+        "_forward_micro_batch": lambda *_, **__: (entropy, log_prob),
         "_optimizer_step": lambda: torch.zeros(()),
     }
     # verl's DataProto with one micro-batch, which is its only mini-batch, too

@@ -107,7 +107,7 @@ def check_verl(who: str) -> None:
     release = verl.__version__
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < (0, 9):
         raise RuntimeError(
-            f"gradloc's plug-in is for verl 0.9, found verl {release}: on 0.7.0 and 0.7.1 apply the patch "
+            f"gradloc's plug-in is for verl 0.9, found verl {release}: on 0.7.0 apply the patch "
             "(gradloc-patch --repo VERL), from 0.8 move on to 0.9, and leave +gradloc out until then."
         )
     if changed := differences(TOUCHED[who]):

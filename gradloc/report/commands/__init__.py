@@ -36,6 +36,32 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+FAIL_ON = {"found": "anything is found", "warning": "a step is in warning or danger", "danger": "a step is in danger"}
+"""What may make a command end with 1."""
+EXIT_CODES = """\
+exit codes:
+  0  judged, and nothing is wrong, or no --fail-on was given
+  1  found what --fail-on names
+  2  could not be read, or could not be judged: nothing that a rule reads, or too few steps
+"""
+
+
+def add_fail_on(parser: argparse.ArgumentParser) -> None:
+    """``--fail-on``, which :func:`exit_code` reads."""
+    said = "; ".join(f"{name}: {when}" for name, when in FAIL_ON.items())
+    parser.add_argument("--fail-on", choices=FAIL_ON, metavar="WHAT", help=f"end with 1 where {said}")
+
+
+def exit_code(fail_on: str | None, is_judged: bool, is_found: bool, states: Iterable[str]) -> int:
+    """The exit code of a command that judges runs; ``states`` are the worst ones of their health."""
+    states = {*states}
+    if fail_on == "found" and is_found:
+        return 1
+    if fail_on == "danger" and "danger" in states or fail_on == "warning" and states & {"warning", "danger"}:
+        return 1
+    return 0 if is_judged else 2
+
+
 def add_set_argument(parser: argparse.ArgumentParser, what: str) -> None:
     """``--set``, which :func:`assignments` reads."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"{what}; may be given again")

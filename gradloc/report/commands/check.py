@@ -7,6 +7,7 @@ Imports neither torch nor a trainer: the refusals are those of the trainer's sta
 import argparse
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from ...search.limit import Limit
 from ...words.text import one_line, plural
 from ..errors import ReportError
 from ..pages import terminal
+from ..shell import is_script, overrides_in
 
 CARD_GIB = 79.6
 EPILOG = """\
 examples:
   gradloc-report check run.yaml                              a config that a run has written, or one with defaults
+  gradloc-report check run.sh                                a script with verl's overrides; verl need not be there
   gradloc-report check mine.yaml +gradloc=on trainer.nnodes=8  with overrides, as main_ppo takes them
   gradloc-report check +gradloc=mask trainer.nnodes=8        verl's own config with these
   gradloc-report check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
@@ -40,7 +43,8 @@ _TOLD = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RUN_CONFIG", help="YAML or JSON; or the first override of verl's own config")
+    said = "YAML, JSON or a shell script of overrides; or the first override of verl's own config"
+    parser.add_argument("config", metavar="RUN_CONFIG", help=said)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, as the trainer takes it")
     parser.add_argument(
         "--model", metavar="MODEL", help=f"a model's folder or config.json, or a size: {', '.join(MODELS)}"
@@ -51,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card", type=float, default=CARD_GIB, metavar="GIB", help="memory of a device (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help="how long one of the run's updates takes")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="how long one of the run's updates takes; else it is estimated"
+    )
+    parser.add_argument("--json", action="store_true", help="print the same table as JSON")
 
 
 class Checked(NamedTuple):
@@ -65,6 +72,8 @@ class Checked(NamedTuple):
     refusal: str
     """The sentence that would end the run at its start; empty where there is none."""
     plan: Plan | None
+    unchecked: str = ""
+    """Why it could not be said whether the run would start; empty where it could."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,12 +84,15 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
-    told = [("refused", checked.refusal or "nothing: the run would start")]
+    told = [("refused", checked.refusal or checked.unchecked or "nothing: the run would start")]
     if not checked.refusal:
         told.append(("on", ", ".join(checked.features) or "nothing"))
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
             told += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
+    if args.json:
+        print(json.dumps({"config": args.config, "trainer": checked.trainer, **dict(told)}, indent=2))
+        return 1 if checked.refusal else 0
+    out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
     for name, text in told:
         table.add_row(name, one_line(text, 2000))
     out.print(table)
@@ -100,6 +112,15 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
     if is_file:
         import yaml
 
+        text = Path(first).read_text(encoding="utf-8", errors="replace")
+        if is_script(Path(first), text):
+            found = overrides_in(text)
+            if not found:
+                raise ReportError(
+                    f"{first} has no override of verl's (such as trainer.nnodes=8): name the script that starts the "
+                    "trainer, or a config that the run has written."
+                )
+            return _read_verl(None, [*found, *overrides])
         try:
             content = yaml.safe_load(Path(first).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError):
@@ -124,7 +145,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     places = list(spec.submodule_search_locations or ()) if spec else []
     verl_configs = Path(places[0], "trainer", "config") if places else None
     if path is None and verl_configs is None:
-        raise ReportError("verl is not installed here: name a config that a run has written.")
+        return _read_alone(overrides)
     folder, name = (verl_configs, "ppo_trainer") if path is None else (path.resolve().parent, path.stem)
     is_copied = path is not None and path.suffix != ".yaml"  # all that Hydra looks for; JSON is YAML, too
     found = [f"file://{place}" for place in ([folder] * is_copied + [verl_configs]) if place is not None]
@@ -158,6 +179,46 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         return Checked(trainer, None, [], str(error), None)
     except _WRONG_KINDS as error:
         raise ReportError(f"{path or 'the config'} has a setting that is missing, 0 or no number ({error}).") from None
+
+
+def _read_alone(overrides: Sequence[str]) -> Checked:
+    """What overrides say by themselves, where verl and its defaults are not installed."""
+    from omegaconf import OmegaConf
+
+    from ...adapters.verl_common.needs import health_in
+    from ...adapters.verl_common.plan import plan_of
+    from ...config import settings_in
+    from ...names import refuse_unknown_overrides
+
+    try:
+        refuse_unknown_overrides(overrides)
+    except SystemExit as error:
+        return Checked("verl", None, [], str(error), None)
+    blocks = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "trainer", "data")
+    config = OmegaConf.create({})
+    for block in blocks:
+        OmegaConf.update(config, block, {}, force_add=True)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "gradloc":
+            preset = Path(__file__).parents[2] / "conf" / "gradloc" / f"{value}.yaml"
+            if not preset.is_file():
+                known = ", ".join(sorted(each.stem for each in preset.parent.glob("*.yaml")))
+                return Checked("verl", None, [], f"+gradloc={value} is no preset: there are {known}.", None)
+            given = OmegaConf.load(preset)
+            given.pop("defaults", None)
+            config = OmegaConf.merge(config, given)
+    dotted = [each.lstrip("+~") for each in overrides if each.lstrip("+").partition("=")[0] != "gradloc"]
+    try:
+        config = OmegaConf.merge(config, OmegaConf.from_dotlist(dotted))
+        settings, health = settings_in(config), health_in(config)
+        on = ["actor_rollout_ref.actor.gradloc.enable"] * settings.enable + ["trainer.health.enable"] * bool(health)
+        why = (
+            "not known here: verl is not installed, so its defaults are not known; the names of our settings are right"
+        )
+        return Checked("verl, by its overrides alone", settings, on, "", plan_of(config), why)
+    except (ValueError, *_WRONG_KINDS) as error:
+        return Checked("verl", None, [], str(error), None)
 
 
 def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
@@ -205,11 +266,31 @@ def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[st
             said += _memory(model, plan, told, args.card * 2**30)
         except _WRONG_KINDS as error:
             said.append(("memory", f"not told: a size in the model's config.json is missing, 0 or no number ({error})"))
-    return [*said, ("stall", _stall(plan, settings, args.seconds))]
+    seconds, about = args.seconds, ""
+    if seconds is None and not isinstance(model, str) and said[-1][0] != "memory":
+        seconds = _update_seconds(model, plan)
+        about = (
+            f" (an update taken as {seconds:,.0f} s: {PEAK / 1e12:.0f} TFLOP/s at {EFFICIENCY:.0%}; --seconds says it)"
+        )
+    return [*said, ("stall", _stall(plan, settings, seconds) + about)]
+
+
+PEAK, EFFICIENCY = 989e12, 0.4
+"""An H100's bfloat16 operations a second, and the part of them that training usually gets."""
+
+
+def _update_seconds(model: Model, plan: Plan) -> float:
+    """How long an update takes, by its operations: six for each weight and token, eight where forwards are repeated."""
+    tokens = plan.load.micro_batches * plan.load.tokens * plan.optimizer_steps
+    each = (8 if plan.load.is_checkpointed else 6) * model.weights / (plan.layout.tensor * plan.layout.pipeline)
+    return tokens * each / (PEAK * EFFICIENCY)
 
 
 def _model(name: str) -> Model | str:
     """The model's sizes, or why they are not known."""
+    size = re.search(r"[-_](\d+(?:\.\d+)?B)\b", name, re.IGNORECASE)
+    if size and not Path(name).expanduser().exists():
+        name = size[1].upper()
     if name in MODELS:
         return MODELS[name]
     path = Path(name).expanduser()

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report cure RUN_DIR``: which single setting heals how many of a run's events."""
+"""``gradloc-report cure RUN_DIR``: which single setting heals how many of a run's events; where none was measured, what
+people do about their causes."""
 
 import argparse
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,19 +14,39 @@ from ...record import Cured, Event
 from ...words.text import one_line, plural
 from ..errors import ReportError
 from ..pages import terminal
-from ..runs.run import read_run
+from ..pages.eventview import EventView
+from ..runs.run import RunFolder, read_run
+
+EPILOG = """\
+examples:
+  gradloc-report cure examples/demo
+  gradloc-report cure runs/demo-1 --json
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="RUN_DIR", help="a run's folder or its events.jsonl")
+    parser.add_argument("--json", action="store_true", help="print each setting with its counts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, None, None)
+    if not folder.events:
+        raise ReportError(f"{args.path} has no event: cure counts what healed a run's events; name a run with some.")
     told = [event for event in folder.events if event.cures is not None]
+    if args.json:
+        keys = ("setting", "heals", "does_not")
+        rows = [dict(zip(keys, row, strict=True)) for row in tally(told)]
+        advised = [{"do": do, "setting": line, "events": count} for (do, line), count in advice(folder).items()]
+        print(
+            json.dumps(
+                {"events": len(folder.events), "measured": len(told), "cures": rows, "advice": advised}, indent=2
+            )
+        )
+        return 0
     if not told:
-        why = "no event of it says which settings were tried: gradloc.search.max_cures is 0, or it has none"
-        raise ReportError(f"{args.path}: {why}.")
+        _print_advice(folder)
+        return 0
     console, counted = terminal.console(), tally(told)
     if not counted:
         console.print(
@@ -40,6 +63,27 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{plural(left_out, 'other event')} of it tried none.", style="dim")
     terminal.warn(folder.notes)
     return 0
+
+
+def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
+    """What people do about the causes of a run's events, each with its line; by how many events it is for."""
+    found: Counter[tuple[str, str]] = Counter()
+    for event in folder.events:
+        if (do := EventView(event, folder).next) is not None:
+            found.update((do.do, line) for line in do.lines.values())
+    return found
+
+
+def _print_advice(folder: RunFolder) -> None:
+    console, events = terminal.console(), plural(len(folder.events), "event")
+    console.print(
+        f"No setting was measured at the {events} (gradloc.search.max_cures was 0, or the events are older). "
+        "What people do about their causes:"
+    )
+    for (do, line), count in advice(folder).most_common():
+        console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
+        console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)
+    terminal.warn(folder.notes)
 
 
 def tally(events: Sequence[Event]) -> list[tuple[str, int, int]]:

@@ -33,17 +33,18 @@ from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_logs, read_run
 from ..runs.spikes import missing_norm
-from . import add_log_arguments, add_set_argument, assignments
+from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assignments, exit_code
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 STRIP_WIDTH, STRIP_LINES = 60, 5  # of a longer run, a mark stands for several steps
-EPILOG = """\
+EPILOG = f"""\
 examples:
   gradloc-report health runs/demo-1
   gradloc-report health runs/demo-1 --json
   gradloc-report health logs/*.log --lead
   gradloc-report health runs/demo-1 --grad-clip 0.5 --set zero_variance=[0.9,null]
-"""
+
+{EXIT_CODES}"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clip = "the run's actor.grad_clip; 0: gradients were not clipped (default: %(default)s)"
     parser.add_argument("--grad-clip", type=float, default=CLIP, metavar="NORM", help=clip)
     add_set_argument(parser, "a threshold of trainer.health, such as policy_kl=[0.2,null]")
+    add_fail_on(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,17 +77,19 @@ def run(args: argparse.Namespace) -> int:
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         raise ReportError(
             why
-            or f"{folder.path} has no metrics that can be judged: add `file` to trainer.logger, or "
-            "name them with --metrics."
+            or f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
         )
     for run, health in zip(folder.runs, healths, strict=True):
-        health.notes += filter(None, [sampling_cut(run.config, run.trainer)])
+        health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         print(_json(folder, healths[0]))
     else:
         _print(folder, healths)
     terminal.warn(folder.notes)
-    return 0
+    known = [health for health in healths if health]
+    is_judged = any(health.num_unwell or len(health.verdicts) > health.warmup for health in known)
+    is_found = any(health.num_unwell for health in known)
+    return exit_code(args.fail_on, is_judged, is_found, [health.worst.state for health in known])
 
 
 def _print_lead(args: argparse.Namespace) -> None:
@@ -135,7 +139,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     headline = health.headline
     if not folder.events:
         diagnosis = diagnose(folder.runs[0])
-        headline = diagnosis.beside(health)
+        headline = health.headline
         is_found = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
         if diagnosis.kind and not is_found:  # during the rules' own warm-up
             console.print(one_line(diagnosis.headline), style="bold red")
@@ -149,7 +153,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     console.print("docs/health.md explains every rule and its source.", style="dim")
     for run, health in list(zip(folder.runs, healths, strict=True))[1:]:
         diagnosis = diagnose(run)
-        state = diagnosis.beside(health) if health else "No metrics that can be judged."
+        state = health.headline if health else "No metrics that can be judged."
         spike = f"{diagnosis.headline} " if diagnosis.kind else ""
         print(one_line(f"{run.name}: {spike}{state}"))
 

@@ -4,6 +4,7 @@
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,11 @@ from ...words.numbers import number, percent
 from ...words.text import plural
 from .. import output
 from ..errors import ReportError
+from ..logs import LoggedRun
 from ..pages import terminal
+from ..runs.health import HealthConfig, RunHealth
+from ..runs.health import judge as judge_run
+from ..runs.run import read_logs
 
 EPILOG = """\
 examples:
@@ -23,6 +28,7 @@ examples:
   gradloc-report mismatch logs/exp_001/train_data_step7.jsonl   NeMo-RL
   gradloc-report mismatch run/events/ID                         an event's bundle
   gradloc-report mismatch columns.csv -o mismatch.html          rollout_log_probs, old_log_probs; a token a line
+  gradloc-report mismatch train.log                             a log of means: how much, not why
 """
 
 
@@ -42,7 +48,16 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{args.path} has no step {args.step}: there are {', '.join(steps)}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
     except MismatchError as error:
-        raise ReportError(str(error)) from None
+        means = read_means(args.path) if args.output is None and args.path.exists() else None
+        if means is None:
+            raise ReportError(str(error)) from None
+        if args.json:
+            logged, health = means
+            found = {"run": logged.name, "state": health.worst.state, "metrics": health.metrics}
+            print(json.dumps(plain(found | {"findings": health.findings}), indent=1, allow_nan=False))
+        else:
+            show_means(terminal.console(), *means)
+        return 0
     name = args.step or list(steps)[-1]
     verdict = verdicts[name]
     if args.json:
@@ -67,14 +82,38 @@ def facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("mean ratio", f"{number(verdict.ratio)} ± {number(verdict.ratio_error, 2)}"),
         ("KL of a token (k3)", f"{number(verdict.kl, 3)} nats"),
         ("largest difference", f"{number(verdict.worst, 3)} nats"),
-        ("spread of difference over 1 - p, where nothing else is seen", f"{number(verdict.noise, 3)} nats"),
+        ("residual noise, of logits", f"{number(verdict.noise, 3)} nats"),
     ]
+
+
+_NAMES = {
+    "token_share": "tokens that show it",
+    "noise": "noise of logits, nats",
+    "mean_ratio": "mean ratio",
+    "ratio_error": "its standard error",
+    "kl": "KL of a token (k3), nats",
+    "upward": "share of the difference that is upward",
+    "upper": "one token in a hundred is higher by, nats",
+    "highest": "one token in a thousand is higher by, nats",
+    "slope": "slope of one column's log-odds over the other's",
+    "r": "correlation of the log-odds",
+    "uneven": "unevenness of the rows",
+    "uneven_sigma": "the same in standard errors",
+    "prompts": "unevenness of the prompts",
+    "before": "difference before the move, nats",
+    "after": "difference after it, nats",
+    "size": "median difference of these tokens, nats",
+    "share": "share of the tokens",
+    "times": "times the other rows' difference",
+    "has_ids": "token ids are known",
+}
+"""What the numbers of the evidence are."""
 
 
 def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
     """What a kind was named by."""
     return [
-        (name.replace("_", " "), percent(value, 2) if name == "token_share" else number(value, 3))
+        (_NAMES.get(name, name.replace("_", " ")), percent(value, 2) if name == "token_share" else number(value, 3))
         for name, value in verdict.evidence[kind].items()
     ]
 
@@ -95,19 +134,97 @@ def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verd
         console.print("\nOther steps: " + ", ".join(f"{step} {kind}" for step, kind in others.items()), style="dim")
 
 
+_REPOSITORIES = {
+    "TRL": "huggingface/trl",
+    "verl": "verl-project/verl",
+    "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "vLLM": "vllm-project/vllm",
+    "ms-swift": "modelscope/ms-swift",
+    "slime": "THUDM/slime",
+    "miles": "radixark/miles",
+    "NeMo-RL": "NVIDIA-NeMo/RL",
+    "NeMo Automodel": "NVIDIA-NeMo/Automodel",
+    "lmdeploy": "InternLM/lmdeploy",
+    "unsloth-zoo": "unslothai/unsloth-zoo",
+}
+
+
+def links(threads: str) -> list[tuple[str, str]]:
+    """Each public thread and its address; an empty one where that is not known.
+
+    >>> links("TRL #6789, none found")
+    [('TRL #6789', 'https://github.com/huggingface/trl/issues/6789'), ('none found', '')]
+    """
+    made = []
+    for thread in threads.split(", "):
+        name, _, count = thread.partition(" #")
+        place = _REPOSITORIES.get(name)
+        made.append((thread, f"https://github.com/{place}/issues/{count}" if place and count else ""))
+    return made
+
+
 def page(columns: Columns, verdict: Verdict) -> str:
-    """The page: the kind in its title, three pictures, the numbers, what people did about it."""
-    from ..figures.mismatch import figure_of  # matplotlib takes a second to import
+    """The page: the kind in its title, its numbers, what people do about it, three pictures."""
+    from ..figures.mismatch import figures_of  # matplotlib takes a second to import
     from ..figures.style import to_svg
     from ..pages.page import fill
 
     title = headline(verdict)
     lede = " ".join(KINDS[kind].sentence for kind in verdict.kinds) or "No kind's fingerprint fits well enough."
+    pictures = figures_of(columns)
     return fill(
         "mismatch.html",
-        title=title,
+        title=f"{title[0].upper()}{title[1:]}",
         lede=lede,
-        figure=to_svg(figure_of(columns, title), "mismatch", title),
+        figures=[
+            (number(verdict.worst, 3), "largest difference", "nats, of one token"),
+            (number(verdict.kl, 3), "KL of a token", "nats, k3 estimate"),
+            (number(verdict.ratio, 4), "mean ratio", f"± {number(verdict.ratio_error, 2)}; 1 where all is well"),
+        ],
+        pictures=[(name, to_svg(drawn, f"mismatch-{at}", name)) for at, (name, drawn) in enumerate(pictures)],
         facts=facts(verdict),
-        kinds=[(KINDS[kind], evidence(verdict, kind)) for kind in verdict.kinds],
+        kinds=[(KINDS[kind], links(KINDS[kind].threads), evidence(verdict, kind)) for kind in verdict.kinds],
+    )
+
+
+# ---- a log, which has means alone
+
+
+def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
+    """A log's run and what the rules say of its mismatch metrics; None where it is no log.
+
+    Raises:
+        ReportError: where the log has none of these metrics.
+    """
+    try:
+        run = read_logs([path]).runs[0]
+    except (ReportError, OSError):
+        return None
+    rules = {rule: None for rule in HealthConfig.rule_names() if not rule.startswith("mismatch_")}
+    health = judge_run(run.parts, HealthConfig(**rules))
+    if not health:
+        raise ReportError(
+            f"{path.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl): log "
+            "one, or name a file with both log-probs of each token."
+        )
+    return run, health
+
+
+def show_means(console: Console, run: LoggedRun, health: RunHealth) -> None:
+    """Prints how much the two differ by a log, which cannot say why."""
+    worst = health.findings[0].worst if health.findings else None
+    said = worst.sentence if worst else "No rule finds fault with how much the two differ."
+    console.print(f"{run.name}: {said}", style="bold")
+    table = Table("metric", "first", "median", "largest, at step", box=None, padding=(0, 3, 0, 0))
+    metrics = run.metrics
+    called = {own: name for name, own in metrics.called.items()}
+    for own in health.metrics:
+        known = metrics.known(called.get(own, own))
+        step, most = max(known, key=lambda point: abs(point[1]))
+        middle = median(value for _, value in known)
+        table.add_row(own, number(known[0][1], 3), number(middle, 3), f"{number(most, 3)}, step {step}")
+    console.print(table)
+    console.print(
+        f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "
+        "not why: for the kind, name a file with both log-probs of each token (gradloc-report mismatch --help)."
     )

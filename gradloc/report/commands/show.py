@@ -7,8 +7,18 @@ from pathlib import Path
 
 from .. import output
 from ..pages import exports, page, terminal
-from ..runs.run import read_logs, read_run
-from . import add_log_arguments
+from ..runs.diagnosis import diagnose
+from ..runs.health import judge
+from ..runs.run import RunFolder, read_logs, read_run
+from . import EXIT_CODES, add_fail_on, add_log_arguments, exit_code
+
+EPILOG = f"""\
+examples:
+  gradloc-report train.log
+  gradloc-report runs/demo-1 -o report.html
+  gradloc-report train.log --json --fail-on found
+
+{EXIT_CODES}"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
     parser.add_argument("--format", choices=exports.FORMATS, help="write this instead of HTML; without -o, print it")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
     parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     add_log_arguments(parser)
+    add_fail_on(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,4 +60,14 @@ def run(args: argparse.Namespace) -> int:
         terminal.diagnosis(folder)
     else:
         terminal.summary(folder, events)
-    return 0
+    return _code(folder, args.fail_on)
+
+
+def _code(folder: RunFolder, fail_on: str | None) -> int:
+    """What the command ends with: of events, or of all runs of a log."""
+    if folder.events_root is not None:
+        states = [health.worst.state] if fail_on not in (None, "found") and (health := judge(folder.metrics)) else []
+        return exit_code(fail_on, True, bool(folder.events), states)
+    said = [diagnose(run) for run in folder.runs]
+    states = [health.worst.state for run in folder.runs if (health := judge(run.parts))] if fail_on else []
+    return exit_code(fail_on, any(each.is_judged for each in said), any(each.kind for each in said), states)

@@ -44,7 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_set_argument(parser, "a setting of actor.gradloc.trigger: window, warmup, floor or cap")
     add_log_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every step's norm and threshold; - for stdout")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="OUT",
+        help="every step's norm and threshold as JSON, to this file if one is named",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the picture: .html or .svg")
 
 
@@ -88,7 +95,7 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
     for path in args.metrics:
         folder = read_run(path, metric=args.metric, pattern=args.pattern)
         if not folder.metrics:
-            raise ReportError(f"{path} holds no metrics: add `file` to trainer.logger, or name the run's log.")
+            raise ReportError(f"{path} holds no metrics: name the run's log, or the file that its tracker exports.")
         notes += folder.notes
         for run in folder.runs:
             if missing := missing_norm(run.metrics, run.name):
@@ -118,7 +125,10 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     console.print(name, style="bold")
     for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics.own_norm):
         console.print(line)
-    console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({percent(len(spikes) / len(judged))}).")
+    early = sum(j.is_early for j in judged)
+    also = f"; {plural(early, 'step')} of the warm-up, drawn too, by its size alone" if early else ""
+    share = percent(len(spikes) / len(judged))
+    console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
     for j in judged:
         if j.is_early:
             console.print(

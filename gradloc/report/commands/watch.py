@@ -24,10 +24,11 @@ from rich.text import Text
 from ...words.numbers import bounded, number
 from ...words.story import headline
 from ...words.text import one_line
+from .. import output
 from ..errors import ReportError
 from ..logs import files_of
 from ..logs.recording import MEAN
-from ..pages import page, terminal
+from ..pages import exports, page, terminal
 from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
 from ..runs.diagnosis import diagnose
@@ -129,10 +130,13 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
 
 
 def _curve(run: RunFolder, width: int) -> list[Text]:
+    """The whole run, so that what is said of a step is in the picture, too."""
+    if run.runs and not run.events:
+        return curve(diagnose(run.runs[0]).judged, width, run.metrics.own_norm)
     metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
     limits = dict(metrics.logged(THRESHOLD))
     norms = metrics.logged(metrics.norm or MEAN)
-    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms[-width:]]], width)
+    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms]], width)
 
 
 ADDRESS = "127.0.0.1"
@@ -229,6 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_log_arguments(parser)
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
+    parser.add_argument("--json", action="store_true", help="for --once: as JSON, what the report's --json says")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, for this machine alone")
     parser.add_argument("--port", type=int, default=8321, help="for --serve; 0: any (default: %(default)s)")
 
@@ -236,6 +241,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.interval > 0:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
+    if args.json and not args.once:
+        raise ReportError("--json goes with --once: a view that goes on is no document.")
     if not 0 <= args.port < 1 << 16:
         raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
     follower, console = Follower(args.run_dir, args.metrics, args.metric, args.pattern), terminal.console()
@@ -243,7 +250,10 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         if follower.run is None:
             raise ReportError(follower.waiting)
-        console.print(view(follower, console.width))
+        if args.json:
+            output.deliver(None, exports.to_json(follower.run, follower.run.events))
+        else:
+            console.print(view(follower, console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         if args.serve:

@@ -12,24 +12,32 @@ from .style import dress
 DOTS, BINS = 3000, 24
 
 
-def figure_of(columns: Columns, title: str) -> Figure:
-    """Dots are a sample of the tokens, the lines 5 %, 50 % and 95 % of the differences of all."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    both, place, likely = figure.subplots(1, 3)
+def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
+    """Three pictures and their titles. Dots are a sample of the tokens, the lines 5 %, 50 % and 95 % of all."""
     known = np.flatnonzero(np.isfinite(columns.difference))
     some = known[:: max(1, len(known) // DOTS)]
     a, b, d = columns.trainer, columns.rollout, columns.difference
+    made: list[tuple[str, Figure]] = []
+    for title in (
+        "One column against the other",
+        "Trainer minus rollout, by place in the row",
+        "The same, by log-prob",
+    ):
+        figure = Figure(figsize=(4.4, 3.4), layout="constrained")
+        figure.subplots()
+        made.append((title, figure))
+    both, place, likely = (figure.axes[0] for _, figure in made)
     both.scatter(b[some], a[some], s=3, color=LIGHT.calm, alpha=0.4, linewidths=0, rasterized=True)
     low = float(np.quantile(np.concatenate([a[some], b[some]]), 0.01))
     both.plot([low, 0], [low, 0], color=LIGHT.muted, linewidth=0.8)
-    both.set(title="One column against the other", xlabel="rollout, nats", ylabel="trainer, nats", xlim=(low, 0.1))
-    both.set_ylim(low, 0.1)
+    both.set(xlabel="rollout, nats", ylabel="trainer, nats", xlim=(low, 0.1), ylim=(low, 0.1))
     _bands(place, columns.place[known].astype(float), d[known])
-    place.set(title="Trainer minus rollout, by place in the row", xlabel="place")
+    place.set(xlabel="place", ylabel="nats")
     _bands(likely, (a + b)[known] / 2, d[known])
-    likely.set(title="Trainer minus rollout, by log-prob", xlabel="log-prob, nats")
-    dress(figure, title)
-    return figure
+    likely.set(xlabel="log-prob, nats", ylabel="nats")
+    for _, figure in made:
+        dress(figure, "")
+    return made
 
 
 def _bands(axes: Axes, x: np.ndarray, d: np.ndarray) -> None:

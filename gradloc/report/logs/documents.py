@@ -2,13 +2,14 @@
 """One JSON value or Python literal over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .lines import literal, read_lines, texts_of
-from .names import as_step, is_norm, number, numbers, step_of
+from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Recording, gather
 from .source import Source
+from .tables import SAMPLE, read_columns
 
 LARGEST = 400_000_000
 """Bytes of a document, which is held as a whole."""
@@ -38,6 +39,10 @@ def read_document(source: Source) -> list[Recording]:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
+        entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
+        if entries and len(entries) == len(document) and one_value(entries[0]) is not None:
+            names = list(dict.fromkeys(name for entry in entries[:SAMPLE] for name in entry))
+            return read_columns(source, names, _texts(entries, names), form="JSON")
         made.rows = gather(_single_values(source, document))
         if not made.rows:
             _add_rows(made, document)
@@ -53,10 +58,18 @@ def read_document(source: Source) -> list[Recording]:
         made.format = "trainer_state.json"
         _add_rows(made, document["log_history"])
     else:
-        _add_rows(made, _entries_of(document))
+        made.rows = gather(sorted(_single_values(source, document)))
+        if not made.rows:
+            _add_rows(made, _entries_of(document))
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, texts)
     return [made]
+
+
+def _texts(entries: Iterable[dict], names: list[str]) -> Iterator[list[str]]:
+    for entry in entries:
+        values = (entry.get(name) for name in names)
+        yield ["" if value is None else str(value) for value in values]
 
 
 def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
@@ -81,25 +94,38 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
             made.rows.append((step, values))
 
 
-_KEYS, _VALUES = ("metricName", "metric", "key", "tag"), ("metricValue", "value")
-"""Of an entry that is one value of a metric."""
-
-
 def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]:
-    """Step, metric and value of entries that hold one value each, or are TensorBoard's ``[wall time, step, value]``;
-    empty where the first is something else."""
+    """Step, metric and value of TensorBoard's ``[wall time, step, value]``, and of series with an x and a y wherever
+    they are in the document; empty where it is something else."""
     first = entries[0] if isinstance(entries, list) and entries else None
-    if isinstance(first, dict):
-        key, value = (next((name for name in names if name in first), "") for names in (_KEYS, _VALUES))
-        given = [(entry.get("step"), entry[key], entry[value]) for entry in entries if key in entry and value in entry]
-    elif isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
+    if isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
         if not is_norm(source.path.stem):
             source.note_one_metric()
         given = [(entry[1], "grad_norm", entry[2]) for entry in entries if len(entry) == 3]
     else:
-        given = []
+        given = list(_series(entries, ""))
     found = ((as_step(number(step)), str(name), number(value)) for step, name, value in given)
     return [(step, name, value) for step, name, value in found if step is not None and value is not None]
+
+
+def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
+    """Step, metric and value of each point, as ClearML, Plotly, Comet and Aim export their curves."""
+    if isinstance(part, list):
+        for inner in part:
+            yield from _series(inner, name)
+    elif isinstance(part, dict):
+        x, y = (next((part[key] for key in keys if isinstance(part.get(key), list)), None) for keys in _AXES)
+        if x is not None and y is not None and len(x) == len(y):
+            own = next((part[key] for key in ("name", "metricName", "metric") if isinstance(part.get(key), str)), "")
+            own = own if own and not name.endswith(own) else ""
+            yield from ((step, f"{name}/{own}".strip("/") or "value", value) for step, value in zip(x, y, strict=True))
+            return
+        for key, inner in part.items():
+            yield from _series(inner, f"{name}/{key}".strip("/")) if isinstance(inner, dict | list) else ()
+
+
+_AXES = (("x", "steps", "iters"), ("y", "values"))
+"""What a series' steps and its values are called."""
 
 
 def _entries_of(document: dict) -> list[dict]:

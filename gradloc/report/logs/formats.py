@@ -158,8 +158,34 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         if recordings:
             return recordings
         notes += source.notes
-    refusal = f"{name} has no metrics that can be read: name a log of training steps: {KNOWN}."
+    what = _what_it_is(Source(path, name))
+    what = f"; it {what}" if what else ""
+    refusal = f"{name} has no metrics that can be read{what}: name a log of training steps: {KNOWN}."
     raise ReportError(" ".join([refusal, *notes]))
+
+
+_KINDS = (
+    (rb"\x80[\x02-\x05]", "is a Python pickle, which is not opened, as it may run code"),
+    (rb"\x7fELF", "is a program"),
+    (rb"%PDF", "is a PDF"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8", "is a picture, and a picture's values cannot be read"),
+    (rb"\x89HDF", "is an HDF5 file"),
+    (rb"\x93NUMPY", "is a NumPy array"),
+    (rb"GGUF", "holds a model's weights (GGUF)"),
+    (rb".{8}\{\s*\"", "holds a model's weights (safetensors)"),
+    (rb"\s*<(?:!DOCTYPE html|html)", "is a web page, not the log that it shows"),
+    (rb"#!.*\b(?:ba|z)?sh\b", "is a shell script, not what it printed"),
+    (rb"(?s).*?^(?:import|from) \w+|.*?^def \w+\(", "is Python code, not what it printed"),
+)
+"""What a file's first bytes say that it is."""
+
+
+def _what_it_is(source: Source) -> str:
+    """What a file is that is no log; empty where that is not known."""
+    found = next((what for begins, what in _KINDS if re.match(begins, source.head[:4096], re.M | re.I)), "")
+    if not found and source.coding is None:
+        return "is no text, and no tracker's file that is known"
+    return found
 
 
 def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:

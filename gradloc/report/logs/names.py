@@ -4,42 +4,66 @@
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from sys import intern
 from typing import Any
 
 from .recording import MAX, MEAN
 
 STEPS = tuple(
-    "global_step global_steps training/global_step train/global_step trainer/global_step step train/step current_steps "
-    "global_step/max_steps iteration iter num_updates _step".split()
+    "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
+    "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
+    "total_steps _step".split()
 )
 """What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
 
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
-    "scores avg_total_reward task_reward_avg",
+    "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
     "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
-    "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss",
+    "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
+    "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
+    "lm_loss_value",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
     "response_length/mean": "response_length response_len_mean response_length_mean completion_length "
     "completions_mean_length mean_generation_length mean_gen_tokens_per_sample",
     "response_length/clip_ratio": "completions_clipped_ratio truncated_ratio truncated_rate response_clip_ratio",
     "rollout/zero_variance_share": "frac_reward_zero_std",
-    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean",
+    "rollout_corr/log_prob_abs_diff": "train_rollout_logprob_abs_diff sampling_sampling_logp_difference_mean "
+    "logprob_abs_diff log_prob_abs_diff rollout_train_logprob_abs_diff rollout_logprobs_abs_diff",
+    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean correction_kl",
+    "rollout_corr/k3_kl": "correction_k3_kl",
+    "rollout_corr/chi2_token": "correction_chi2_token",
+    "rollout_corr/rollout_is_mean": "sampling_importance_sampling_ratio_mean tis correction_is_weight_mean",
+    "rollout_corr/rollout_is_eff_sample_size": "correction_ess",
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
+LOSS = "actor/pg_loss"
+_LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)")
+_NO_LOSS = re.compile(
+    r"\b(?:eval|val|valid|validation|test)|aux|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
+)
+"""What is the loss of an evaluation, or of one part of the model."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
-_PARTS = re.compile(r"^(?:train|training|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_")
+_PARTS = re.compile(
+    r"^(?:train|training|metrics|optim|trainer|stats|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_"
+)
 _WRAPPED = re.compile(
     r"\s*(?P<call>[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
     r"(?P<value>[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
     r"\s*\]?(?(call)(?:,[^()]*)?\)?|(?:/[^()]*)?)\s*(?:%|m?s|it/s|tokens/s|GiB|GB|x)?\s*",
     re.IGNORECASE,
 )
-_NORM = re.compile(r"grad(?:ient)?s?(?:l2|total|global)?norm|gnorm|norm(?:of)?grad")
-_SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|norm_?clip$", re.IGNORECASE)
+_NORM = re.compile(
+    r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad"
+)
+_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad")
+"""What the whole name is where it does not say that the norm is the gradient's."""
+_SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
+_PART = re.compile(r"critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]")
+"""What names the norm of one part of the weights."""
 
 
 def number(text: Any, is_decimal_comma: bool = False) -> float | None:
@@ -68,13 +92,51 @@ def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
         if isinstance(value, Mapping):
             made.update({f"{name}/{inner}": known for inner, known in numbers(value).items()})
         elif (known := number(value)) is not None:
-            made[str(name)] = known
+            made[intern(str(name))] = known
     return made
 
 
 def step_of(values: Mapping[str, float | None]) -> int | None:
-    """The step that a row says it is of."""
-    return as_step(next((values[name] for name in STEPS if name in values), None))
+    """The step that a row says it is of.
+
+    >>> step_of({"loss": 0.1, "Global Iter": 7.0})
+    7
+    """
+    found = next((values[name] for name in STEPS if name in values), None)
+    if found is None:
+        plain = {re.sub(r"[\s.-]+", "_", name.lower()): value for name, value in values.items() if len(name) < 24}
+        found = next((plain[name] for name in STEPS if name in plain), None)
+    return as_step(found)
+
+
+KEYS = tuple("metricname metric_name metric.name attribute_path metric key tag title name".split())
+"""What the name of a metric is called where each entry or row holds one value; then what adds to it."""
+_MORE = tuple("variant series context metric.context runcontext subset split".split())
+VALUES = tuple("value metricvalue metric_value metric.value float_value y".split())
+_RUNS = tuple("run_id run.hash run_hash run_name run experiment_key experimentkey task".split())
+
+
+def long_columns(names: Iterable[Any]) -> tuple[str, list[str], str | None] | None:
+    """The fields of the value, of the metric's name and of the run's, where an entry or row holds one value.
+
+    >>> long_columns(["task", "iter", "metric", "variant", "value"]), long_columns(["step", "loss", "name"])
+    (('value', ['metric', 'variant'], 'task'), None)
+    """
+    plain = {str(name).strip().lower(): str(name) for name in names}
+    value, key, run = (next((plain[name] for name in known if name in plain), None) for known in (VALUES, KEYS, _RUNS))
+    if value is None or key is None:
+        return None
+    return value, [key, *(plain[name] for name in _MORE if name in plain)], run
+
+
+def one_value(entry: Mapping[str, Any]) -> dict[str, float] | None:
+    """The one metric of such an entry; None where it is another kind."""
+    found = long_columns(entry)
+    if found is None or not isinstance(entry[found[1][0]], str):
+        return None
+    value, keys, _ = found
+    known = number(entry[value])
+    return {} if known is None else {"/".join(str(entry[key]) for key in keys if entry[key]): known}
 
 
 def as_step(value: float | None) -> int | None:
@@ -88,22 +150,44 @@ def is_norm(name: str) -> bool:
 
     >>> is_norm("Grad. Norm"), is_norm("train/global_gradient_norm"), is_norm("max_grad_norm"), is_norm("loss")
     (True, True, False, False)
+    >>> is_norm("grad_2.0_norm_total"), is_norm("train/norm"), is_norm("layer norm"), is_norm("train/grad_l2")
+    (True, True, False, True)
     """
-    return _NORM.search(re.sub(r"[^a-z0-9]", "", name.lower())) is not None and not _SETTING.search(name)
+    if _SETTING.search(name):
+        return False
+    squeezed = re.sub(r"[^a-z0-9]", "", name.lower())
+    return bool(_NORM.search(squeezed) or _BARE_NORM.fullmatch(_plain(name).replace("_", "")))
 
 
-def norm_of(names: Iterable[str]) -> str | None:
-    """The metric that holds the gradient norms: the actor's, else the one that looks like it.
+def norm_of(counts: Mapping[str, int]) -> str | None:
+    """The metric that holds the gradient norms: the actor's, else the one that looks like it; ``counts`` says how many
+    values each metric has.
 
-    None when no name looks like a gradient norm, or several do.
+    None when no name looks like a gradient norm, or several do and none has twice the values of each other.
+
+    >>> norm_of({"grad_2.0_norm/h.0.weight": 9, "grad_2.0_norm_total": 9}), norm_of({"norm": 4, "GradNorm": 1})
+    ('grad_2.0_norm_total', 'norm')
     """
-    norms = [name for name in names if is_norm(name)]
+    norms = [name for name in counts if is_norm(name)]
     for known in (MAX, MEAN):
         if known in norms:
             return known
-    norms = [name for name in norms if not re.search(r"critic|value|ref|disc|layer|\d", name.lower())] or norms
-    norms = [name for name in norms if _plain(name) == "grad_norm"] or norms
-    return norms[0] if len(norms) == 1 else None
+    norms = [name for name in norms if not _PART.search(name.lower())] or norms
+    for is_surer in _SURER:
+        surer = [name for name in norms if is_surer(name)]
+        if surer and 2 * max(map(counts.get, surer)) > max(map(counts.get, norms)):
+            norms = surer
+    most = [name for name in norms if all(counts[name] >= 2 * counts[other] for other in norms if other != name)]
+    return most[0] if len(most) == 1 else None
+
+
+_SURER = (
+    lambda name: _plain(name) == "grad_norm",
+    lambda name: "total" in name.lower() or "global" in name.lower(),
+    lambda name: not re.search(r"\d", name),
+    lambda name: not _BARE_NORM.fullmatch(_plain(name).replace("_", "")),
+)
+"""What of several norms' names makes some surer than the others, unless they have less than half the values."""
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
@@ -121,6 +205,10 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         known = _KNOWN.get(_plain(name))
         if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
             own.setdefault(known, name)
+    if LOSS not in own and LOSS not in names and "actor/loss" not in names:
+        losses = [name for name in names if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
+        if losses:
+            own[LOSS] = min(losses, key=lambda name: ("total" not in name.lower(), len(name)))
     return own
 
 

@@ -14,6 +14,24 @@ Row = tuple[int, dict[str, float]]
 """A training step and what was logged for it. A step may come again: a resumed run logs it twice."""
 
 
+@dataclass(frozen=True)
+class Skip:
+    """An optimizer step that the trainer says it skipped."""
+
+    step: int | None
+    """None where nothing says it."""
+    is_after: bool
+    """Whether it came after that step, rather than at it."""
+    is_overflow: bool = False
+    """Whether fp16's loss scaler skipped it."""
+    before: float | None = None
+    """The loss scale at which it overflowed."""
+    scale: float | None = None
+    """The loss scale with which it went on."""
+    is_end: bool = False
+    """Whether the loss scale can fall no further."""
+
+
 @dataclass
 class Recording:
     """One run as one file, folder or database holds it."""
@@ -39,6 +57,8 @@ class Recording:
     """How much of the file was read."""
     is_counted: bool = False
     """Whether its lines do not say the trainer's step, so that steps were counted."""
+    skips: list[Skip] = field(default_factory=list)
+    """Steps that the trainer says it skipped."""
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:

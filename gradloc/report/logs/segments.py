@@ -7,6 +7,7 @@ begins no later than the first is a run of its own.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from ...words.advice import in_verls_names
 from ...words.text import plural
 from ..errors import ReportError
 from .names import canonical, is_norm, listed, norm_of
-from .recording import MAX, MEAN, Metrics, Recording, Row, build
+from .recording import MAX, MEAN, Metrics, Recording, Row, Skip, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
+MANY = 10_000
+"""Rows by which a log's own metrics are known."""
 _LENGTHS = ("response_length/max", "response_length/mean", "completions/max_length", "train/completions/max_length")
 _OF_TRAINER = {"grad_norm", "learning_rate", "epoch", "loss"}
 """What every Trainer of Transformers logs by these names."""
@@ -60,6 +63,8 @@ class LoggedRun:
     """How much of its first log was read."""
     is_counted: bool = False
     """Whether steps were counted, so that they are no checkpoints' names."""
+    skips: list[Skip] = field(default_factory=list)
+    """Steps that the trainer says it skipped."""
 
     @property
     def trainer(self) -> str:
@@ -177,6 +182,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                 )
             runs[-1].config = runs[-1].config or recording.config
             runs[-1].is_counted |= recording.is_counted
+            runs[-1].skips += recording.skips if not count else []
         runs[-1].notes += [*recording.notes, *notes]
     return runs
 
@@ -234,10 +240,14 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, float]]], list[str]]:
     """Rows in the order written, as stretches in which steps go forwards, and sentences about what was put together."""
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
+    counts = Counter(name for _, values in rows[:MANY] for name in values if not _is_bookkeeping(name))
+    most = max(counts.values(), default=0)
+    main = {name for name, count in counts.items() if 2 * count > most}
 
     def is_beside(values: dict[str, float]) -> bool:
-        """Whether a row is none of training's own, such as an evaluation's, which calls its loss as training does."""
-        return has_norms and not any(map(is_norm, values))
+        """Whether a row is none of training's own, such as an evaluation's: without the norm, or with none of the
+        metrics that most rows have. It may call its loss as training does."""
+        return not (any(map(is_norm, values)) if has_norms else main & values.keys())
 
     again = sum(
         a[0] == b[0] and _clash(a[1], b[1]) and not is_beside(a[1]) and not is_beside(b[1]) for a, b in pairwise(rows)
@@ -246,6 +256,9 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     parts: list[_Stretch] = []
     num_same = 0
     for step, values in rows:
+        if parts and step not in parts[-1].rows and is_beside(values) and all(map(_is_evaluations, values)):
+            parts[-1].add_late(values)  # it may count otherwise
+            continue
         if not parts or not parts[-1].takes(step, values, is_folded):
             if parts and is_beside(values):
                 parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
@@ -279,9 +292,14 @@ class _Stretch:
         # a metric that comes late, such as an evaluation's, is no way back
         return all(self._latest.get(name, -math.inf) < step for name in values if not _is_bookkeeping(name))
 
+    def add_late(self, values: dict[str, float]) -> None:
+        """Adds to the last step what it does not have."""
+        last = int(self._last)
+        self.rows[last] = values | self.rows[last]
+
     def put(self, step: int, values: dict[str, float]) -> None:
-        known = self.rows.setdefault(step, {})
-        for name, value in values.items():
+        known = self.rows.setdefault(step, values)  # of a long log a copy would double what is held
+        for name, value in values.items() if known is not values else ():
             is_less = name in known and is_norm(name) and math.isfinite(value) and not known[name] <= value
             if not is_less:  # of several norms, the worst
                 known[name] = value
@@ -298,15 +316,21 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
     )
 
 
+def _is_evaluations(name: str) -> bool:
+    return _is_bookkeeping(name) or re.match(r"(?:eval|val|test)", name, re.IGNORECASE) is not None
+
+
 def _is_bookkeeping(name: str) -> bool:
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
 
 
 def _use_known_names(run: LoggedRun, metric: str | None) -> None:
     """Lets the run's metrics go by verl's names, too; ``metric``, where it is given, by that of the gradient norm."""
-    names = dict.fromkeys(name for part in run.parts for name in part.series)
-    known = canonical(names)
-    norm = norm_of(names) if metric is None else metric
+    counts: Counter[str] = Counter()
+    for part in run.parts:
+        counts.update({name: sum(value is not None for value in values) for name, values in part.series.items()})
+    known = canonical(counts)
+    norm = norm_of(counts) if metric is None else metric
     if norm is not None and norm not in (MAX, MEAN):
         known[MEAN] = norm
     for part in run.parts:

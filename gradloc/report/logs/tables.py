@@ -11,7 +11,7 @@ from typing import Any
 
 from ...words.text import plural
 from ..errors import ReportError
-from .names import STEPS, as_step, is_norm, listed, number, numbers, step_of
+from .names import STEPS, as_step, is_norm, listed, long_columns, number, numbers, step_of
 from .recording import Recording, gather
 from .source import Source
 
@@ -20,6 +20,8 @@ _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 SAMPLE = 200
 """Rows by which a table is understood."""
+_PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
+"""What a console prints and no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
 _TAG = re.compile(r"(?:^|-)tag-(.+)$")
 
 
@@ -29,7 +31,7 @@ def is_table(source: Source) -> bool:
         return source.coding is not None
     lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
     delimiter = _delimiter(lines)
-    if delimiter is None or len(lines) < 2:
+    if delimiter is None or len(lines) < 2 or any(map(_PRINTED.search, lines[:5])):
         return False
     head = _head(lines[0], delimiter)
     if any(name and number(name) is not None for name in head):
@@ -93,13 +95,24 @@ def _step_column(columns: list[str]) -> int | None:
     return next((at for at, name in enumerate(plain) if name.endswith(("/global_step", " step"))), None)
 
 
-def read_columns(source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",") -> list[Recording]:
+def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
+    """The column of epochs, where each row is one and none has a norm."""
+    at = next((at for at, name in enumerate(names) if name.strip().lower() in ("epoch", "epochs")), None)
+    if at is None or any(map(is_norm, names)):
+        return None
+    values = [number(cells[at]) if at < len(cells) else None for cells in sample]
+    known = [value for value in values if value is not None and value.is_integer()]
+    return at if len(known) == len(sample) and known == sorted(set(known)) else None
+
+
+def read_columns(
+    source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",", form: str = ""
+) -> list[Recording]:
     """The runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
     table = _Table(source, names, rows, delimiter)
-    lower = [name.lower() for name in table.names]
-    tag_at = next((lower.index(name) for name in ("tag", "key", "metric", "name") if name in lower), None)
-    if table.step_at is not None and "value" in lower and (tag_at is not None or len(lower) <= 3):
-        return table.read_long(lower.index("value"), tag_at)
+    table.form = form
+    if table.step_at is not None and (long := table.long):
+        return table.read_long(*long)
     return table.read_wide()
 
 
@@ -110,12 +123,18 @@ class _Table:
         ReportError: where no column has the step or a gradient norm, or a value could be taken for another.
     """
 
+    form = ""
+    """What the file is, where it is no CSV."""
+
     def __init__(self, source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str):
         self.source = source
         sample = list(islice(rows, SAMPLE))
         self.names = self._with_index(names, sample)
         self.rows = chain(sample, rows)
         self.step_at = _step_column(self.names)
+        if self.step_at is None and (at := _epochs(self.names, sample)) is not None:
+            self.step_at = at
+            source.notes.append(f"{source.name} has a row for each epoch: its steps are epochs.")
         if self.step_at is None and not any(map(is_norm, self.names)):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
@@ -126,6 +145,7 @@ class _Table:
             by = f"by its column {times[0]!r}" if times else "in the order of its rows"
             source.notes.append(f"{source.name} has no step column: the steps were counted, {by}.")
         self.has_decimal_comma = delimiter not in ", " or self._has_decimal_comma(sample)
+        self.long = self._long(sample)
         steps = [self._number(cells, self.step_at) for cells in sample]
         odd = [step for step in steps if step is not None and not step.is_integer()]
         if len(odd) > len(steps) / 2:
@@ -167,21 +187,51 @@ class _Table:
     def _number(self, cells: list[str], at: int | None) -> float | None:
         return number(self._text(cells, at), self.has_decimal_comma)
 
-    def read_long(self, value_at: int, tag_at: int | None) -> list[Recording]:
-        """One value a row, and maybe the name of its metric."""
+    def _long(self, sample: list[list[str]]) -> tuple[int, list[int], int | None] | None:
+        """Where the value, the metric's name and the run's are, where a row holds one value; else None.
+
+        Steps that come again, with one column of numbers and columns of a few texts, are such a table, too.
+        """
+        if (found := long_columns(self.names)) is not None:
+            value, keys, run = found
+            return self.names.index(value), [*map(self.names.index, keys)], self.names.index(run) if run else None
+        lower = [name.lower() for name in self.names]
+        if "value" in lower and len(lower) <= 3:
+            return lower.index("value"), [], None
+        cells = {at: [self._text(row, at) for row in sample] for at in range(len(self.names)) if at != self.step_at}
+        others = {at: kept for at, kept in cells.items() if not _TIMES.search(self.names[at]) and any(kept)}
+        numeric = [at for at, kept in others.items() if any(number(c, True) is not None for c in kept)]
+        texts = [at for at, kept in others.items() if at not in numeric and 1 < len({*kept}) <= len(kept) // 2]
+        steps = [self._text(row, self.step_at) for row in sample]
+        is_long = len(numeric) == 1 and texts and 2 * len({*steps}) <= len(steps)
+        return (numeric[0], texts, None) if is_long else None
+
+    def read_long(self, value_at: int, tags: list[int], run_at: int | None) -> list[Recording]:
+        """One value a row, and maybe the name of its metric and of its run."""
         stem = re.sub(r"(\.csv|\.tsv|\.gz|\.txt)+$", "", self.source.name)
         tag = _TAG.search(stem)
         alone = tag[1] if tag else stem
-        if tag_at is None and not is_norm(alone):
+        if not tags and not is_norm(alone):
             self.source.note_one_metric()
             alone = "grad_norm"
-        triples = []
+        is_named = bool(tags) or is_norm(tag[1] if tag else stem)
+        runs: dict[str, list[tuple[int, str, float]]] = {}
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
             if step is not None and value is not None:
-                triples.append((step, self._text(cells, tag_at) or alone, value))
-        form = "TensorBoard's CSV" if tag_at is None else "a CSV of values"
-        return [Recording(self.source.name, form, rows=gather(triples), notes=self.source.notes)]
+                name = "/".join(text for at in tags if (text := self._text(cells, at)))
+                runs.setdefault(self._text(cells, run_at), []).append((step, name or alone, value))
+        for found in () if is_named else runs.values():
+            if 2 * len({step for step, *_ in found}) <= len(found):
+                raise ReportError(
+                    f"{self.source.name} has several values for a step and no column that names their metric, so they "
+                    "could be of different ones: add a column `metric`, or name a file of one metric."
+                )
+        form = (self.form or "a CSV of values") if tags else "TensorBoard's CSV"
+        return [
+            Recording(self.source.name, form, run if len(runs) > 1 else "", rows=gather(found), notes=self.source.notes)
+            for run, found in runs.items()
+        ]
 
     def read_wide(self) -> list[Recording]:
         """A column for each metric, or W&B's for each run and metric; MIN and MAX are of what one point stands for."""
@@ -195,7 +245,9 @@ class _Table:
             num_rows += 1
             step = as_step(self._number(cells, self.step_at))
             if step is None and self.step_at is not None:
-                num_bad += 1
+                is_rule = all(_FRAME.fullmatch(cell or " ") for cell in cells)
+                num_rows -= is_rule
+                num_bad += not is_rule
                 continue
             for run, places in runs.items():
                 known = {name: self._number(cells, at) for at, name in (shared | places).items()}

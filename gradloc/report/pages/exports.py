@@ -60,7 +60,16 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
     document: dict[str, Any] = {"run": run.name, "notes": run.notes, "events": events}
     if run.events_root is None:
         document["diagnoses"] = [
-            {"run": d.run.name, "kind": d.kind, "headline": d.headline, "sentences": d.sentences, "command": d.command}
+            {
+                "run": d.run.name,
+                "judged": d.is_judged,
+                "kind": d.kind,
+                "headline": d.headline,
+                "sentences": d.sentences,
+                "command": d.command,
+                "ground": d.ground,
+                "limits": d.limits,
+            }
             for d in map(diagnose, run.runs)
         ]
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"

@@ -143,9 +143,10 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(line)
     health = judge(first.run.parts)
     if health:
-        out.print(f"Health: {first.beside(health)}")
+        out.print(f"Health: {health.headline}")
         for finding in health.findings[:1]:
             out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
+    out.print(visible(first.ground), style="dim")
     for note in [*first.limits, *folder.notes]:
         out.print(visible(note), style="yellow")
     if others:

@@ -123,12 +123,16 @@ def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:
 def _column(run: RunFolder) -> dict[str, str]:
     mean = run.metrics.finite(MEAN)
     top = run.metrics.finite(MAX) or mean
+    every = [norm for part in run.runs[0].parts for norm in part.norms] if run.runs else top
+    largest = number(max(top)) if top else "–"
+    if top and max(every, default=0.0) > max(top):
+        largest += f" ({number(max(every))} in what a resume has overwritten)"
     causes = Counter(spoken(c.cause.label) for e in run.events for c in e.culprits)
     seconds = [e.search.seconds for e in run.events if e.search.seconds is not None]
     column = {
         "steps": number(len(run.metrics.steps)) if run.metrics else "–",
         "gradient norm, median": number(median(mean)) if mean else "–",
-        "gradient norm, largest": number(max(top)) if top else "–",
+        "gradient norm, largest": largest,
         "events": number(len(run.events)),
         "explained": number(sum(e.certificate.verdict == "explained" for e in run.events)),
         "culprits": number(sum(len(e.culprits) for e in run.events)),

@@ -12,28 +12,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
 from ...words.advice import is_trl, sampling_cut
 from ...words.hurt import Aftermath
 from ...words.numbers import number
 from ...words.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
-from .health import RunHealth, ranges
+from .health import ranges
+from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, sound_loss
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
 """Values whose median stands for the time before an explosion."""
+SHORT = 8
+"""Fewer norms say nothing of a run."""
 AFTER = 30
 """Steps after an explosion in which its effects are looked for."""
-EFFECTS = (
-    ("reward", SCORES, 0.7, None),
-    ("entropy", ENTROPY, 0.5, 2.0),
-    ("KL to the reference", REFERENCE_KL, None, 5.0),
-    ("response length", (LENGTH,), 0.5, 1.5),
-)
-"""What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
-_LOSS = ("loss", ("actor/loss", "train/loss", "train_loss", "loss", "actor/pg_loss"), None, None)
+_DECIDING = {"reward", "loss"}
+"""What says whether a spike did harm."""
 _CURVES, _NEAR = 3, 20
 """Small curves around an explosion at most, and the values before and after it that each has."""
 
@@ -56,6 +52,8 @@ class Diagnosis:
     """What the rules could not see, and what was overwritten."""
     judged: list[list[Judged]] = field(default_factory=list)
     """The steps of each segment."""
+    is_judged: bool = True
+    """Whether the log has enough rows to say that nothing is wrong, where nothing is found."""
 
     @property
     def label(self) -> str:
@@ -64,20 +62,21 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """Whether to go back, and where to; empty where nothing exploded."""
-        return self.sentences[-1] if self.worst else ""
+        """Whether to go back, and where to; empty where nothing is wrong."""
+        return self.sentences[-1] if self.sentences else ""
+
+    @property
+    def ground(self) -> str:
+        """What it was judged from: rows and metrics."""
+        metrics = self.run.metrics
+        names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
+        own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
+        count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
+        return f"Judged from {plural(count, 'row')}: {', '.join(own) or 'lines of skipped steps'}."
 
     @property
     def worst(self) -> Explosion | None:
         return self.explosions[0] if self.explosions else None
-
-    def beside(self, health: RunHealth) -> str:
-        """The headline of the health rules, which have a warm-up of their own: never "healthy" beside an explosion."""
-        if not self.kind or health.num_unwell:
-            return health.headline
-        return (
-            f"No health rule found fault in the {plural(len(health.verdicts), 'step')}: they need more of them first."
-        )
 
 
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Diagnosis:
@@ -87,8 +86,16 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         run: as it was read.
         settings: of the trigger's rule.
     """
+    beyond = findings(run)
     if all(part.norm is None for part in run.parts):
-        return Diagnosis(run, missing_norm(run.parts[-1], run.name), limits=_overwritten(run))
+        missing = missing_norm(run.parts[-1], run.name)
+        made = Diagnosis(run, missing, limits=[*_unseen(run), *_overwritten(run)])
+        counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
+        made.is_judged = bool(beyond) or max(counts) >= SHORT
+        if beyond:
+            made.limits.insert(0, missing)
+            _say(made, beyond)
+        return made
     judged = judge_run(run, settings)
     explosions = [
         explosion
@@ -98,12 +105,17 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     explosions.sort(key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times), reverse=True)
     warmup = int((settings or {}).get("warmup", 16))
     limits = dict.fromkeys(limit for steps in judged for limit in _warmup(steps, warmup))
+    limits.update(dict.fromkeys(_unseen(run)))
     if cut := sampling_cut(run.config, run.trainer):
         limits[cut] = None
-    kind, masked = clipped_or_zero(judged)
+    kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
     made = Diagnosis(run, "", explosions=explosions, limits=[*limits, *_overwritten(run)], judged=judged)
     if not explosions:
         made.kind, made.headline = kind, masked or _calm(judged)
+        made.is_judged = bool(kind or beyond) or sum(map(len, judged)) >= SHORT
+        if beyond and kind != "zero":
+            made.limits += [masked] if masked else []
+            _say(made, beyond)
         return made
     made.limits += [masked] if masked else []
     worst = explosions[0]
@@ -112,11 +124,15 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         made.sentences.append(
             "The run starts with it, and norms often start high: a spike only if the steps below say so."
         )
+    sound = sound_loss(surviving(worst.segment), worst.lost[0]) if worst.lost else ""
     effects, is_hurt = _effects(worst)
+    if sound:
+        effects, is_hurt = f"{sound}: the weights are not NaN.", False
     if is_hurt and worst.kind in ("back", "level"):
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
     made.sentences.append(effects)
+    made.sentences += [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
     if _is_overwritten(run, worst):
         made.sentences.append("It was overwritten when the run was resumed: a plot shows the later values.")
     made.sentences += _others(explosions)
@@ -125,9 +141,29 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     else:
         tokens = "A log cannot show which tokens; turn GradLoc on."
     made.sentences.append(tokens)
-    advice, made.command = _go_on(run, worst, is_hurt)
+    advice, made.command = _go_on(run, worst, is_hurt, bool(sound))
     made.sentences.append(advice)
     return made
+
+
+def _say(made: Diagnosis, found: list[Sign]) -> None:
+    """Leads with what other metrics than the norm show."""
+    first, *others = found
+    made.kind, made.headline = first.kind, first.sentence
+    made.sentences += [finding.sentence for finding in others]
+    if not first.advice and first.before is not None:
+        sentence, made.command = _resume(made.run, first.before, "")
+        made.sentences.append(sentence)
+    else:
+        made.sentences.append(first.advice or "A log cannot show why; turn GradLoc on for the next run.")
+
+
+def _unseen(run: LoggedRun) -> list[str]:
+    """Says that steps between the logged ones are not seen."""
+    apart = interval(run.metrics)
+    if apart < 2:
+        return []
+    return [f"One step in {apart} is logged: what happens between, and a spike there, is unseen."]
 
 
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
@@ -139,6 +175,9 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
             f"None of {plural(len(steps), 'gradient norm')} is above 0: this metric is no norm, or nothing is learned."
         )
     largest, normal = max(steps, key=lambda step: step.norm), median(above)
+    if len(steps) < SHORT and largest.norm < EARLY * normal:
+        norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
+        return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}; none of them stands out."
     if largest.norm >= EARLY * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
@@ -182,21 +221,28 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     """What it did, in a sentence; and whether that hurt: None where it is not known."""
     metrics = surviving(worst.segment)
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
+        name, logged = loss_of(metrics)
+        before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-AROUND:]
+        if before and logged[-1][0] == worst.first and logged[-1][1] > 1.3 * max(before) > 0:
+            was, now = number(median(before), 3), number(logged[-1][1])
+            return f"The log ends here; {name} is {now} at that step, and was {was} before.", True
         return "The log ends here, so its effect is unknown.", None
     changes, steady, lasting = [], [], set()
     is_growth = worst.kind == "growth"  # it is its own aftermath
     within, last = (None, worst.first) if is_growth else (AFTER, worst.steps[-1].step)
     for effect, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
+        if effect == "loss" and not loss_of(metrics)[1]:
+            continue  # where there is a reward, the loss says nothing
         change = _change(known, worst.first, fall, rise, within)
         if change:
             changes.append(f"{effect} {change}")
             lasting |= set() if change.endswith("came back") else {effect}
-            steady += [effect] if effect == "reward" and change.endswith("came back") else []
-        elif sum(step > last for step, _ in known) >= AROUND and effect in ("reward", "entropy"):
+            steady += [effect] if effect in _DECIDING and change.endswith("came back") else []
+        elif sum(step > last for step, _ in known) >= AROUND and effect in ("reward", "entropy", "loss"):
             steady.append(effect)
-    is_harmless = "reward" in steady and not lasting
-    hurt = True if "reward" in lasting else False if is_harmless else None
+    is_harmless = bool(_DECIDING & {*steady}) and not lasting
+    hurt = True if _DECIDING & lasting else False if is_harmless else None
     if changes:
         effects = "; ".join(changes)
     elif steady:
@@ -204,7 +250,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         when = "of it" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} {when}"
     else:
-        effects = "reward and entropy are not in the log, or not for long enough: its effect is unknown"
+        effects = "reward, entropy and loss are not in the log, or not for long enough: its effect is unknown"
     return f"{effects[0].upper()}{effects[1:]}.", hurt
 
 
@@ -212,7 +258,7 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
     """What metrics did around an explosion, for small curves: reward and entropy, then what changed, then the rest."""
     metrics, made = surviving(worst.segment), []
     last = worst.steps[-1].step
-    for title, names, fall, rise in (*EFFECTS, _LOSS):
+    for title, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
         before = [point for point in known if point[0] < worst.first][-_NEAR:]
         near = before + [point for point in known if worst.first <= point[0] <= last]
@@ -266,8 +312,21 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
 
-def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str, str]:
+def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: bool) -> tuple[str, str]:
     """Whether to go back and where to, and the line that does it."""
+    is_first = bool(worst.lost) and worst.first == run.segments[0].first
+    begin = begins(run) if is_first else "start"
+    earlier = " It began before this log does." if is_first and begin == "late" else ""
+    if is_sound and worst.kind == "lost":
+        return (
+            f"No need to go back: such steps were skipped, as fp16's loss scaler skips them.{earlier} While each is "
+            "skipped nothing is learned: train in bf16, or log the norm of each layer to see which one is not finite."
+        ), ""
+    if is_sound and len(worst.lost) == len(worst.steps):
+        return (
+            "No need to go back: such a step was skipped, as fp16's loss scaler skips it. Look again if many follow.",
+            "",
+        )
     peak, on = worst.peak.step, turn_on(run)
     end = ", with GradLoc on for the next one:" if on else "."
     if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
@@ -275,11 +334,26 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None) -> tuple[str,
     if worst.kind == "start":
         return f"No need to resume{end}", on
     if is_hurt is False and worst.kind != "growth":
-        return f"No need to resume: the reward held. Continue{end}", on
-    if worst.kind == "lost" and worst.first == run.segments[0].first:
-        return "Nothing before it is in the log: start anew.", ""
+        return f"No need to resume: the {_deciding(run)} held. Continue{end}", on
+    if is_first and begin != "late" and worst.kind == "lost":
+        start = "It is so from the first row on" if begin else "If this log begins with the run"
+        return (
+            f"{start}: a restart with the same settings repeats it. Look at the precision, the learning rate, and the "
+            "first batch's data and labels."
+        ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
-    return _resume(run, worst.first, "" if is_certain else "If the reward falls, ")
+    verb = "rises" if _deciding(run) == "loss" else "falls"
+    logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
+    last = max((step for step in logged if step < worst.first), default=worst.first - 1)
+    before = last + 1 if interval(run.metrics) > 1 else worst.first
+    condition = "" if is_certain else f"If the {_deciding(run)} {verb}, "
+    sentence, command = _resume(run, before, condition)
+    return f"{earlier.strip()} {sentence}".strip(), command
+
+
+def _deciding(run: LoggedRun) -> str:
+    """What says whether the run is well: its reward, else its loss."""
+    return "loss" if loss_of(run.metrics)[1] else "reward"
 
 
 ON = "+gradloc=observe"

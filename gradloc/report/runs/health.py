@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's health from its metrics, judged by the very rules that the trainer's monitor asks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -8,11 +9,13 @@ from typing import NamedTuple
 
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...words.text import plural
+from ..logs.names import is_norm
 from ..logs.recording import Metrics
 
 LOGGED = "health/state"
 CLIP = 1.0
 """verl's own clip limit, used where none is named."""
+_LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
 _UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "critic/advantages/", "critic/returns/")
 """What no rule reads: half of what verl logs."""
 
@@ -41,6 +44,11 @@ class RunHealth:
     verdicts: list[Judgement] = field(default_factory=list)
     silent: tuple[str, ...] = ()
     """Rules that are on and whose metrics the run does not have."""
+    judging: tuple[str, ...] = ()
+    """Rules that had as many values as they need before they say anything."""
+    metrics: tuple[str, ...] = ()
+    """What the rules read, as the log calls it."""
+    warmup: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -64,8 +72,14 @@ class RunHealth:
     def headline(self) -> str:
         """The run's state in a sentence or two."""
         last = self.verdicts[-1]
+        steps = plural(len(self.verdicts), "step")
+        if not self.num_unwell and len(self.verdicts) <= self.warmup:
+            return f"Too short to judge: {steps}, and rules about a run's own history need {self.warmup + 1}."
         if not self.num_unwell:
-            return f"Healthy throughout ({plural(len(self.verdicts), 'step')})."
+            names = ", ".join(self.metrics[:5]) + (
+                f" and {len(self.metrics) - 5} more" if len(self.metrics) > 5 else ""
+            )
+            return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {names}."
         verb = "was" if self.num_unwell == 1 else "were"
         share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
@@ -118,15 +132,19 @@ def judge(
     rules = Judge(config, grad_clip)
     health = RunHealth()
     differences: list[str] = []
-    for part in [metrics] if isinstance(metrics, Metrics) else metrics:
+    parts = [metrics] if isinstance(metrics, Metrics) else metrics
+    for part in parts:
         read = {name: values for name, values in part.series.items() if not name.startswith(_UNREAD)}
         rows = ({name: values[at] for name, values in read.items()} for at in range(len(part.steps)))
         observed = [rules.observe(step, row) for step, row in zip(part.steps, rows, strict=True)]
         judged = [_in_own_words(verdict, part) for verdict in observed if verdict is not None]
-        health.verdicts += judged
+        health.verdicts += [_with_sound_loss(verdict, part) for verdict in judged]
         differences += _differences(part, judged)
     known = [name for name in config.rule_names() if getattr(config, name) is not None]
     health.silent = tuple(name for name in known if name not in rules.heard)
+    health.judging, health.warmup = rules.judging, config.warmup
+    own = {name: called for part in parts for name, called in part.called.items()}
+    health.metrics = tuple(dict.fromkeys(own.get(name, name) for name in rules.read))
     if 0 < len(health.verdicts) <= config.warmup:
         health.notes.append(
             f"The run has {plural(len(health.verdicts), 'step')}, and rules about its own history are "
@@ -143,6 +161,23 @@ def _in_own_words(verdict: Judgement, metrics: Metrics) -> Judgement:
         own = metrics.called.get(reason.metric, reason.metric)
         reasons.append(replace(reason, metric=own, sentence=reason.sentence.replace(reason.metric, own)))
     return replace(verdict, reasons=tuple(reasons))
+
+
+def _with_sound_loss(verdict: Judgement, metrics: Metrics) -> Judgement:
+    """A verdict in which a norm alone that is not finite is no danger: the loss is finite, so the weights are."""
+    if verdict.state != STATES[-1] or all(reason.name != "non_finite" for reason in verdict.reasons):
+        return verdict
+    at = metrics.steps.index(verdict.step)
+    losses = [values[at] for name, values in metrics.series.items() if name in _LOSSES and values[at] is not None]
+    if not losses or not all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
+        return verdict
+    reasons = [
+        replace(reason, state=STATES[1], sentence=f"{reason.sentence} The loss is finite: such steps were skipped.")
+        if reason.name == "non_finite" and is_norm(reason.metric)
+        else reason
+        for reason in verdict.reasons
+    ]
+    return replace(verdict, reasons=tuple(sorted(reasons, key=lambda reason: -STATES.index(reason.state))))
 
 
 def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:

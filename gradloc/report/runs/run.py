@@ -196,8 +196,12 @@ def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None
 def _check(run: RunFolder, events_file: Path) -> None:
     """Notes what is missing; raises ReportError where there is nothing to show."""
     if run.events and not run.metrics:
-        has_trl = is_trl(run.events[0].run.trainer)
-        way = "save a checkpoint, whose trainer_state.json has them" if has_trl else "add `file` to trainer.logger"
+        trainer = run.events[0].run.trainer
+        way = "write norm, loss or reward of each step to a CSV"
+        if is_trl(trainer):
+            way = "save a checkpoint, whose trainer_state.json has them"
+        elif (trainer or "verl").startswith("verl"):
+            way = "add `file` to trainer.logger"
         run.notes.append(
             "No metrics were found beside the events, so the curve shows the events alone: "
             f"{way}, or name them with --metrics."

@@ -105,6 +105,11 @@ KINDS = {
     "start": "the first steps",
     "clipped": "clipped before logging",
     "zero": "zero norms",
+    "unfinite": "a metric is not finite",
+    "skipped": "skipped steps",
+    "vanish": "loss and gradient vanish",
+    "height": "norms too large to train at",
+    "fell": "a collapse without a spike",
 }
 """The kinds, as a title says them."""
 LEVEL = 3.0
@@ -269,10 +274,16 @@ def ceiling(steps: Sequence[Judged]) -> str:
     )
 
 
-def zeros(steps: Sequence[Judged]) -> str:
+def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
     """That norms are 0, always or from a step on; empty where they are not."""
     if steps and all(step.norm == 0 for step in steps):
-        return f"All {plural(len(steps), 'gradient norm')} are 0: nothing is learned."
+        subject = "The one gradient norm is 0" if len(steps) == 1 else f"All {len(steps)} gradient norms are 0"
+        if loss and abs(loss[-1]) > 1e-8:
+            return (
+                f"{subject}, and the loss is not ({number(loss[-1], 3)} in the last row): the gradient is lost on its "
+                "way. Look for frozen weights, a detached loss, or a norm that is logged before it is computed."
+            )
+        return f"{subject}: nothing is learned."
     count = next((at for at, step in enumerate(reversed(steps)) if step.norm != 0), 0)
     if count < LASTING:
         return ""
@@ -282,9 +293,9 @@ def zeros(steps: Sequence[Judged]) -> str:
     )
 
 
-def clipped_or_zero(judged: Sequence[Sequence[Judged]]) -> tuple[str, str]:
+def clipped_or_zero(judged: Sequence[Sequence[Judged]], loss: Sequence[float] = ()) -> tuple[str, str]:
     """The kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
-    if sentence := zeros(next(filter(None, reversed(judged)), [])):
+    if sentence := zeros(next(filter(None, reversed(judged)), []), loss):
         return "zero", sentence
     sentence = ceiling([step for segment in judged for step in segment])
     return ("clipped", sentence) if sentence else ("", "")

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.adapters.same.layouts.checks import ACTOR, check_masked_step
+from tests.trainers import VERSION
 
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 OFF_POLICY = [f"{ACTOR}.ppo_epochs=2"]  # the first epoch is looked at; it uses the stored log-probs
@@ -46,10 +47,10 @@ def test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_wha
         assert bool(edited) == (found["changed"] > 0.5), "the other batch is another one"
 
 
-def test_bypass_mode_is_refused_by_verl_0_7_0_itself_and_looked_into_on_the_next(world, dump_dir, verl_version):
+def test_bypass_mode_is_refused_by_verl_0_7_0_itself_and_looked_into_on_the_next(world, dump_dir):
     """It needs policy_loss.rollout_correction, which 0.7.0's dataclass lacks."""
     arguments = dict(overrides=[f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], dump_dir=dump_dir)
-    if verl_version == "0.7.0":
+    if VERSION == "0.7.0":
         with pytest.raises(AssertionError, match="rollout_correction"):
             world.run("identities.cover_error", **arguments)
     else:

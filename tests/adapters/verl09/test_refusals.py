@@ -56,7 +56,7 @@ RELEASES = {
         "FSDPEngineWithLMHead.optimizer_step takes (self, closure), expected (self); install one of these, or leave "
         "+gradloc out."
     ),
-    "0.8.0": "gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 and 0.7.1 apply the patch",
+    "0.8.0": "gradloc's plug-in is for verl 0.9, found verl 0.8.0: on 0.7.0 apply the patch",
     **dict.fromkeys(("0.9.0", "0.9.7", "0.10.0.dev0", "1.0.0"), "nothing"),
 }
 

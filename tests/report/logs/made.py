@@ -166,6 +166,10 @@ REFUSED = {
     "batches.log": (FILES["batches.log"].replace("Epoch 1 Batch 10:", "Epoch 1:"), "batches are missing"),
     "swapped.csv": ("grad_norm,step\n" + "\n".join(f"{s},{n}" for s, n in NORMS.items()), "no whole numbers"),
     "mixed.csv": ('step,grad_norm,loss\n1,"0,49",0.1\n2,"0,48",0.2\n', "one decimal sign"),
+    "mixed-values.csv": (
+        "step,value\n" + "\n".join(f"{s},{n}\n{s},2.0" for s, n in NORMS.items()),
+        "several values for",
+    ),
     "strange.log": ("\n".join(STRANGE), "--pattern"),
 }
 """What would be misread, and a part of why it is refused."""

@@ -57,6 +57,7 @@ def test_a_damaged_file_is_answered_or_refused_in_a_sentence(batch, tmp_path, ca
             code = main(words)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {words}") from error
-        said = capsys.readouterr().err
-        assert code == 0 or (code == 2 and said.startswith("gradloc-report: ") and said.count("\n") == 1), seed
+        out, said = capsys.readouterr()
+        is_refused = said.startswith("gradloc-report: ") and said.count("\n") == 1
+        assert code == 0 or code == 2 and (is_refused or out), seed  # too short to judge is shown, and ends with 2
         path.unlink()

@@ -123,7 +123,8 @@ def test_a_resume_within_an_epoch_is_no_new_epoch(log):
 def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_checkpoint(log, has_bar):
     bar = " 40%|####      | {}/600 [00:40<01:00, 10.0it/s]\n" if has_bar else ""
     dicts = [
-        f"{{'loss': 2.0, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}" for s, norm in norms()
+        f"{{'loss': {2 + (s > AT)}, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {s / 60:.2f}}}"
+        for s, norm in norms()
     ]
     for step in (100, 300, 600):
         (log.parent / f"checkpoint-{step}").mkdir()
@@ -178,8 +179,10 @@ def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(log):
 
 
 def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, log, shown, refused):
-    log.write_text("\n".join(plain("step {step} | loss: 2.0 | norm: {norm}")))
-    assert f"gradloc-report health {log} --metric norm" in shown(log, "--metric", "norm")
+    log.write_text("\n".join(plain("step {step} | loss: 2.0 | size: {norm}")))
+    assert f"gradloc-report health {log} --metric size" in shown(log, "--metric", "size")
+    assert "--metric" in shown("health", log) and "--metrics" not in shown("health", log)
+    log.write_text("step 1 | speed: 2.0 | reward_std: 0.5\nstep 2 | speed: 2.0 | reward_std: 0.5\n")
     assert "--metric" in refused("health", log) and "--metrics" not in refused("health", log)
     runs_in(tmp_path / "b.log", (LOSS.format(step=step, norm=0.5) for step, _ in norms()))
     runs_in(log, plain(LOSS))

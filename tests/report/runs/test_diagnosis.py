@@ -65,7 +65,8 @@ def test_where_every_checkpoint_is_later_than_the_spike_none_is_named(tmp_path, 
 
 def test_a_trainers_checkpoint_is_named_in_its_own_words(tmp_path, shown):
     saved(tmp_path, 20, 40, prefix="checkpoint-")
-    history = [{"step": at, "grad_norm": norm, "loss": 0.1} for at, norm in enumerate([*QUIET, 300.0, *QUIET], 1)]
+    norms = [*QUIET, 300.0, *QUIET]
+    history = [{"step": at, "grad_norm": norm, "loss": 0.1 + (at > 31)} for at, norm in enumerate(norms, 1)]
     log = tmp_path / "checkpoint-40" / "trainer_state.json"
     log.write_text(json.dumps({"log_history": history}))
     said = shown(log)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loss and the other metrics say of a run, with its gradient norms or without any.
+
+Each finding is a kind of :data:`~.spikes.KINDS` and a sentence that names what it was judged from.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
+from ...words.numbers import number
+from ...words.text import plural
+from ..logs.recording import Metrics
+from ..logs.segments import LoggedRun
+from .health import ranges
+
+LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
+EFFECTS = (
+    ("reward", SCORES, 0.7, None),
+    ("entropy", ENTROPY, 0.5, 2.0),
+    ("KL to the reference", REFERENCE_KL, None, 5.0),
+    ("response length", (LENGTH,), 0.5, 1.5),
+    ("loss", LOSSES, None, 1.3),
+)
+"""What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
+_COLLAPSES = {"reward": (0.5, None), "entropy": (0.25, 4.0), "KL to the reference": (None, 20.0), "loss": (None, 1.5)}
+"""The multiples that are a collapse where no norm stands out."""
+_AROUND = 8
+"""Values on each side of a collapse, at least."""
+_JUMPS = 40
+"""Places that are looked at: the largest changes."""
+VANISHED = 1e-3
+"""A loss that falls to this part of its first value within ``_SOON`` rows has vanished, if the norm has, too."""
+_SOON = 20
+HEIGHT = 1e5
+"""A usual norm of this size is none to train at, where the loss is an ordinary number."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    kind: str
+    sentence: str
+    advice: str = ""
+    first: int | None = None
+    """The first step that shows it."""
+    before: int | None = None
+    """Where to go back: to a checkpoint from before this step; None where that does not help."""
+
+
+def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
+    """The loss as the log calls it, and its values; empty where there is none, or where a reward is what counts."""
+    if any(metrics.finite(name) for name in SCORES):
+        return "", []
+    name = next((name for name in LOSSES if metrics.logged(name)), "")
+    return metrics.called.get(name, name), metrics.logged(name)
+
+
+def sound_loss(metrics: Metrics, first: int) -> str:
+    """That the loss is finite from a step on, with its range; empty where it is not, or is not logged after it."""
+    name = next((name for name in LOSSES if metrics.logged(name)), "")
+    values = [value for step, value in metrics.logged(name) if step >= first]
+    if not values or not all(map(math.isfinite, values)):
+        return ""
+    sizes = [abs(value) for value in values]
+    if len(values) > 1 and name != "actor/pg_loss" and max(sizes) > 100 * min(sizes):  # a Trainer writes 0 for a NaN
+        return ""
+    steps = [step for step, _ in metrics.logged(name)]
+    if steps[-1] == first and len(steps) > 1:  # what this step did shows in the next one
+        return ""
+    span = (
+        number(min(values), 3)
+        if min(values) == max(values)
+        else f"{number(min(values), 3)} to {number(max(values), 3)}"
+    )
+    return f"{metrics.called.get(name, name)} is finite in {plural(len(values), 'row')} from step {first} on ({span})"
+
+
+def begins(run: LoggedRun) -> str:
+    """Where a log begins: at the run's ``start``, ``late``, or empty where that is not known."""
+    metrics = run.segments[0].metrics
+    apart = interval(metrics)
+    if not run.is_counted:
+        return "late" if metrics.steps[0] > 2 * apart else "start"
+    epochs = metrics.finite("epoch")
+    if len(epochs) < 2:
+        return ""
+    each = (epochs[-1] - epochs[0]) / (len(epochs) - 1)
+    return "late" if epochs[0] > 3 * each + 0.02 else "start"
+
+
+def interval(metrics: Metrics) -> int:
+    """How many steps apart the logged ones are, in the median."""
+    steps = metrics.steps[-1000:]
+    return int(median(b - a for a, b in zip(steps, steps[1:], strict=False))) if len(steps) > 2 else 1
+
+
+def findings(run: LoggedRun) -> list[Sign]:
+    """What is wrong with a run beyond single norms, the surest first."""
+    metrics = run.metrics
+    found = [*_not_finite(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
+    return [finding for finding in found if finding is not None]
+
+
+def _not_finite(run: LoggedRun) -> Iterator[Sign]:
+    metrics = run.metrics
+    for title, names, *_ in (EFFECTS[-1], *EFFECTS[:-1]):
+        kept = [name for name in names if metrics.logged(name)]
+        name = next((name for name in kept if len(metrics.known(name)) < len(metrics.logged(name))), "")
+        logged = metrics.logged(name)
+        lost = [step for step, value in logged if not math.isfinite(value)]
+        if not lost:
+            continue
+        own, value = metrics.called.get(name, name), next(v for _, v in logged if not math.isfinite(v))
+        before = [(step, known) for step, known in logged if step < lost[0]]
+        was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
+        if lost == [step for step, _ in logged if step >= lost[0]]:
+            where = f"from step {lost[0]} on, to the end of the log ({plural(len(lost), 'row')})"
+        else:
+            where = f"at {'step' if len(lost) == 1 else 'steps'} {ranges(lost)}, of {plural(len(logged), 'row')}"
+        is_resumed = title == "loss" and before and lost[-1] == logged[-1][0]
+        advice = "" if before else _repeats(title, begins(run))
+        yield Sign(
+            "unfinite",
+            f"{own} is {number(value)} {where}{was}.",
+            advice,
+            lost[0],
+            before[-1][0] + 1 if is_resumed else None,
+        )
+
+
+def _repeats(title: str, begin: str) -> str:
+    """What to do where something is so from a log's first row on."""
+    if begin == "late":
+        return "It began before this log does: look at the part before, and for a checkpoint from then."
+    what = (
+        "precision, learning rate, and the first batch's data and labels"
+        if title == "loss"
+        else f"how {title} is computed"
+    )
+    start = "It is so from the first row on" if begin else "Where this log begins with the run"
+    return f"{start}: a restart with the same settings repeats it. Look at {what}."
+
+
+def _skipped(run: LoggedRun) -> Sign | None:
+    """Steps that the trainer says it skipped."""
+    skips = run.skips
+    name = next(
+        (own for own in run.metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps")), ""
+    )
+    values = run.metrics.logged(name)
+    if not skips and len(values) > 1 and values[-1][1] > 0 and all(value > 0 for _, value in values):
+        return Sign("skipped", f"{name} is above 0 in all {plural(len(values), 'row')}.", first=values[0][0])
+    if not skips:
+        return None
+    overflows = [skip for skip in skips if skip.is_overflow]
+    known = [skip for skip in skips if skip.step is not None and not skip.is_end]
+    where = ""
+    if known:
+        at = ["after " * skip.is_after + f"step {skip.step}" for skip in (known[0], known[-1])]
+        where = f", {at[0]}" if at[0] == at[1] else f", from {at[0]} to {at[1]}"
+    first = known[0].step if known else None
+    if overflows:
+        scales = [scale for skip in overflows for scale in (skip.before, skip.scale) if scale is not None]
+        fell = f"; the loss scale went from {number(scales[0])} to {number(scales[-1])}" if len(scales) > 1 else ""
+        is_end = any(skip.is_end for skip in overflows)
+        count = sum(not skip.is_end for skip in overflows)
+        end = ", and can fall no further: the run ends there" if is_end else ""
+        sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
+        if not is_end and count < 3:
+            advice = "A few are how the scaler finds its scale: nothing to do, unless they go on."
+        else:
+            advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
+        return Sign("skipped", sentence, advice, first) if is_end or count >= 3 or not run.metrics.norms else None
+    norms = run.metrics.norms
+    span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
+    sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
+    is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
+    if not is_all and len(skips) < 3:
+        return None
+    advice = (
+        "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit on "
+        "the norm above these norms, or go back to before the first."
+        if is_all
+        else "Compare the trainer's limit on the norm with the norms of these steps."
+    )
+    return Sign("skipped", sentence, advice, first)
+
+
+def _vanished(metrics: Metrics) -> Sign | None:
+    name, logged = loss_of(metrics)
+    known = [(step, value) for step, value in logged if math.isfinite(value)][:_SOON]
+    norms = [norm for _, norm in metrics.known(metrics.norm or "")][:_SOON]
+    if len(known) < 2 or known[0][1] < 0.1 or min(value for _, value in known) < 0:
+        return None
+    at = next((at for at, (_, value) in enumerate(known) if value <= VANISHED * known[0][1]), None)
+    is_gone = at is not None and max(value for _, value in known[at:]) <= VANISHED * known[0][1]
+    if not is_gone or not norms or norms[-1] > VANISHED * norms[0]:
+        return None
+    sentence = (
+        f"Loss and gradient vanish: {name} {number(known[0][1], 3)} at step {known[0][0]}, "
+        f"{number(known[-1][1], 2)} at step {known[-1][0]}; norm {number(norms[0], 3)}, then {number(norms[-1], 2)}."
+    )
+    advice = "There is nothing to predict: look at the labels and the mask (targets that equal the input, all masked)."
+    return Sign("vanish", sentence, advice, known[at][0] if at is not None else None)
+
+
+def _height(metrics: Metrics) -> Sign | None:
+    norms = metrics.norms
+    name = next((name for name in LOSSES if metrics.finite(name)), "")
+    losses = [abs(value) for value in metrics.finite(name)]
+    if not norms or median(norms) < HEIGHT or not losses or median(losses) > 100:
+        return None
+    own = metrics.called.get(name, name)
+    sentence = (
+        f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and {own} is "
+        f"{number(median(losses), 2)}: that is no level to train at."
+    )
+    advice = (
+        "Look whether the norm is logged before the division by the loss scale or the number of tokens; else one "
+        "layer's gradient is broken: log the norm of each layer."
+    )
+    return Sign("height", sentence, advice, metrics.steps[0])
+
+
+def _collapse(metrics: Metrics) -> Sign | None:
+    """The metric that fell or rose for good, where it did so first."""
+    found = []
+    for title, names, *_ in EFFECTS:
+        fall, rise = _COLLAPSES.get(title, (None, None))
+        name = next((name for name in names if len(metrics.known(name)) >= 2 * _AROUND), "")
+        known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
+        values = [value for _, value in known]
+        places = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))[:_JUMPS]
+        best: tuple[float, int, float, float] | None = None
+        for at in places:
+            before, after = values[max(at - 20, 0) : at], values[at : at + 20]
+            was, now, end = median(before), median(after), median(values[-_AROUND:])
+            scatter = 4 * median(abs(value - was) for value in before)
+            is_fall = fall is not None and was > 0 and max(now, end) < fall * was and was - now > scatter
+            is_rise = rise is not None and was > 0 and min(now, end) > rise * was and now - was > scatter
+            at_once = abs(median(after[:3]) - median(before[-3:])) >= 0.5 * abs(now - was)
+            if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
+                best = abs(now - was), at, was, now
+        if best is not None:
+            _, at, was, now = best
+            found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
+    if not found:
+        return _drift(metrics)
+    step, before_it, title, own, was, now = min(found)
+    between = f"at step {step}" if step - before_it <= 1 else f"between steps {before_it} and {step}"
+    rest = [f"{other[2]} at step {other[0]}" for other in sorted(found)[1:]]
+    also = f"; so did {' and '.join(rest)}" if rest else ""
+    verb = "fell" if now < was else "rose"
+    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, for good{also}."
+    return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _drift(metrics: Metrics) -> Sign | None:
+    """The reward or the loss, where it went away from its best bit by bit and stayed away."""
+    for title, names, *_ in (EFFECTS[0], EFFECTS[-1]):
+        name = next((name for name in names if len(metrics.known(name)) >= 4 * _AROUND), "")
+        known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
+        parts = [known[at : at + _AROUND] for at in range(0, len(known) - _AROUND + 1, _AROUND)]
+        levels = [median(value for _, value in part) for part in parts]
+        fall, rise = _COLLAPSES[title]
+        if not levels or min(levels) <= 0:
+            continue
+        at = levels.index(max(levels) if fall else min(levels))
+        best, end = levels[at], median(value for _, value in known[-_AROUND:])
+        scatter = 4 * median(abs(value - best) for _, value in parts[at])
+        is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
+        if is_away and abs(end - best) > scatter:
+            verb, own, last = ("fell" if end < best else "rose"), metrics.called.get(name, name), parts[at][-1][0]
+            sentence = (
+                f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end."
+            )
+            return Sign("fell", sentence, "", last, last + 1)
+    return None

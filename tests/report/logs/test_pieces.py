@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of a piece of a log the right steps, norm and kind are said, and no advice that it does not bear."""
+
+import json
+import math
+
+import pytest
+
+from gradloc.report.runs.diagnosis import diagnose
+from gradloc.report.runs.health import judge
+from gradloc.report.runs.run import read_run
+from tests.report.builder import REPO
+from tests.report.logs.pieces import PIECES
+
+FOLDER = REPO / "tests" / "data" / "pieces"
+COLLECTED = json.loads((FOLDER / "answers.json").read_text(encoding="utf-8"))
+"""Lines of ours in the shapes of public threads and of loggers."""
+
+
+def same(a, b):
+    return a == b or math.isnan(a) and math.isnan(b)
+
+
+def is_right(path, right):
+    """Raises AssertionError where something else is said of a file."""
+    run, *others = read_run(path).runs
+    said, health = diagnose(run), judge(run.parts)
+    about, steps = " ".join([said.headline, *said.sentences]), run.metrics.steps
+    headline = health.headline if health else ""
+    assert not others
+    assert said.kind == right.get("kind", said.kind)
+    assert [steps[0], steps[-1]] == list(right.get("steps", (steps[0], steps[-1])))
+    assert (steps[-1], len(steps)) == (right.get("last", steps[-1]), right.get("rows", len(steps)))
+    assert len(run.segments) == right.get("segments", len(run.segments))
+    if "peak" in right:
+        step, norm = right["peak"]
+        assert said.worst.peak.step == step and same(said.worst.peak.norm, norm)
+    if "first" in right:
+        assert said.worst.first == right["first"]
+    if "lost" in right:
+        assert right["lost"] in [step for explosion in said.explosions for step in explosion.lost]
+    if "largest" in right:
+        assert max(run.metrics.norms) == right["largest"]
+    if "worst" in right:
+        assert health.worst.state == right["worst"]
+    if "rule" in right:
+        assert right["rule"] in [finding.worst.name for finding in health.findings]
+    assert right.get("says", "") in about and right.get("advice", "") in said.advice
+    assert right.get("health", "") in headline
+    assert "unsaid" not in right or right["unsaid"] not in about
+    assert len(steps) > 10 or "No fault" not in headline
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_of_a_log_is_answered_right(name, tmp_path):
+    text, right = PIECES[name]
+    (tmp_path / "piece.log").write_text(text + "\n", encoding="utf-8")
+    is_right(tmp_path / "piece.log", right)
+
+
+@pytest.mark.parametrize("name", COLLECTED)
+def test_a_piece_of_the_collection_is_answered_right(name):
+    is_right(FOLDER / name, COLLECTED[name])

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command ends with: 0 judged, 1 what --fail-on names, 2 not judged or not read."""
+
+import json
+
+import pytest
+
+from gradloc import command
+from gradloc.report.cli import main
+from gradloc.report.commands import COMMANDS
+
+QUIET = "\n".join(f"step {step} | loss: 2.0 | grad_norm: {0.5 + step % 7 / 100}" for step in range(1, 61)) + "\n"
+SPIKE = QUIET.replace("step 40 | loss: 2.0 | grad_norm: 0.55", "step 40 | loss: 2.0 | grad_norm: 903.0")
+SHORT = "\n".join(QUIET.splitlines()[:3]) + "\n"
+FAST = "\n".join(f"step {step} | speed: 2.0 | reward_std: 0.5" for step in range(1, 61)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code"),
+    [
+        (QUIET, [], 0),
+        (QUIET, ["--fail-on", "found"], 0),
+        (QUIET, ["--fail-on", "warning"], 0),
+        (SPIKE, [], 0),
+        (SPIKE, ["--fail-on", "found"], 1),
+        (SPIKE, ["--fail-on", "danger"], 1),
+        (SHORT, [], 2),
+        (SHORT, ["--fail-on", "found"], 2),
+        (FAST, [], 2),
+        ("no log at all\n", [], 2),
+    ],
+)
+def test_a_log_s_exit_code(text, words, code, tmp_path, capsys):
+    (tmp_path / "a.log").write_text(text)
+    assert main([str(tmp_path / "a.log"), *words]) == code
+    assert main([str(tmp_path / "a.log"), "--json", *words]) == code
+    said = capsys.readouterr()
+    assert said.out or said.err.startswith("gradloc-report: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code"), [(SPIKE, ["--fail-on", "danger"], 1), (QUIET, [], 0), (SHORT, [], 2)]
+)
+def test_the_exit_code_of_health(text, words, code, tmp_path, capsys):
+    (tmp_path / "a.log").write_text(text)
+    assert main(["health", str(tmp_path / "a.log"), *words]) == code
+
+
+def test_json_says_the_kind_and_what_it_was_judged_from(tmp_path, shown):
+    (tmp_path / "a.log").write_text(SPIKE)
+    (said,) = json.loads(shown(tmp_path / "a.log", "--json"))["diagnoses"]
+    assert said["kind"] == "back" and "grad_norm" in said["ground"] and said["judged"]
+
+
+def test_the_one_command_reports_a_path_and_knows_every_subcommand(tmp_path, capsys):
+    (tmp_path / "a.log").write_text(SPIKE)
+    assert command.main([str(tmp_path / "a.log"), "--fail-on", "found"]) == 1
+    said = capsys.readouterr().out
+    assert command.main(["report", str(tmp_path / "a.log"), "--fail-on", "found"]) == 1
+    assert capsys.readouterr().out == said and "Step 40" in said
+    assert command.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"gradloc {name} " in shown for name in ("watch", "health", "check", "compare", "mismatch", "cure"))
+    assert all(name in shown or name == "show" for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["patch", "health"])
+def test_a_subcommand_s_help_is_its_own(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main([name, "--help"])
+    assert caught.value.code == 0 and "usage" in capsys.readouterr().out
