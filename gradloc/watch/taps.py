@@ -469,7 +469,8 @@ class ModelTap:
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
         if self._reader is not None:
-            self._reader(hidden.detach(), self.heads)
+            with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
+                self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None
         if self._graph.hidden is not None:
