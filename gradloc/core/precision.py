@@ -38,8 +38,8 @@ class NoFloat32(Exception):
 class Shift(NamedTuple):
     """A step of the weights that are cast: ``step`` times a direction, added to each cast."""
 
-    directions: Mapping[int, torch.Tensor]
-    """By ``id`` of the parameter, of its shape."""
+    directions: Mapping[int, Callable[[], torch.Tensor]]
+    """By ``id`` of the parameter: what gives a tensor of its shape, on any device."""
     step: float
 
 
@@ -281,7 +281,7 @@ class _Casts:
         wide = weight.detach().float()
         along = None if self._shift is None else self._shift.directions.get(id(weight))
         if self._shift is not None and along is not None:
-            wide.add_(along.to(wide.device, torch.float32), alpha=self._shift.step)
+            wide.add_(along().to(wide.device, torch.float32), alpha=self._shift.step)
         return wide
 
     def narrow(self, places: list[_Place]) -> None:

@@ -26,15 +26,18 @@ from dataclasses import dataclass
 import torch
 
 from ..core.gradients import Gradient
+from ..core.precision import UNITS, NoFloat32
 from ..core.probe import Prober
 from ..core.step import Outputs, Recorded, only
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
-_TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response
+_RESPONSE_PER_UNIT = 131.0  # cubed response per unit roundoff: 0.8 in bfloat16, where noise over response is measured
+_LEAST_RESPONSE = 0.05  # the first guess' response: a shorter step is rounded away in float32
 _CURVATURE = 0.2  # closure's error over the squared response (measured: 0.01 with 135M weights, 1 with 60k)
 _RESPONSES = (0.05, 2.0)  # least and most response of a step that is taken anew
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure not worth another step
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # error of closure allowed beside its noise
+_WIDE_BAND = 0.5  # where forwards are in float32 and the gradient is not: its error is all that is left of closure's
 _CERTAIN, LIKELY = 3.0, 2.0  # standard errors: beyond chance of many, and of one that something else points at
 _FAR = 3.0  # a factor: neither a wrong step nor rounding puts closure that far off
 _HEARD = 0.1  # of closure: if the noise's bound is more, the noise is measured
@@ -171,8 +174,11 @@ class ShareMeasurement:
         increments, known, refined = self.increments, self.known, self.refined
         self.seen = frozenset(self.micro_batches) | (known.seen if known is not None else frozenset())
         self.unseen = [index for index in range(self.prober.step.num_micro_batches) if index not in self.seen]
-        self.dtype = self.prober.step.numerics.dtype
-        self.target = _TARGET[self.dtype]
+        self.dtype = self.prober.step.numerics.dtype  # of the gradient: closure is judged by it
+        self.is_fine = self.prober.unit <= UNITS[torch.float32]
+        self.target = max(_LEAST_RESPONSE, (_RESPONSE_PER_UNIT * self.prober.unit) ** (1 / 3))
+        self.band = _WIDE_BAND if self.prober.is_wide else _BAND[self.dtype]
+        self.fine = _FINE[torch.float32 if self.is_fine else self.dtype]
         self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
@@ -195,7 +201,16 @@ class ShareMeasurement:
             return ShareMap(nothing, nothing, square, 0.0, 0.0, 0.0, False, 0, 0.0)
         step = self.fixed_step or self.target * largest / square / max(self.loudest, 1.0)
         hold_routes(self.prober, self.micro_batches)
-        with MovedWeights(self.prober.space, self.dtype, seed=self.draw) as weights:
+        try:
+            return self._run(step)
+        except NoFloat32:
+            self.__post_init__()  # the same in training's precision
+            for readout in self.readouts:
+                readout.is_half = True
+            return self.run()
+
+    def _run(self, step: float) -> ShareMap:
+        with MovedWeights(self.prober.space, self.dtype, seed=self.draw, is_wide=self.prober.is_wide) as weights:
             return self._measured(weights, step)
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
@@ -208,7 +223,7 @@ class ShareMeasurement:
             legs, step, moved = self._legs(weights, step, part, number == 0 and self.fixed_step is None)
             seen.append((legs, moved))
         found = self.prober.ranks.agree(lambda: self._read(seen))
-        if self.dtype != torch.float32 and self.prober.scatter is None and self._is_heard(found):
+        if not self.is_fine and self.prober.scatter is None and self._is_heard(found):
             self._measure_scatter(weights, pilot, seen[0][0])
             found = self.prober.ranks.agree(lambda: self._read(seen))
         return self._combine(found, step)
@@ -238,7 +253,8 @@ class ShareMeasurement:
         step = -step if is_flipped else step
         # In float32 one leg tells the response, from training's own reading. In half precision that rounds too much.
         plus, up = self._leg(weights, step, part)
-        minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
+        has_reading = self.dtype == torch.float32
+        minus, down = ({}, 0.0) if has_reading else self._leg(weights, -step, part)
         factor = self._rescaling((plus, minus), abs(step), is_first)
         if factor != 1.0:
             step *= factor
@@ -278,7 +294,7 @@ class ShareMeasurement:
         least, most = _RESPONSES
         # At response x the error is a x^2 + n r / x, with n the noise at the present response r: least at this x.
         best = min(max((noise * response / (2 * _CURVATURE)) ** (1 / 3), least), most)
-        if error <= _FINE[self.dtype] or _CURVATURE * best**2 + noise * response / best > error / 2:
+        if error <= self.fine or _CURVATURE * best**2 + noise * response / best > error / 2:
             return 1.0
         return min(max(best / response, 0.1), 10.0)
 
@@ -362,14 +378,14 @@ class ShareMeasurement:
         """See :class:`ShareMap`. A step x times as long has the error off x^2 + noise / x, ``off`` being closure's now:
         least at x^3 = noise / (2 off)."""
         off = max(abs(1 - closure) - self.carried_unseen, 0.0)
-        if not off > max(_BAND[self.dtype], _CERTAIN * noise):
+        if not off > max(self.band, _CERTAIN * noise):
             return 1.0
         least, most = _SHRINKING
         most = next((part for bent, part in _BENT.items() if off > bent), most)
         return min(max((noise / (2 * off)) ** (1 / 3), least), most)
 
     def _is_trusted(self, closure: float, noise: float) -> bool:
-        most = max(_BAND[self.dtype], _CERTAIN * noise)
+        most = max(self.band, _CERTAIN * noise)
         low = max(_PARTIAL_CLOSURE, 1 - most - 2 * self.carried_unseen) if self.unseen else 1 - most
         return noise <= _USABLE and low <= closure <= 1 + most
 
@@ -398,7 +414,7 @@ class Readout:
     """
 
     def __init__(self, recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None, is_half: bool):
-        self._recorded, self._is_half = recorded, is_half
+        self._recorded, self.is_half = recorded, is_half
         self._log_prob, self._entropy = log_prob.double(), None if entropy is None else entropy.double()
         rest = 1.0 if recorded.is_value else (-torch.expm1(recorded.log_prob.double())).clamp(min=0.0)
         self.slope = torch.where(self._log_prob != 0, self._log_prob * rest, 0.0)
@@ -435,7 +451,7 @@ class Readout:
         with one leg alone that is not known, and only rounding counts. ``part``: see :meth:`scatter`.
         """
         square = (self._log_prob * _ROUNDING).square() / 2
-        if self._is_half and minus is not None:
+        if self.is_half and minus is not None:
             ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.log_prob)
             square = square + only(self.slope.square(), _scatter(*ups, self.slope != 0, part))
             up, down, before = plus[1], minus[1], self._recorded.entropy

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ..core.precision import UNITS, NoFloat32
 from ..core.selection import Token, mask_without
 from ..core.step import Outputs
 from ..record import PathEntry
@@ -47,7 +48,9 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     tokens to be left out the estimate is 0.
     """
     prober = task.prober
-    step_size = _RELATIVE_STEP[prober.step.numerics.dtype] / _root_mean_count(task)
+    is_fine = prober.unit <= UNITS[torch.float32]
+    dtype = torch.float32 if is_fine else prober.step.numerics.dtype
+    step_size = _RELATIVE_STEP[dtype] / _root_mean_count(task)
 
     def prepare() -> tuple[list[Readout], list[torch.Tensor], list[torch.Tensor]]:
         readouts = task.readouts(without)
@@ -64,7 +67,8 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
         squares[index] += delta * (value - means[index])
 
     hold_routes(prober, range(len(readouts)))
-    with MovedWeights(prober.space, prober.step.numerics.dtype) as weights:
+    is_wide = prober.is_wide
+    with MovedWeights(prober.space, prober.step.numerics.dtype, is_wide=is_wide) as weights:
         for number in range(num_directions + 1):
             weights.move_randomly(number + 1, step_size)
             for index in range(len(readouts)):
@@ -90,7 +94,10 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     if directions < _LEAST_DIRECTIONS:
         result.exhausted, result.stop_reason = True, task.limit.words
         return result
-    found = measure_norms(task, list(named), directions)
+    try:
+        found = measure_norms(task, list(named), directions)
+    except NoFloat32:  # the same in training's precision
+        found = measure_norms(task, list(named), directions)
     least = task.culprit_norm
     measured = set(named)
     candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)

@@ -9,6 +9,7 @@ import torch
 
 from ..core.certificate import Alone, Removal
 from ..core.gradients import Gradient
+from ..core.precision import UNITS
 from ..core.probe import Prober
 from ..core.selection import Token, mask_without
 from ..core.step import only
@@ -88,7 +89,7 @@ class Task:
 
     def readouts(self, without: list[Token]) -> list[Readout]:
         """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
-        is_half = self.prober.step.numerics.dtype != torch.float32
+        is_half = self.prober.unit > UNITS[torch.float32]
         recorded = self.prober.step.recorded
         return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
 

@@ -2,6 +2,7 @@
 """Forwards in float32 whatever training computes in, and training bit for bit what it was after them."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,7 +128,8 @@ def test_a_shift_moves_the_casts_exactly_and_no_weight():
     with torch.no_grad():
         for param, of in zip(exact.parameters(), model.parameters(), strict=True):
             param.add_(along[id(of)].float(), alpha=1e-5)
-        with float32_forwards(model, Shift(along, 1e-5)):
+        directions = {key: partial(torch.clone, value) for key, value in along.items()}
+        with float32_forwards(model, Shift(directions, 1e-5)):
             moved = model(batch.tokens, 4)
         assert torch.equal(moved, exact(batch.tokens, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
