@@ -142,7 +142,7 @@ def _gathered_wide(module: torch.nn.Module) -> Iterator[None]:
     reshard(module)
     with ExitStack() as stack:
         stack.callback(_set_back, [_widen_fsdp1(module), _widen_fsdp2(units)])
-        stack.callback(reshard, module)  # before that: it frees what was gathered, in the format that it was gathered in
+        stack.callback(reshard, module)  # first, while each unit still knows the format of what it gathered
         yield
 
 

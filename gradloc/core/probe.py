@@ -67,7 +67,7 @@ class Prober:
         self.num_forwards = 0
         self.num_backwards = 0
         self.is_wide = self.step.numerics.dtype in HALVES and not self.step.is_scheduled
-        """Whether :meth:`forward_for_difference` computes in float32 though training does not; until a model refuses."""
+        """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
         self.scatter: float | None = None
         """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}

@@ -37,7 +37,6 @@ _CURVATURE = 0.2  # closure's error over the squared response (measured: 0.01 wi
 _RESPONSES = (0.05, 2.0)  # least and most response of a step that is taken anew
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure not worth another step
 _BAND = {torch.float32: 0.03, torch.bfloat16: 0.15, torch.float16: 0.15}  # error of closure allowed beside its noise
-_WIDE_BAND = 0.5  # where forwards are in float32 and the gradient is not: its error is all that is left of closure's
 _CERTAIN, LIKELY = 3.0, 2.0  # standard errors: beyond chance of many, and of one that something else points at
 _FAR = 3.0  # a factor: neither a wrong step nor rounding puts closure that far off
 _HEARD = 0.1  # of closure: if the noise's bound is more, the noise is measured
@@ -177,7 +176,7 @@ class ShareMeasurement:
         self.dtype = self.prober.step.numerics.dtype  # of the gradient: closure is judged by it
         self.is_fine = self.prober.unit <= UNITS[torch.float32]
         self.target = max(_LEAST_RESPONSE, (_RESPONSE_PER_UNIT * self.prober.unit) ** (1 / 3))
-        self.band = _WIDE_BAND if self.prober.is_wide else _BAND[self.dtype]
+        self.band = _BAND[self.dtype]
         self.fine = _FINE[torch.float32 if self.is_fine else self.dtype]
         self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
@@ -378,13 +377,15 @@ class ShareMeasurement:
         """See :class:`ShareMap`. A step x times as long has the error off x^2 + noise / x, ``off`` being closure's now:
         least at x^3 = noise / (2 off)."""
         off = max(abs(1 - closure) - self.carried_unseen, 0.0)
-        if not off > max(self.band, _CERTAIN * noise):
+        if self.prober.is_wide or not off > max(self.band, _CERTAIN * noise):
             return 1.0
         least, most = _SHRINKING
         most = next((part for bent, part in _BENT.items() if off > bent), most)
         return min(max((noise / (2 * off)) ** (1 / 3), least), most)
 
     def _is_trusted(self, closure: float, noise: float) -> bool:
+        if self.prober.is_wide:  # the shares are exact, along a gradient that half precision may have turned far
+            return noise <= _USABLE and (bool(self.unseen) or 1 / _FAR <= closure <= _FAR)
         most = max(self.band, _CERTAIN * noise)
         low = max(_PARTIAL_CLOSURE, 1 - most - 2 * self.carried_unseen) if self.unseen else 1 - most
         return noise <= _USABLE and low <= closure <= 1 + most

@@ -98,7 +98,8 @@ class MovedWeights:
             if id(param) in self._cast:
                 if part is not None:
                     shifts[id(param)] = partial(local_shard, part)
-                    total += counts * step * torch.linalg.vector_norm(local_shard(part).to(device).float()).double() ** 2
+                    size = torch.linalg.vector_norm(local_shard(part).to(device).float()).double()
+                    total += counts * step * size**2
                 continue
             for shard, was, along in in_parts(local_shard(param), saved, saved if part is None else local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
