@@ -310,9 +310,7 @@ def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[fl
     gathered = ranks.gather(ranks.agree(largest))
     sent = ((rank, found) for rank, part in enumerate(gathered) for found in part)
     kept = heapq.nsmallest(max(_MAX_KEPT, most), sent, key=lambda item: (*_order(item[1])[:2], item[0], item[1][2]))
-    return [
-        (size, Span(bound, span, index, rank, start, end)) for rank, (size, index, start, end, span, bound) in kept
-    ]
+    return [(size, Span(bound, span, index, rank, start, end)) for rank, (size, index, start, end, span, bound) in kept]
 
 
 def _order(found: _Found) -> tuple:
