@@ -31,6 +31,7 @@ from .candidates import (
     masks_of,
     most_verified,
     non_finite,
+    stand_out,
     weighed,
 )
 from .share import ShareMap, ShareMeasurement
@@ -71,10 +72,12 @@ class _AutoSearch:
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
         """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
+        shares, first = None, 0
         if not math.isfinite(self.task.spike.grad_norm):
-            return self._trace_non_finite()
-        shares = None
-        for number in range(max_rounds):
+            if not self._trace_non_finite(is_last_resort_allowed):
+                return self.result
+            first = 1  # finite now, and still a spike: the next direction
+        for number in range(first, max_rounds):
             self.is_going_on = number + 1 < max_rounds
             shares = self._measure(number)
             if shares is not None and self._is_not_of_tokens(shares):
@@ -249,8 +252,8 @@ class _AutoSearch:
     def _settled(self) -> SearchResult:
         """The result where the rest still spikes: named are only those that stand out of it.
 
-        A culprit stands out if its norm is so many times that of all that is not named as makes a step a spike. The
-        loudest tokens of a batch that is too large as a whole do not.
+        A culprit stands out if the loss weighs it far more than the batch's others, and its norm is to that of all that
+        is not named as a spike's is to a healthy step's. The loudest of a batch that is too large as a whole do not.
         """
         result, threshold = self.result, self.task.spike.threshold
         certificate = result.certificate
@@ -260,14 +263,20 @@ class _AutoSearch:
         if certificate.verdict == "explained" or rest is None or not threshold < rest < math.inf:
             return result
         kept, left = sorted(result.culprits, key=lambda culprit: -culprit.norm), rest
-        while kept and kept[-1].norm < _STANDS_OUT * left:
+        singled_out = dict(zip(kept, stand_out(self.task, kept), strict=True))
+        while kept and not (singled_out[kept[-1]] and kept[-1].norm >= _STANDS_OUT * left):
             left = math.hypot(left, kept.pop().norm)
         num_probes = self.prober.step.num_micro_batches if kept else 0
         can_certify = self.task.can_afford(backwards=num_probes, is_certificate=True) or not kept
         if len(kept) < len(result.culprits) and can_certify:
             self.result.rest, self.alone, self.result.is_cut = None, None, False
             self.result.num_more, self.result.more_norm = 0, None
-            result.culprits, result.certificate = kept, self.task.certify(tokens_of(kept))
+            found = self.task.certify(tokens_of(kept))
+            if kept and kept[-1].norm < _STANDS_OUT * (
+                found.norm_after or 0.0
+            ):  # dropped ones add up to more than alone
+                kept, found = [], self.task.certify([])
+            result.culprits, result.certificate = kept, found
             why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
             result.stop_reason = f"the spike is spread: {why}"
             self.note("share", "measured", result.stop_reason, rest)
@@ -299,19 +308,27 @@ class _AutoSearch:
         self.result.source, self.result.stop_reason = source, source.reason
         self.note("others", "measured", source.reason, norm)
 
-    def _trace_non_finite(self) -> SearchResult:
-        """A NaN or inf: a coefficient that is not finite names its token, with no forward at all."""
+    def _trace_non_finite(self, goes_on: bool) -> bool:
+        """Name what made a NaN or inf; returns whether the gradient without it is finite, and is to be searched.
+
+        A coefficient that is not finite names its token, with no forward at all.
+        """
         candidates, most = non_finite(self.task), self.task.max_culprits
-        if not candidates:
+        if candidates:
+            self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
+            for candidate in candidates[:most]:
+                culprit = replace(candidate, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
+                self.result.culprits.append(culprit)
+        else:
             why = "all coefficients are finite, so it was the backward that made the gradient non-finite"
-            return self._fall_back(why, is_allowed=True)
-        self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
-        for candidate in candidates[:most]:
-            culprit = replace(candidate, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
-            self.result.culprits.append(culprit)
-        self.certify()
+            self._fall_back(why, is_allowed=True)
+        if candidates or self.result.culprits:
+            self.is_going_on = goes_on
+            self.certify()
         self.cut(len(candidates) - most)
-        return self.result
+        found = self.result.certificate
+        is_open = found is not None and found.verdict == "not_explained" and math.isfinite(found.norm_after or 0.0)
+        return is_open and goes_on and not self.result.exhausted and 0 < len(self.result.culprits) < most
 
     def _count_more(self) -> SearchResult:
         """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it.

@@ -116,12 +116,14 @@ def least_bound(task: Task, norm: float, candidate: Span) -> float:
 def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     """How many candidates get a backward of their own, for their exact norm, though their bound names them.
 
-    All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
-    that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
+    All if they are two or three and shares are no finer than training. A single one needs none unless the certificate
+    will subtract its gradient: otherwise that is the spike less the residual. Of many, as many as cost an eighth of a
+    pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
     is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, sum(span.size for span in named))
-    if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
+    is_to_prove = 1 < len(named) <= _MAX_VERIFIED and not task.prober.is_wide
+    if is_to_prove or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
     return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
@@ -150,6 +152,26 @@ def carried(shares: ShareMap, spans: Sequence[Span]) -> float:
 def leaves_much(shares: ShareMap, spans: Sequence[Span]) -> bool:
     """Whether all of these possible culprits together leave most of R to other tokens."""
     return carried(shares, spans) < MUCH * min(abs(shares.closure), 1.0)
+
+
+def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
+    """Return of each span whether the loss weighs some token of it far more than the batch's typical row."""
+    step, ranks = task.prober.step, task.prober.ranks
+
+    def local() -> tuple[list[float], list[float]]:
+        weights = [readout.weight for readout in task.readouts(())]
+        typical = [median_size([weight]) for _, _, (weight,) in _rows(task, weights.__getitem__)]
+        most = [0.0] * len(spans)
+        for number, span in enumerate(spans):
+            if span.rank == ranks.rank:
+                there = weights[span.micro_batch][step.token_mask(span.micro_batch)]
+                most[number] = float(there[span.start : span.end].max())
+        return typical, most
+
+    typical, mine = ranks.agree(local)
+    known = sorted(weight for part in ranks.gather(typical) for weight in part if weight > 0)
+    usual = known[len(known) // 2] if known else 0.0
+    return [weight >= _ALIKE * usual for weight in (ranks.max(mine) if mine else [])]
 
 
 def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:
