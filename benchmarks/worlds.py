@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -328,7 +329,17 @@ def _alone(given: tuple[int, str | None, dict]) -> Record:
     if not dist.is_initialized():
         store = tempfile.mkdtemp()
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
-    return world(seed, precision, search)
+    return tried(seed, precision, search)
+
+
+def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
+    """:func:`world`, of which an error is a problem and no end."""
+    try:
+        return world(seed, precision, search)
+    except Exception as error:
+        told: Record = {"seed": seed, **vars(plan_of(seed, precision)), "named": 0, "cost": 0, "verdict": ""}
+        where = traceback.format_exc().splitlines()[-3:]
+        return told | {"status": "raised", "problems": [f"raises {error!r}"], "why": " ".join(where)}
 
 
 def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str, Any] | None = None) -> list[Record]:
@@ -343,7 +354,7 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
             progress.step(row["plant"])
     with World(2, preloaded=()) as ranks:
         for seed in (seed for seed in seeds if seed not in set(alone)):
-            first, other = ranks.run("benchmarks.worlds.world", seed=seed, precision=precision, search=search)
+            first, other = ranks.run("benchmarks.worlds.tried", seed=seed, precision=precision, search=search)
             row = dict(first)
             if [first[name] for name in ("named", "verdict", "cost")] != [
                 other[name] for name in ("named", "verdict", "cost")

@@ -47,7 +47,6 @@ _NOTABLE = 0.01  # of closure: with more noise than that a loud token may be mis
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
 MOST_OF_BATCH = 0.5  # of its tokens: culprits that are more are the batch
-_STANDS_OUT = 4.0  # times the norm of all that is not named: the least at which the trigger calls a step a spike
 
 
 class _AutoSearch:
@@ -250,10 +249,9 @@ class _AutoSearch:
         return norm <= threshold
 
     def _settled(self) -> SearchResult:
-        """The result where the rest still spikes: named are only those that stand out of it.
+        """The result where the rest still spikes: named are only tokens that their loss pulls far more than the others.
 
-        A culprit stands out if the loss weighs it far more than the batch's others, and its norm is to that of all that
-        is not named as a spike's is to a healthy step's. The loudest of a batch that is too large as a whole do not.
+        The loudest of a batch that is too large as a whole are pulled as all are.
         """
         result, threshold = self.result, self.task.spike.threshold
         certificate = result.certificate
@@ -262,21 +260,12 @@ class _AutoSearch:
         rest = certificate.norm_after
         if certificate.verdict == "explained" or rest is None or not threshold < rest < math.inf:
             return result
-        kept, left = sorted(result.culprits, key=lambda culprit: -culprit.norm), rest
-        singled_out = dict(zip(kept, stand_out(self.task, kept), strict=True))
-        while kept and not (singled_out[kept[-1]] and kept[-1].norm >= _STANDS_OUT * left):
-            left = math.hypot(left, kept.pop().norm)
+        pairs = zip(result.culprits, stand_out(self.task, result.culprits), strict=True)
+        kept = [culprit for culprit, is_singled_out in pairs if is_singled_out]
         num_probes = self.prober.step.num_micro_batches if kept else 0
-        can_certify = self.task.can_afford(backwards=num_probes, is_certificate=True) or not kept
-        if len(kept) < len(result.culprits) and can_certify:
-            self.result.rest, self.alone, self.result.is_cut = None, None, False
-            self.result.num_more, self.result.more_norm = 0, None
-            found = self.task.certify(tokens_of(kept))
-            if kept and kept[-1].norm < _STANDS_OUT * (
-                found.norm_after or 0.0
-            ):  # dropped ones add up to more than alone
-                kept, found = [], self.task.certify([])
-            result.culprits, result.certificate = kept, found
+        if len(kept) < len(result.culprits) and self.task.can_afford(backwards=num_probes, is_certificate=True):
+            result.rest, self.alone, result.is_cut, result.num_more, result.more_norm = None, None, False, 0, None
+            result.culprits, result.certificate = kept, self.task.certify(tokens_of(kept))
             why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
             result.stop_reason = f"the spike is spread: {why}"
             self.note("share", "measured", result.stop_reason, rest)
@@ -333,15 +322,21 @@ class _AutoSearch:
     def _count_more(self) -> SearchResult:
         """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it.
 
-        Many culprits explain the spike together. If the rest still spikes without all of them, the batch is at fault.
+        Many culprits explain the spike together, or their loss pulls them far more than others: else it is the batch.
         """
         shares = self._measure(number=1)
         more = [] if shares is None or not shares.is_trusted else self._spans(shares)
-        is_explained = self._is_explained_without(more) if more else None
-        if is_explained is False:
-            return self._settled()
-        self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
-        return self.result if is_explained else self._settled()
+        size = math.hypot(*(candidate.norm for candidate in more)) if more else None
+        if (
+            more
+            and not all(stand_out(self.task, self.result.culprits))
+            and self._is_explained_without(more) is not True
+        ):
+            settled = self._settled()
+            if len(settled.culprits) < self.task.max_culprits:
+                return settled
+        self.cut(len(more), size)
+        return self.result
 
     def _look_for_hidden(self) -> None:
         """The sketch finds what shares cannot see: tokens that cancel each other or are orthogonal to R."""

@@ -27,6 +27,7 @@ _AT_LEAST = 0.5  # of a culprit's norm: a bound that is enough for a token
 _BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
 _LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
+_TINY = 1e-300  # instead of a weight of 0
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
@@ -155,23 +156,29 @@ def leaves_much(shares: ShareMap, spans: Sequence[Span]) -> bool:
 
 
 def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
-    """Return of each span whether the loss weighs some token of it far more than the batch's typical row."""
+    """Return of each span whether its loss pulls some token far more than the batch's others.
+
+    How a loss is averaged, such as over each row's tokens, is no pull: coefficients are taken over the tokens' weights.
+    """
     step, ranks = task.prober.step, task.prober.ranks
 
     def local() -> tuple[list[float], list[float]]:
-        weights = [readout.weight for readout in task.readouts(())]
-        typical = [median_size([weight]) for _, _, (weight,) in _rows(task, weights.__getitem__)]
+        pulls = []
+        for index, readout in enumerate(task.readouts(())):
+            weights = step.token_weights(index).abs().double()
+            pulls.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
+        typical = [median_size([pull]) for _, _, (pull,) in _rows(task, pulls.__getitem__)]
         most = [0.0] * len(spans)
         for number, span in enumerate(spans):
             if span.rank == ranks.rank:
-                there = weights[span.micro_batch][step.token_mask(span.micro_batch)]
+                there = pulls[span.micro_batch][step.token_mask(span.micro_batch)]
                 most[number] = float(there[span.start : span.end].max())
         return typical, most
 
     typical, mine = ranks.agree(local)
-    known = sorted(weight for part in ranks.gather(typical) for weight in part if weight > 0)
+    known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
     usual = known[len(known) // 2] if known else 0.0
-    return [weight >= _ALIKE * usual for weight in (ranks.max(mine) if mine else [])]
+    return [pull >= _ALIKE * usual for pull in (ranks.max(mine) if mine else [])]
 
 
 def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:

@@ -46,6 +46,7 @@ _SHRINKING = (0.1, 0.7)  # least and most of the step to keep if curvature puts 
 _BENT = {0.6: 0.1, 0.3: 0.25}  # most of it to keep if closure is off by more than the key
 _LATER = 2.0  # times the target: the most that micro-batches after the first may respond
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
+_TINY = 1e-300  # instead of a step of 0
 _LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
 _ROUNDING = 2.0**-20  # error of a log-prob read in float32: a few units of logits near 10
 _PRIOR = 3.0  # draws that the level of all tokens counts as, beside the single draw of a token's own
@@ -282,7 +283,7 @@ class ShareMeasurement:
 
         # the largest over the ranks: the loudest token is in some rank's pilot
         response, noise = self.prober.ranks.max(self.prober.ranks.agree(local))
-        noise /= step * self.square
+        noise /= max(step * self.square, _TINY)
         if not math.isfinite(response):
             return 0.1  # far too long
         if response == 0:
