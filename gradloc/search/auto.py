@@ -34,7 +34,7 @@ from .candidates import (
     stand_out,
     weighed,
 )
-from .share import ShareMap, ShareMeasurement
+from .share import MOST_TO_SETTLE, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
@@ -67,38 +67,47 @@ class _AutoSearch:
         self.norm = math.nan  # ||R|| of the last shares
         self.is_going_on = False
         """Whether another round may follow."""
+        self.is_explained_by_more = False
+        """Whether culprits that are not named explain the spike together with those that are."""
         self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
+        """Name culprits, certified; where they do not explain the spike, only those that stand out of the batch."""
+        self._run_rounds(max_rounds, is_last_resort_allowed)
+        self._settle()
+        return self.result
+
+    def _run_rounds(self, max_rounds: int, is_last_resort_allowed: bool) -> None:
         """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
         shares, first = None, 0
         if not math.isfinite(self.task.spike.grad_norm):
             if not self._trace_non_finite(is_last_resort_allowed):
-                return self.result
+                return
             first = 1  # finite now, and still a spike: the next direction
         for number in range(first, max_rounds):
             self.is_going_on = number + 1 < max_rounds
             shares = self._measure(number)
             if shares is not None and self._is_not_of_tokens(shares):
                 if self.result.certificate is not None:
-                    return self.result
+                    return
                 shares = self._measure(number)  # along the tokens' own part
             if shares is None:
-                return self._stop_exhausted()
+                self._stop_exhausted()
+                return
             candidates = self._candidates(shares, with_hints=number == 0)
             if self._is_spread(shares, candidates):
-                return self._settled()
+                return
             if not self.name(candidates):
                 break
             if self.certify():
-                return self.result
+                return
             if len(self.result.culprits) >= self.task.max_culprits:
-                return self._count_more()
+                self._count_more()
+                return
         if is_last_resort_allowed and (shares is None or shares.is_trusted):
             self._look_for_hidden()
         else:
             self._fall_back("the shares do not add up to 1 and the loudest explain nothing", is_last_resort_allowed)
-        return self._settled()
 
     # ---- stages
 
@@ -166,7 +175,7 @@ class _AutoSearch:
         self, micro_batches: Sequence[int], known: ShareMap | None = None, refined: ShareMap | None = None
     ) -> ShareMap | None:
         task = self.task
-        if not task.can_afford(forwards=2 * len(micro_batches)):
+        if not task.can_afford(forwards=2 * len(micro_batches) + MOST_TO_SETTLE):
             return None
         readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.culprits))
         sizes = task.increments if self.direction is task.gradient else None
@@ -232,15 +241,15 @@ class _AutoSearch:
         self.note("share", "measured", self.result.stop_reason)
         return True
 
-    def _is_explained_without(self, more: list[Span]) -> bool | None:
+    def _is_explained_without(self, more: list[Span]) -> bool:
         """Measure the norm without what is named and these as well: whether it is under the threshold.
 
-        None where the search may not cost as much.
+        False where the search may not cost as much, or these are most of the batch.
         """
         task, named, threshold = self.task, self.result.culprits, self.task.spike.threshold
         num_tokens = sum(span.size for span in [*named, *more])
         if threshold is None or not task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True):
-            return None
+            return False
         if num_tokens > MOST_OF_BATCH * task.spike.num_tokens:
             return False
         self.prober.compute_without(tokens_of([*named, *more]))
@@ -248,18 +257,20 @@ class _AutoSearch:
         self.note("residual", "measured", f"without {len(named)} culprits and {len(more)} more like them", norm)
         return norm <= threshold
 
-    def _settled(self) -> SearchResult:
-        """The result where the rest still spikes: named are only tokens that their loss pulls far more than the others.
+    def _settle(self) -> None:
+        """Where the rest still spikes, keep only the culprits that their loss pulls far more than the batch's others.
 
         The loudest of a batch that is too large as a whole are pulled as all are.
         """
         result, threshold = self.result, self.task.spike.threshold
         certificate = result.certificate
-        if not result.culprits or threshold is None or self.others is not None or certificate is None:
-            return result
+        if not result.culprits or threshold is None or self.others is not None or self.is_explained_by_more:
+            return
+        if certificate is None:
+            certificate = result.certificate = self.task.certify(result.tokens)
         rest = certificate.norm_after
         if certificate.verdict == "explained" or rest is None or not threshold < rest < math.inf:
-            return result
+            return
         pairs = zip(result.culprits, stand_out(self.task, result.culprits), strict=True)
         kept = [culprit for culprit, is_singled_out in pairs if is_singled_out]
         num_probes = self.prober.step.num_micro_batches if kept else 0
@@ -269,7 +280,6 @@ class _AutoSearch:
             why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
             result.stop_reason = f"the spike is spread: {why}"
             self.note("share", "measured", result.stop_reason, rest)
-        return result
 
     def _is_in_parts(self) -> bool:
         """Whether a part of the gradient passes through no token. If so, the tokens' own part is searched from here."""
@@ -319,24 +329,16 @@ class _AutoSearch:
         is_open = found is not None and found.verdict == "not_explained" and math.isfinite(found.norm_after or 0.0)
         return is_open and goes_on and not self.result.exhausted and 0 < len(self.result.culprits) < most
 
-    def _count_more(self) -> SearchResult:
+    def _count_more(self) -> None:
         """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it.
 
-        Many culprits explain the spike together, or their loss pulls them far more than others: else it is the batch.
+        Where nothing else singles the culprits out, a pass without all of them tells whether they explain the spike.
         """
         shares = self._measure(number=1)
         more = [] if shares is None or not shares.is_trusted else self._spans(shares)
-        size = math.hypot(*(candidate.norm for candidate in more)) if more else None
-        if (
-            more
-            and not all(stand_out(self.task, self.result.culprits))
-            and self._is_explained_without(more) is not True
-        ):
-            settled = self._settled()
-            if len(settled.culprits) < self.task.max_culprits:
-                return settled
-        self.cut(len(more), size)
-        return self.result
+        if more and not all(stand_out(self.task, self.result.culprits)):
+            self.is_explained_by_more = self._is_explained_without(more)
+        self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
 
     def _look_for_hidden(self) -> None:
         """The sketch finds what shares cannot see: tokens that cancel each other or are orthogonal to R."""
@@ -353,7 +355,7 @@ class _AutoSearch:
         else:
             self.result.stop_reason = "no token, segment or sequence (else) stands out: the spike is spread"
 
-    def _fall_back(self, why: str, is_allowed: bool) -> SearchResult:
+    def _fall_back(self, why: str, is_allowed: bool) -> None:
         """Bisection, if that is allowed; ``why`` there are no shares to go by."""
         self.result.stop_reason = why
         if is_allowed:
@@ -365,12 +367,10 @@ class _AutoSearch:
             self.result.culprits += apart(self.result.culprits, loud)
             self.result.exhausted, self.result.certificate, self.alone = found.exhausted, None, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
-        return self.result
 
-    def _stop_exhausted(self) -> SearchResult:
+    def _stop_exhausted(self) -> None:
         self.result.exhausted = True
         self.result.stop_reason = self.task.limit.words
-        return self.result
 
     # ---- what is named, and the gradient that is left
 

@@ -56,8 +56,9 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
         parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
         for index, first, (products, doubt, weight, pointed) in _rows(task, *parts):
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
+            hinted = pointed.tolist()
             for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
-                start, end = widened(*span_of_row, pointed.tolist())
+                start, end = widened(*span_of_row, hinted)
                 bound = row.bound(start, end)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
@@ -228,7 +229,7 @@ def by_value(
 
     A value times ``bound`` is a lower bound on the token's norm; 0 makes hints.
     """
-    most = _MAX_SENT + sum(span.size for span in named)
+    most = max(_MAX_SENT, 2 * task.max_culprits) + sum(span.size for span in named)
 
     def local() -> list[_Found]:
         found = []

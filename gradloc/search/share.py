@@ -44,6 +44,7 @@ _USABLE = 1 / _CERTAIN  # a larger standard error of closure would not tell 1 fr
 _PARTIAL_CLOSURE = 0.5  # some micro-batches are enough if they carry this much
 _SHRINKING = (0.1, 0.7)  # least and most of the step to keep if curvature puts closure off
 _BENT = {0.6: 0.1, 0.3: 0.25}  # most of it to keep if closure is off by more than the key
+MOST_TO_SETTLE = 3  # forwards of one micro-batch, at most, that settle the step or measure the noise
 _LATER = 2.0  # times the target: the most that micro-batches after the first may respond
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
 _TINY = 1e-300  # instead of a step of 0
