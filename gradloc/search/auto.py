@@ -44,9 +44,10 @@ _MAX_MISSES = 2  # tokens in the order of shares that do not add up, and are no 
 _MANY = 64  # tokens that their coefficients may single out
 _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
 _NOTABLE = 0.01  # of closure: with more noise than that a loud token may be missed
+_TINY = 1e-300  # of a product: less is nothing
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
-MOST_OF_BATCH = 0.5  # of its tokens: culprits that are more are the batch
+MOST_OF_BATCH = 0.25  # of its tokens: more of them, pulled as all are, are no culprits but the batch
 
 
 class _AutoSearch:
@@ -207,7 +208,8 @@ class _AutoSearch:
             found = found + [confirmed(task, shares, hint) for hint in apart(found, hints)]
         is_open = not by_share_alone or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
         most = (_MAX_HINTS if shares.is_trusted else task.max_culprits) if is_open else 0
-        loudest = by_value(task, lambda index: shares.products[index].abs(), 0.0, [*named, *found])[:most]
+        sizes = [part.abs().nan_to_num(nan=0.0, posinf=0.0) for part in shares.products] if most else []
+        loudest = by_value(task, sizes.__getitem__, _TINY, [*named, *found])[:most] if most else []
         return found + loudest
 
     def _spans(self, shares: ShareMap) -> list[Span]:
@@ -258,7 +260,7 @@ class _AutoSearch:
         return norm <= threshold
 
     def _settle(self) -> None:
-        """Where the rest still spikes, keep only the culprits that their loss pulls far more than the batch's others.
+        """Where the rest still spikes, or much of the batch is named, keep only what its loss pulls more than others.
 
         The loudest of a batch that is too large as a whole are pulled as all are.
         """
@@ -268,11 +270,14 @@ class _AutoSearch:
             return
         if certificate is None:
             certificate = result.certificate = self.task.certify(result.tokens)
-        rest = certificate.norm_after
-        if certificate.verdict == "explained" or rest is None or not threshold < rest < math.inf:
+        rest, is_explained = certificate.norm_after, certificate.verdict == "explained"
+        if rest is None or not math.isfinite(rest) or not (is_explained or rest > threshold):
             return
         pairs = zip(result.culprits, stand_out(self.task, result.culprits), strict=True)
         kept = [culprit for culprit, is_singled_out in pairs if is_singled_out]
+        num_alike = sum(culprit.size for culprit in result.culprits if culprit not in kept)
+        if is_explained and num_alike <= MOST_OF_BATCH * self.task.spike.num_tokens:
+            return
         num_probes = self.prober.step.num_micro_batches if kept else 0
         if len(kept) < len(result.culprits) and self.task.can_afford(backwards=num_probes, is_certificate=True):
             result.rest, self.alone, result.is_cut, result.num_more, result.more_norm = None, None, False, 0, None
