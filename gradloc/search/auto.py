@@ -43,6 +43,7 @@ _MAX_HINTS = 2  # tokens that are verified though no share names them
 _MAX_MISSES = 2  # tokens in the order of shares that do not add up, and are no culprits, before the others are let be
 _MANY = 64  # tokens that their coefficients may single out
 _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
+_ODD = 0.15  # of closure: a gradient in half precision is mostly off by less, and a part beside tokens by more
 _NOTABLE = 0.01  # of closure: with more noise than that a loud token may be missed
 _TINY = 1e-300  # of a product: less is nothing
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
@@ -115,7 +116,8 @@ class _AutoSearch:
     def _is_not_of_tokens(self, shares: ShareMap) -> bool:
         """Whether shares do not add up because a part of the gradient passes through no token, or through a backward
         that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that part."""
-        if shares.is_trusted or shares.is_noisy or shares.is_short or self.others is not None or self._is_split:
+        is_odd = not shares.is_trusted or (abs(1 - shares.closure) > _ODD and not shares.unseen)
+        if not is_odd or shares.is_noisy or shares.is_short or self.others is not None or self._is_split:
             return False
         self._is_split = True
         if self._is_in_parts():
@@ -205,7 +207,8 @@ class _AutoSearch:
         by_share_alone = [candidate for candidate in found if not candidate.is_weighed]
         if with_hints and not self.prober.is_wide or not found:
             hints = by_coefficient(task, _MAX_HINTS, [*named, *by_share_alone])
-            found = found + [confirmed(task, shares, hint) for hint in apart(found, hints)]
+            hints = apart(found, hints)
+            found = found + ([confirmed(task, shares, hint) for hint in hints] if shares.is_trusted else hints)
         is_open = not by_share_alone or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
         most = (_MAX_HINTS if shares.is_trusted else task.max_culprits) if is_open else 0
         sizes = [part.abs().nan_to_num(nan=0.0, posinf=0.0) for part in shares.products] if most else []

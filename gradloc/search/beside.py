@@ -27,7 +27,7 @@ from ..core.ranks import PeerFailure, Ranks
 from ..core.tracker import median_size
 from ..record import Certificate, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..words.text import plural
-from .share import MOST_TO_SETTLE, ShareMap, ShareMeasurement
+from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
 
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
@@ -245,12 +245,14 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
-    if shares.unseen or task.unit != 1.0 or not task.can_afford(backwards=len(everything)):
+    num_probes = 0 if task.reran is not None else len(everything)
+    if shares.unseen or task.unit != 1.0 or not task.can_afford(backwards=num_probes):
         return None
-    norm, difference = _again(task)
+    known = task.reran
+    norm, difference = _again(task) if known is None else (known.norm, known.difference)
     if difference > _REPEATS:
         return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
-    if not task.can_afford(forwards=2 * len(everything) + MOST_TO_SETTLE):
+    if not task.can_afford(forwards=2 * len(everything)):
         return None
     readouts = prober.ranks.agree(lambda: task.readouts([]))
     half = replace(shares, step=shares.step / 2)

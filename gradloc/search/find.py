@@ -79,6 +79,7 @@ def localize(
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         reran = rerun(task) if reruns else None
+        task = replace(task, reran=reran)
         result, first = triage(task, typical or {}, reran), None
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient

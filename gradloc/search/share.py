@@ -90,8 +90,6 @@ class ShareMap:
     """Overrides :attr:`chance`."""
     singled_out: list[torch.Tensor] | None = None
     """Tokens, bool (B, T), that something other than their shares points at, such as a large coefficient."""
-    num_draws: int = 1
-    """How many measurements this is the mean of, each with its own dither."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
         """Share of R per token, float64 (B, T)."""
@@ -166,8 +164,7 @@ class ShareMeasurement:
     known: ShareMap | None = None
     """A map of other micro-batches along the same direction, to be completed at its step."""
     refined: ShareMap | None = None
-    """An untrusted map of the same micro-batches along the same direction. If noise is why, the result is its mean with
-    another draw; if curvature is, a measurement at a shorter step."""
+    """An untrusted map of the same micro-batches along the same direction, to be measured at a shorter step."""
     increments: Sequence[float] | None = None
     """About the norm of each micro-batch's own gradient, if known."""
 
@@ -187,10 +184,8 @@ class ShareMeasurement:
         # over 1 if micro-batches cancel: a token may then respond that much more than ||R|| suggests
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         shrinking = 1.0 if refined is None else refined.shrinking
-        self.mean_of = refined if shrinking == 1.0 else None
         earlier = known or refined
         self.fixed_step = None if earlier is None else earlier.step * shrinking
-        self.draw = 0 if self.mean_of is None else self.mean_of.num_draws
         self.at: float | None = None  # the step at which the weights are now,
         self.moved = 0.0  # and <R, their true move>
 
@@ -211,7 +206,7 @@ class ShareMeasurement:
             return self.run()
 
     def _run(self, step: float) -> ShareMap:
-        with MovedWeights(self.prober.space, self.dtype, seed=self.draw, is_wide=self.prober.is_wide) as weights:
+        with MovedWeights(self.prober.space, self.dtype, is_wide=self.prober.is_wide) as weights:
             return self._measured(weights, step)
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
@@ -338,16 +333,12 @@ class ShareMeasurement:
         return found
 
     def _combine(self, found: Found, step: float) -> ShareMap:
-        """These products with those known before, or their mean with earlier draws; totals over all ranks."""
+        """These products with those known before; totals over all ranks."""
 
         def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
             products, errors = [], []
             for index, readout in enumerate(self.readouts):
                 product, error = found.get(index) or self._known(index) or (readout.slope * 0, readout.slope * 0)
-                if self.mean_of is not None:
-                    before, count = self.mean_of, self.mean_of.num_draws
-                    product = (count * before.products[index] + product) / (count + 1)
-                    error = ((count * before.errors[index]).square() + error.square()).sqrt() / (count + 1)
                 products.append(product)
                 errors.append(error)
             parts = products, [error.square() for error in errors], [readout.slope != 0 for readout in self.readouts]
@@ -369,7 +360,6 @@ class ShareMeasurement:
             step,
             self.seen,
             self._shrinking(closure, noise),
-            num_draws=self.draw + 1,
         )
 
     def _known(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:

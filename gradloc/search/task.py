@@ -41,6 +41,8 @@ class Task:
     """About the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
     broken: int | None = None
     """A micro-batch whose gradient is known not to be finite; None if none is known."""
+    reran: Rerun | None = None
+    """The spike run again; None unless that was asked for."""
     unit: float = 1.0
     """All norms here are the step's divided by this; other than 1 in :class:`.overflow.RescaledTask`."""
 
