@@ -56,6 +56,16 @@ def cast_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [param for param in module.parameters() if param.dtype in HALVES and id(param) not in sharded]
 
 
+def cast_bytes(module: torch.nn.Module) -> int:
+    """Return what :func:`float32_forwards` takes for the casts of a layer, the largest: bytes."""
+    casts = _Casts(cast_weights(module), None)
+    most = 0
+    for _, places in casts.layers(unwrapped(module)):
+        weights: dict[int, Any] = {id(owner._parameters[name]): owner._parameters[name] for owner, name in places}
+        most = max(most, sum(4 * weight.numel() for weight in weights.values()))
+    return most
+
+
 @contextmanager
 def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Iterator[None]:
     """Let forwards without a graph gather, cast and compute in float32. All ranks enter and leave together.

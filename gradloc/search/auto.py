@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..core.certificate import Alone, backward_again, is_subtracted, judge, unit_of
 from ..core.gradients import Gradient
 from ..record import Certificate, PathEntry, StepCause
@@ -108,7 +110,7 @@ class _AutoSearch:
                 return
         if is_last_resort_allowed and (shares is None or shares.is_trusted):
             self._look_for_hidden()
-        else:
+        elif self.result.culprits or not self._is_the_backward_s(shares):
             self._fall_back("the shares do not add up to 1 and the loudest explain nothing", is_last_resort_allowed)
 
     # ---- stages
@@ -122,7 +124,8 @@ class _AutoSearch:
         self._is_split = True
         if self._is_in_parts():
             return True
-        return self.direction is self.task.gradient and shares.is_far and self._is_the_backward_s(shares)
+        is_precise = self.prober.step.numerics.dtype == torch.float32  # else rounding alone may turn what cancels
+        return is_precise and self._is_the_backward_s(shares)
 
     def _measure(self, number: int) -> ShareMap | None:
         """Shares along R: first of the micro-batch that raised the running norm most, then of others if need be.
@@ -303,7 +306,8 @@ class _AutoSearch:
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
         """Whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
-        found = doubt_backward(self.task, shares)
+        is_asked = self.direction is self.task.gradient and shares.is_far and self.result.source is None
+        found = doubt_backward(self.task, shares) if is_asked else None
         if found is None:
             return False
         self._blame(*found)

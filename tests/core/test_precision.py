@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.precision import NoFloat32, Shift, cast_weights, float32_forwards
+from gradloc.core.precision import NoFloat32, Shift, cast_bytes, cast_weights, float32_forwards
 from gradloc.core.sharding import reshard
 from tests.bare import build, random_batch, shard
 
@@ -134,6 +134,8 @@ def test_a_shift_moves_the_casts_exactly_and_no_weight():
         assert torch.equal(moved, exact(batch.tokens, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert len(cast_weights(model)) == len(list(model.parameters())) and cast_weights(exact) == []
+    largest = max(sum(param.numel() for param in part.parameters()) for part in (model.embedding, *model.blocks))
+    assert cast_bytes(model) == 4 * largest and cast_bytes(exact) == 0
 
 
 def test_a_forward_that_fails_leaves_everything_as_it_was():

@@ -58,6 +58,21 @@ def check(found, plants):
     assert found["restored"]
 
 
+@pytest.mark.parametrize("plants", list(CASES.values())[:2], ids=list(CASES)[:2])
+def test_they_are_named_in_half_precision_alone_where_a_kernel_takes_no_float32(plants):
+    found = search_planted("plain", plants, "bfloat16", masters="bfloat16", refuses=True)
+    assert found["places"] == sorted(plants) and found["verdict"] == "explained" and found["restored"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_so_are_they_on_two_ranks_that_both_hear_of_it(bare_world, layout):
+    given = {"layout": layout, "plants": CASES["three"], "dtype": "bfloat16", "refuses": True}
+    found, other = bare_world.run("tests.bare.scenarios.search_planted", **given)
+    assert found["places"] == other["places"] == sorted(CASES["three"]) and found["verdict"] == "explained"
+    assert found["restored"] and other["restored"] and found["cost"] == other["cost"]
+
+
 @pytest.mark.parametrize("plants", CASES.values(), ids=CASES)
 def test_culprits_are_named_where_even_weights_and_gradients_are_in_half_precision(plants):
     check(search_planted("plain", plants, "bfloat16", masters="bfloat16"), plants)
