@@ -27,7 +27,6 @@ from .candidates import (
     by_value,
     carried,
     carried_by,
-    confirmed,
     least_bound,
     leaves_much,
     masks_of,
@@ -181,7 +180,8 @@ class _AutoSearch:
         self, micro_batches: Sequence[int], known: ShareMap | None = None, refined: ShareMap | None = None
     ) -> ShareMap | None:
         task = self.task
-        if not task.can_afford(forwards=2 * len(micro_batches) + MOST_TO_SETTLE):
+        to_settle = MOST_TO_SETTLE if known is None and refined is None else 0
+        if not task.can_afford(forwards=2 * len(micro_batches) + to_settle):
             return None
         readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.culprits))
         sizes = task.increments if self.direction is task.gradient else None
@@ -210,8 +210,7 @@ class _AutoSearch:
         by_share_alone = [candidate for candidate in found if not candidate.is_weighed]
         if with_hints and not self.prober.is_wide or not found:
             hints = by_coefficient(task, _MAX_HINTS, [*named, *by_share_alone])
-            hints = apart(found, hints)
-            found = found + ([confirmed(task, shares, hint) for hint in hints] if shares.is_trusted else hints)
+            found = found + apart(found, hints)
         is_open = not by_share_alone or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
         most = (_MAX_HINTS if shares.is_trusted else task.max_culprits) if is_open else 0
         sizes = [part.abs().nan_to_num(nan=0.0, posinf=0.0) for part in shares.products] if most else []

@@ -16,7 +16,7 @@ import torch
 
 from ..core.certificate import is_subtracted
 from ..core.tracker import median_size
-from .share import LIKELY, ShareMap, shrunk
+from .share import ShareMap, shrunk
 from .task import Span, Task
 
 MUCH = 0.5  # of a spike: spans that carry less leave most of it to others
@@ -28,6 +28,7 @@ _BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
 _LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
 _TINY = 1e-300  # instead of a weight of 0
+_ORDINARY = 3.0  # the largest pull of a typical token in a batch that is not scaled: normed advantages are of order one
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
@@ -88,20 +89,6 @@ def weighed(task: Task, shares: ShareMap, named: Sequence[Span], found: list[Spa
     return [replace(candidate, is_weighed=True) for candidate in more]
 
 
-def confirmed(task: Task, shares: ShareMap, hint: Span) -> Span:
-    """A hint that its share confirms, with its bound; any other as it is.
-
-    The likeliest bound is a culprit's norm, and two standard errors below that the estimated norm is still twice a
-    culprit's (:func:`least_bound`). The coefficient had pointed at this token before, so it needs no backward.
-    """
-    norm = shares.square**0.5
-    product, variance = carried_by(task, shares, [hint])
-    least = product - LIKELY * variance**0.5
-    if product < task.culprit_norm * norm or least < (_BY_ESTIMATE * task.culprit_norm) ** 2:
-        return hint
-    return replace(hint, norm=least / norm, is_weighed=True)
-
-
 def least_bound(task: Task, norm: float, candidate: Span) -> float:
     """The least bound with which a candidate needs no backward of its own: a culprit's norm, or less for some tokens.
 
@@ -118,14 +105,12 @@ def least_bound(task: Task, norm: float, candidate: Span) -> float:
 def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     """How many candidates get a backward of their own, for their exact norm, though their bound names them.
 
-    All if they are two or three and shares are no finer than training. A single one needs none unless the certificate
-    will subtract its gradient: otherwise that is the spike less the residual. Of many, as many as cost an eighth of a
-    pass over the micro-batches.
+    All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
+    that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
     is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, sum(span.size for span in named))
-    is_to_prove = 1 < len(named) <= _MAX_VERIFIED and not task.prober.is_wide
-    if is_to_prove or (len(named) == 1 and is_used):
+    if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
     return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
@@ -160,6 +145,8 @@ def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
     """Return of each span whether its loss pulls some token far more than the batch's others.
 
     How a loss is averaged, such as over each row's tokens, is no pull: coefficients are taken over the tokens' weights.
+    A likelihood then pulls with 1, and a policy's loss with the advantage. Where such pulls are typical, the batch is
+    as it should be, and all spans stand out.
     """
     step, ranks = task.prober.step, task.prober.ranks
 
@@ -179,7 +166,7 @@ def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
     typical, mine = ranks.agree(local)
     known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
     usual = known[len(known) // 2] if known else 0.0
-    return [pull >= _ALIKE * usual for pull in (ranks.max(mine) if mine else [])]
+    return [usual <= _ORDINARY or pull >= _ALIKE * usual for pull in (ranks.max(mine) if mine else [])]
 
 
 def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:

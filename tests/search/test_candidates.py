@@ -5,7 +5,6 @@ import math
 import pickle
 import random
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -194,25 +193,6 @@ def test_a_token_whose_coefficient_points_at_it_is_weighed_from_a_culprit_s_prod
     assert weighed(task, SimpleNamespace(square=100.0, singled_out=None), (), []) == []
 
 
-@pytest.mark.parametrize(
-    ("product", "error", "bound"),
-    [
-        (20.0, 2.0, 1.6),  # two errors below, 16 is the square of twice a culprit's norm
-        (20.0, 2.01, 0.0),
-        (19.9, 0.0, 0.0),  # over ||R|| no culprit's norm
-        (-60.0, 0.0, 0.0),  # it takes something back, so its norm is not estimated by it
-    ],
-)
-def test_a_hint_that_its_share_confirms_needs_no_backward(product, error, bound):
-    task = one_rank([[[0.0, 1.0]]], culprit_norm=2.0)
-    of_token = [torch.tensor([[99.0, value]], dtype=torch.float64) for value in (product, error)]
-    shares = SimpleNamespace(square=100.0, products=of_token[:1], errors=of_token[1:])
-    hint = Span(0.0, "token", 0, 0, 1, 2)
-    told = candidates.confirmed(task, shares, hint)
-    assert told == replace(hint, norm=pytest.approx(bound), is_weighed=bound > 0)
-    assert (told.norm >= least_bound(task, 10.0, told)) == (bound > 0)
-
-
 def span_of(bound, span="token", size=1, **known):
     return Span(bound, span, 0, 0, 0, size, **known)
 
@@ -248,7 +228,7 @@ def test_few_have_a_backward_of_their_own(monkeypatch, num_named, is_used, num_m
     monkeypatch.setattr(candidates, "is_subtracted", lambda prober, norm, threshold, num: asked.append(num) or is_used)
     step = SimpleNamespace(num_micro_batches=num_micro_batches)
     spike = SimpleNamespace(grad_norm=9.0, threshold=4.0)
-    task = SimpleNamespace(culprit_norm=1.0, prober=SimpleNamespace(step=step, is_wide=False), spike=spike)
+    task = SimpleNamespace(culprit_norm=1.0, prober=SimpleNamespace(step=step), spike=spike)
     given = [span_of(1.0, "segment", 2)] * num_named + [span_of(0.9, "segment", 2)]
     assert most_verified(task, 1.0, given) == most and asked == [2 * num_named]
 
@@ -266,9 +246,11 @@ def test_spans_that_share_a_token_are_not_apart():
 
 
 def test_tokens_stand_out_by_what_their_loss_pulls_whatever_their_row_weighs():
-    task = one_rank([[[1.0, -12.0, 1.0, 0.5]], [[6.0, 6.0, 0.0, 0.0]]])
+    task = one_rank([[[9.0, -108.0, 9.0, 4.5]], [[54.0, 54.0, 0.0, 0.0]]])
     task.prober.step.token_weights = lambda index: torch.tensor([[1.0] * 4, [6.0, 6.0, 0.0, 0.0]][index : index + 1])
     assert stand_out(task, [token_at(0, 0, 1), token_at(0, 0, 2), token_at(1, 0, 0)]) == [True, False, False]
+    task.prober.step.token_weights = lambda index: torch.full((1, 4), (9.0, 54.0)[index])
+    assert stand_out(task, [token_at(0, 0, 2)]) == [True], "the loss pulls as a likelihood does"
 
 
 def test_the_largest_candidates_of_each_rank_travel_twice_as_many_as_may_be_named(monkeypatch):
