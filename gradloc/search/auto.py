@@ -404,7 +404,7 @@ class _AutoSearch:
             least = least_bound(self.task, self.norm, candidate)
             is_hint = candidate.norm < least
             num_hints -= is_hint
-            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1 + (0 if is_hint else num_hints)):
+            if (is_hint or num_verified < most) and self._can_verify(is_hint, num_hints):
                 num_verified += not is_hint
                 culprit = self.verify(candidate)
             elif is_hint:
@@ -420,6 +420,13 @@ class _AutoSearch:
                 if num_misses >= _MAX_MISSES:
                     break
         return has_named
+
+    def _can_verify(self, is_hint: bool, num_hints: int) -> bool:
+        """Whether one more backward may be spent; one that names nobody new only if that leaves another round."""
+        if is_hint or not self.is_going_on:
+            return self.task.can_afford(backwards=1 + (0 if is_hint else num_hints))
+        num = self.prober.step.num_micro_batches
+        return self.task.can_afford(forwards=2 * num + MOST_TO_SETTLE, backwards=1 + num_hints + num)
 
     def _is_subtracted(self, candidates: list[Span]) -> bool:
         """Whether the certificate will subtract several culprits' own gradients, and nothing but tokens makes them."""
