@@ -153,16 +153,16 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
     batch, planted = _planted(plan, healthy, Oracle(plain, healthy, loss), usual, draw)
     step, space, tracker = step_of(batch)
     norm, threshold = space.norm(), SPIKE * usual
-    told: Record = {
+    row: Record = {
         "seed": seed,
         **vars(plan),
         "planted": len(planted),
         "norm": norm / usual,
         "tokens": batch.num_tokens,
     }
-    told |= {"named": 0, "innocent": 0, "missed": 0, "cost": 0, "status": "no spike", "verdict": "", "problems": []}
+    row |= {"named": 0, "innocent": 0, "missed": 0, "cost": 0, "status": "no spike", "verdict": "", "problems": []}
     if norm <= threshold:
-        return told | {"seconds": time.perf_counter() - started}
+        return row | {"seconds": time.perf_counter() - started}
     before = [None if grad is None else local_shard(grad).clone() for grad in space.current()]
     spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     increments = tracker.increments(space, ranks, 1.0) if plan.is_tracked else None
@@ -197,10 +197,10 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
         *(["costs more than max_steps"] if cost > MAX_STEPS * max(3 * plan.micro_batches, _LIMIT_F) else []),
         *(["changes the gradient"] if not is_restored else []),
     ]
-    told |= {"named": len(named), "innocent": len(innocent), "cost": cost, "status": found.status}
-    told |= {"missed": len(set(planted) - set(named)), "verdict": certificate.verdict, "problems": problems}
-    told |= {"closure": None if found.shares is None else found.shares.closure, "why": found.stop_reason}
-    return told | {"path": [entry.phase for entry in found.path], "seconds": time.perf_counter() - started}
+    row |= {"named": len(named), "innocent": len(innocent), "cost": cost, "status": found.status}
+    row |= {"missed": len(set(planted) - set(named)), "verdict": certificate.verdict, "problems": problems}
+    row |= {"closure": None if found.shares is None else found.shares.closure, "why": found.stop_reason}
+    return row | {"path": [entry.phase for entry in found.path], "seconds": time.perf_counter() - started}
 
 
 # ---- how a world is made
@@ -337,9 +337,9 @@ def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None
     try:
         return world(seed, precision, search)
     except Exception as error:
-        told: Record = {"seed": seed, **vars(plan_of(seed, precision)), "named": 0, "cost": 0, "verdict": ""}
+        row: Record = {"seed": seed, **vars(plan_of(seed, precision)), "named": 0, "cost": 0, "verdict": ""}
         where = traceback.format_exc().splitlines()[-3:]
-        return told | {"status": "raised", "problems": [f"raises {error!r}"], "why": " ".join(where)}
+        return row | {"status": "raised", "problems": [f"raises {error!r}"], "why": " ".join(where)}
 
 
 def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str, Any] | None = None) -> list[Record]:

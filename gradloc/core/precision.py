@@ -57,13 +57,15 @@ def cast_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def cast_bytes(module: torch.nn.Module) -> int:
-    """Return what :func:`float32_forwards` takes for the casts of a layer, the largest: bytes."""
+    """Return what :func:`float32_forwards` takes for casts: of the largest layer, and of all that is in none. Bytes."""
     casts = _Casts(cast_weights(module), None)
-    most = 0
-    for _, places in casts.layers(unwrapped(module)):
+
+    def size(places: list[_Place]) -> int:
         weights: dict[int, Any] = {id(owner._parameters[name]): owner._parameters[name] for owner, name in places}
-        most = max(most, sum(4 * weight.numel() for weight in weights.values()))
-    return most
+        return sum(4 * weight.numel() for weight in weights.values())
+
+    layers, others = casts.places(unwrapped(module))
+    return size(others) + max(map(size, layers.values()), default=0)
 
 
 @contextmanager
@@ -216,23 +218,24 @@ def _widen_fsdp2(units: list[Any]) -> Callable[[], None]:
 
 @contextmanager
 def _cast_by_layer(module: torch.nn.Module, shift: Shift | None) -> Iterator[None]:
-    """Give each layer float32 copies of its weights while its forward runs.
+    """Give each layer float32 copies of its weights while its forward runs, and other modules all the time.
 
-    A layer is an entry of the model's outermost module lists, and each module outside of these with weights of its own.
+    A layer is an entry of the model's outermost module lists. The others, such as embedding and head, hold weights that
+    trainers also read without that module's forward.
     """
     model, casts = unwrapped(module), _Casts(cast_weights(module), shift)
-    handles = []
-    if casts.is_needed or any(isinstance(unit, FSDP1 | FSDPModule) for unit in module.modules()):
-        handles.append(model.register_forward_pre_hook(_wide_inputs, with_kwargs=True))
-    for layer, parts in casts.layers(model):
-        handles.append(layer.register_forward_pre_hook(lambda *_, parts=parts: casts.widen(parts)))
-        handles.append(layer.register_forward_hook(lambda *_, parts=parts: casts.narrow(parts), always_call=True))
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: casts.narrow([*casts.kept]))
+        if casts.is_needed or any(isinstance(unit, FSDP1 | FSDPModule) for unit in module.modules()):
+            stack.callback(model.register_forward_pre_hook(_wide_inputs, with_kwargs=True).remove)
+        layers, others = casts.places(model)
+        casts.widen(others)
+        for layer, parts in layers.items():
+            widened = layer.register_forward_pre_hook(lambda *_, parts=parts: casts.widen(parts))
+            stack.callback(widened.remove)
+            narrowed = layer.register_forward_hook(lambda *_, parts=parts: casts.narrow(parts), always_call=True)
+            stack.callback(narrowed.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        casts.narrow(list(casts.kept))
 
 
 def _wide_inputs(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -257,21 +260,19 @@ class _Casts:
     def is_needed(self) -> bool:
         return bool(self._weights)
 
-    def layers(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[_Place]]]:
-        """Yield each layer with the places of its weights."""
+    def places(self, model: torch.nn.Module) -> tuple[dict[torch.nn.Module, list[_Place]], list[_Place]]:
+        """Return the places of each layer's weights, and those of the weights that are in no layer."""
         if not self.is_needed:
-            return
+            return {}, []
         lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
         inner = {id(below) for part in lists for below in part.modules() if below is not part}
         outer = [layer for part in lists if id(part) not in inner for layer in part]
         taken = {id(below) for layer in outer for below in layer.modules()}
-        alone = [part for part in model.modules() if id(part) not in taken]
-        for layers, is_whole in ((outer, True), (alone, False)):
-            for layer in layers:
-                owners = layer.modules() if is_whole else [layer]
-                places = [(owner, name) for owner in owners for name in owner._parameters if self._is_cast(owner, name)]
-                if places:
-                    yield layer, places
+        others = [part for part in model.modules() if id(part) not in taken]
+        return {layer: self._of([*layer.modules()]) for layer in outer}, self._of(others)
+
+    def _of(self, owners: list[torch.nn.Module]) -> list[_Place]:
+        return [(owner, name) for owner in owners for name in owner._parameters if self._is_cast(owner, name)]
 
     def _is_cast(self, owner: torch.nn.Module, name: str) -> bool:
         return id(owner._parameters[name]) in self._weights

@@ -18,8 +18,8 @@ def test_a_seed_draws_the_same_world_again_and_seeds_draw_all_kinds():
 
 
 def test_the_table_counts_what_is_right_and_what_it_costs():
-    told = markdown([ROW, {**ROW, "cost": 20, "problems": ["names an innocent"]}, {**ROW, "status": "no spike"}])
-    assert "| bfloat16 | 2 | 1 | 50.0% | 1 | 0 | 15.0 |" in told and "float32" not in told
+    text = markdown([ROW, {**ROW, "cost": 20, "problems": ["names an innocent"]}, {**ROW, "status": "no spike"}])
+    assert "| bfloat16 | 2 | 1 | 50.0% | 1 | 0 | 15.0 |" in text and "float32" not in text
 
 
 def test_an_error_in_a_world_is_a_problem_and_ends_nothing(monkeypatch):

@@ -124,7 +124,7 @@ def test_a_shift_moves_the_casts_exactly_and_no_weight():
     model, batch = build("tiny").to(BF16), random_batch(build("tiny"), rows=4)
     before, exact = copy.deepcopy(model), copy.deepcopy(model).float()
     torch.manual_seed(1)
-    along = {id(param): torch.randn_like(param) for param in model.parameters()}
+    along, head = {id(param): torch.randn_like(param) for param in model.parameters()}, model.head.weight
     with torch.no_grad():
         for param, of in zip(exact.parameters(), model.parameters(), strict=True):
             param.add_(along[id(of)].float(), alpha=1e-5)
@@ -134,8 +134,10 @@ def test_a_shift_moves_the_casts_exactly_and_no_weight():
         assert torch.equal(moved, exact(batch.tokens, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert len(cast_weights(model)) == len(list(model.parameters())) and cast_weights(exact) == []
-    largest = max(sum(param.numel() for param in part.parameters()) for part in (model.embedding, *model.blocks))
-    assert cast_bytes(model) == 4 * largest and cast_bytes(exact) == 0
+    one, *_, whole = (sum(param.numel() for param in part.parameters()) for part in (*model.blocks, model))
+    assert cast_bytes(model) == 4 * (whole - one) and cast_bytes(exact) == 0, "of two layers one at a time"
+    with float32_forwards(model, Shift(directions, 1.0)):
+        assert torch.equal(model.head.weight, before.head.weight.float() + along[id(head)].float()), "as TRL reads it"
 
 
 def test_a_forward_that_fails_leaves_everything_as_it_was():
