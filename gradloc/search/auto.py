@@ -109,7 +109,7 @@ class _AutoSearch:
                 return
         if is_last_resort_allowed and (shares is None or shares.is_trusted):
             self._look_for_hidden()
-        elif self.result.culprits or not self._is_the_backward_s(shares):
+        elif self.result.culprits or shares is None or not self._is_the_backward_s(shares):
             self._fall_back("the shares do not add up to 1 and the loudest explain nothing", is_last_resort_allowed)
 
     # ---- stages

@@ -248,8 +248,9 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     num_probes = 0 if task.reran is not None else len(everything)
     if shares.unseen or task.unit != 1.0 or not task.can_afford(backwards=num_probes):
         return None
-    known = task.reran
-    norm, difference = _again(task) if known is None else (known.norm, known.difference)
+    known = None if task.reran is None else (task.reran.norm, task.reran.difference)
+    norm, difference = _again(task) if known is None or None in known else known
+    assert norm is not None and difference is not None
     if difference > _REPEATS:
         return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if not task.can_afford(forwards=2 * len(everything)):
