@@ -240,7 +240,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
             scatter = 4 * median(abs(value - was) for value in before)
             is_fall = fall is not None and was > 0 and max(now, end) < fall * was and was - now > scatter
             is_rise = rise is not None and was > 0 and min(now, end) > rise * was and now - was > scatter
-            at_once = abs(median(after[:3]) - median(before[-3:])) >= 0.5 * abs(now - was)
+            at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
             if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
                 best = abs(now - was), at, was, now
         if best is not None:
@@ -249,11 +249,11 @@ def _collapse(metrics: Metrics) -> Sign | None:
     if not found:
         return _drift(metrics)
     step, before_it, title, own, was, now = min(found)
-    between = f"at step {step}" if step - before_it <= 1 else f"between steps {before_it} and {step}"
-    rest = [f"{other[2]} at step {other[0]}" for other in sorted(found)[1:]]
-    also = f"; so did {' and '.join(rest)}" if rest else ""
+    between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
+    rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
+    also = f"; {' and '.join(rest)}, too" if rest else ""
     verb = "fell" if now < was else "rose"
-    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, for good{also}."
+    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
 
 
