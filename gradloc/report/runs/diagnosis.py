@@ -19,7 +19,7 @@ from ...words.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
 from .health import ranges
-from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, sound_loss
+from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, sound_loss, trainer_class
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
@@ -366,7 +366,8 @@ _SLACK = 120.0
 def turn_on(run: LoggedRun) -> str:
     """What switches GradLoc on in the run's trainer; empty for a trainer that has no line for it."""
     if is_trl(run.trainer):
-        return 'from gradloc.trl import GRPOTrainer; GRPOTrainer(..., gradloc="observe")'
+        name = trainer_class(run.metrics)
+        return f'from gradloc.trl import {name}; {name}(..., gradloc="observe")'
     return ON if run.trainer.startswith("verl") else ""
 
 

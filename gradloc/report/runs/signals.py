@@ -5,6 +5,7 @@ Each finding is a kind of :data:`~.spikes.KINDS` and a sentence that names what 
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -47,6 +48,20 @@ class Sign:
     """The first step that shows it."""
     before: int | None = None
     """Where to go back: to a checkpoint from before this step; None where that does not help."""
+
+
+def is_supervised(metrics: Metrics) -> bool:
+    """Whether nothing that a run logs is of rollouts, rewards or a policy."""
+    known = (*SCORES, *REFERENCE_KL, LENGTH, "actor/ppo_kl", "actor/pg_clipfrac")
+    has_words = any(re.search(r"policy|actor/|reward|rollout", name.lower()) for name in metrics.own_names)
+    return bool(metrics) and not has_words and not any(metrics.logged(name) for name in known)
+
+
+def trainer_class(metrics: Metrics) -> str:
+    """TRL's trainer that logs such metrics."""
+    if any("rewards/margins" in name or "rewards/chosen" in name for name in metrics.series):
+        return "DPOTrainer"
+    return "SFTTrainer" if is_supervised(metrics) else "GRPOTrainer"
 
 
 def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
