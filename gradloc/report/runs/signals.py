@@ -6,7 +6,7 @@ Each finding is a kind of :data:`~.spikes.KINDS` and a sentence that names what 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -90,6 +90,17 @@ def sound_loss(metrics: Metrics, first: int) -> str:
         else f"{number(min(values), 3)} to {number(max(values), 3)}"
     )
     return f"{metrics.called.get(name, name)} is finite in {plural(len(values), 'row')} from step {first} on ({span})"
+
+
+def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
+    """Where a loss is that was NaN, in a trainer that does not log it as such; empty where that is not known."""
+    name, logged = loss_of(run.metrics)
+    zeros = [step for step, value in logged if value == 0 and step in lost]
+    if zeros:
+        return f"{name} is 0 at {'step' if len(zeros) == 1 else 'steps'} {ranges(zeros)}: a Trainer writes 0 for a NaN."
+    if not logged and run.format.startswith("Megatron"):
+        return "The loss is not in these rows: Megatron leaves it out where it is NaN."
+    return ""
 
 
 def begins(run: LoggedRun) -> str:
