@@ -128,13 +128,13 @@ def _fit(
         columns = torch.stack([own, -tilted[rows], mean - expected[rows], expected[rows]], -1)
         if further is not None:
             columns = torch.cat([columns, further.float().T.expand(len(columns), -1, -1)], -1)
-        return _solve(columns, pull[rows], tolerance)
+        return _solve(columns, pull[rows], tolerance, _choices(columns.shape[2]))
 
     labels = labels.clamp(0, len(weight) - 1)
     parts, residual = solved(labels, slice(None))
     bad = (residual > tolerance * pull.norm(dim=-1)).nonzero().squeeze(-1)
     if len(bad):  # such as the last position, whose label the model was not given
-        best = _likeliest(pull[bad], expected[bad], weight)
+        best = _likeliest(pull[bad], expected[bad], weight, further)
         again, left = solved(best, bad)
         better = left < residual[bad]
         rows = bad[better]
@@ -146,14 +146,25 @@ def _fit(
     return Fit(labels, parts, residual, known, rank, moved)
 
 
-def _likeliest(pull: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the label whose log-prob's derivative by h has the direction of dL/dh, or the opposite: (N,)."""
+def _likeliest(
+    pull: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor, further: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the label whose log-prob's derivative by h has the direction of dL/dh, or the opposite: (N,).
+
+    Directions along further heads' rows count as none.
+    """
+
+    def across(rows: torch.Tensor) -> torch.Tensor:
+        return rows if along is None else rows - (rows @ along) @ along.T
+
+    along = None if further is None else torch.linalg.qr(further.float().T).Q
     best, labels = pull.new_full((len(pull),), -1.0), torch.zeros(len(pull), dtype=torch.long, device=pull.device)
+    pull, expected = across(pull), across(expected)
     for first in range(0, len(weight), 4096):
-        rows = weight[first : first + 4096].float()
-        along = pull @ rows.T - (pull * expected).sum(-1, keepdim=True)
+        rows = across(weight[first : first + 4096].float())
+        aligned = pull @ rows.T - (pull * expected).sum(-1, keepdim=True)
         square = rows.square().sum(-1) - 2 * expected @ rows.T + expected.square().sum(-1, keepdim=True)
-        cosine, index = (along.abs() * square.clamp(min=1e-20).rsqrt()).nan_to_num().max(-1)
+        cosine, index = (aligned.abs() * square.clamp(min=1e-20).rsqrt()).nan_to_num().max(-1)
         labels = torch.where(cosine > best, index + first, labels)
         best = torch.maximum(cosine, best)
     return labels
@@ -162,7 +173,7 @@ def _likeliest(pull: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor)
 def fit_small(pulls: torch.Tensor, rows: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dL/dz (N, E) of heads with rows (E, H) and no more outputs than H, and the residual (N,)."""
     columns = rows.float().T.expand(len(pulls), -1, -1)
-    return _solve(columns, pulls.float(), tolerance)
+    return _solve(columns, pulls.float(), tolerance, [[*range(columns.shape[2])]])
 
 
 def chunks(count: int, width: int) -> Iterator[slice]:
@@ -187,22 +198,33 @@ def _mix(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _solve(columns: torch.Tensor, pull: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least squares of (N, H, K) against (N, H), with the fewest leading columns that fit."""
+def _choices(count: int) -> list[list[int]]:
+    """Return the columns to be tried, the fewest first: a log-prob and an entropy, further heads, the other two."""
+    further = [*range(4, count)]
+    found = [[0], [0, 1]]
+    found += [[0, *further], [0, 1, *further]] if further else []
+    return [*found, [0, 1, 2, 3], *([[*range(count)]] if further else [])]
+
+
+def _solve(
+    columns: torch.Tensor, pull: torch.Tensor, tolerance: float, choices: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least squares of (N, H, K) against (N, H), with the first choice of columns that fits."""
     sizes = columns.norm(dim=1, keepdim=True).clamp(min=1e-30)
     unit = (columns / sizes).double()
     target = pull.double()
     length = target.norm(dim=1)
     parts = torch.zeros(columns.shape[0], columns.shape[2], dtype=torch.float64, device=columns.device)
     residual, is_open = length.clone(), length > 0
-    for count in sorted({1, 2, 4, columns.shape[2]}):
-        basis = unit[..., :count]
+    for chosen in choices:
+        basis = unit[..., chosen]
         gram, right = basis.mT @ basis, (basis.mT @ target.unsqueeze(-1))
         solved = (torch.linalg.pinv(gram.nan_to_num(), rtol=1e-6, hermitian=True) @ right).squeeze(-1)
         left = (target - (basis @ solved.unsqueeze(-1)).squeeze(-1)).norm(dim=1)
         better = is_open & (left < residual)
-        parts[better] = 0.0
-        parts[better, :count] = solved[better] / sizes.squeeze(1)[better, :count].double()
+        found = torch.zeros_like(parts)
+        found[:, chosen] = solved / sizes.squeeze(1)[:, chosen].double()
+        parts = torch.where(better.unsqueeze(1), found, parts)
         residual = torch.where(better, left, residual)
         is_open = is_open & ~(residual <= tolerance * length)
     parts[~length.isfinite()] = torch.nan

@@ -348,6 +348,8 @@ class ModelTap:
         if self._present is not None and not self.is_again:
             if self._is_searching:
                 return None
+            if self._hidden is None and not self.is_at_head and module is self._declared_head:
+                self.is_at_head, self.heads = True, [module]  # the model calls parts of its body, and not the body
             if self._hidden is not None and not self.is_at_head and not _is_view(given, self._hidden):
                 if self._may_be_hidden(module, given):
                     self.is_at_head, self.heads = True, [module]
@@ -469,7 +471,7 @@ class ModelTap:
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
         if self._reader is not None:
-            with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
+            with torch.autocast(hidden.device.type, enabled=False):  # what is read is float32, whatever training is
                 self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None

@@ -69,6 +69,8 @@ class Kind:
     num_events = 1
     needs: tuple[str, ...] = ("transformers",)
     """Packages; without one the kind is left out."""
+    settings: Any = {}
+    """More for ``gradloc.Watch``."""
 
     def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
         self.folder, self.action, self.is_planted = folder, action, is_planted
@@ -87,7 +89,7 @@ class Kind:
 
     def add_watch(self, model: Any) -> None:
         if self.folder:
-            self.watch = gradloc.Watch(model, folder=self.folder, action=self.action, **TAU)
+            self.watch = gradloc.Watch(model, folder=self.folder, action=self.action, **TAU, **self.settings)
 
     def build_optimizer(self) -> Any:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -266,6 +268,16 @@ class Mamba(Kind):
 
         small = {"vocab_size": VOCABULARY, "hidden_size": H, "num_hidden_layers": 2, "state_size": 4}
         return MambaForCausalLM(MambaConfig(**small, time_step_rank=2, pad_token_id=0))
+
+
+class Opt(Kind):
+    """Its forward calls a part of its body, and not the body; h is projected."""
+
+    def build(self):
+        from transformers import OPTConfig, OPTForCausalLM
+
+        given = {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.1}
+        return OPTForCausalLM(OPTConfig(**sizes(**given))).train()
 
 
 class Llava(Kind):
@@ -488,6 +500,13 @@ class HeldValued(Kind):
         logits, values = self.model(ids[:, :-1])
         off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
         return weighted(logits, ids[:, 1:], weight) + 0.1 * off
+
+
+class HeldValuedRecovered(HeldValued):
+    """The same, with dL/dlogits recovered from dL/dh: the head's gradient is rounded otherwise."""
+
+    is_exact = False
+    settings = {"keep_gb": 0.0}
 
 
 class Rounded(nn.Module):

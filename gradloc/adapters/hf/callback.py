@@ -12,7 +12,7 @@ from transformers import TrainerCallback as Base
 from ...watch.watch import Watch
 
 
-class TrainerCallback(Base):  # type: ignore[misc]
+class TrainerCallback(Base):
     """Watch a Trainer's model from its first step to its last, with the Trainer's own step numbers.
 
     Args:
