@@ -619,7 +619,7 @@ class Found:
     """Whether that is within the certificate's own bound, and a millionth for rounding."""
     taken: str
     apart: float
-    """The gradient that ``mask`` gave the optimizer, against the truth's, relative; NaN: it was not masked."""
+    """The gradient that the optimizer got under ``mask`` against the truth's, relative; NaN: it was not masked."""
     said: str
 
 

@@ -471,7 +471,7 @@ class ModelTap:
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
         if self._reader is not None:
-            with torch.autocast(hidden.device.type, enabled=False):  # what is read is float32, whatever training is
+            with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
                 self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None
