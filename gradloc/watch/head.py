@@ -120,8 +120,8 @@ def _fit(
     log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
-    expected, mean = _mix(probs, weight), weight.float().mean(0)
-    tilted = _mix(probs * (log_probs + entropy), weight)
+    expected, mean = mixed(probs, weight), weight.float().mean(0)
+    tilted = mixed(probs * (log_probs + entropy), weight)
 
     def solved(labels: torch.Tensor, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         own = weight[labels].float() - expected[rows]
@@ -186,11 +186,11 @@ def chunks(count: int, width: int) -> Iterator[slice]:
 def typical_size(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the median norm of d log_prob / dh at these positions (N, H), of arbitrary labels: a scalar."""
     labels = torch.arange(len(hidden), device=hidden.device) % len(weight)
-    expected = _mix(precise_linear(hidden, weight, bias).softmax(-1), weight)
+    expected = mixed(precise_linear(hidden, weight, bias).softmax(-1), weight)
     return (weight[labels].float() - expected).norm(dim=-1).median()
 
 
-def _mix(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def mixed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply (N, V) in float32 by a weight (V, H) of any precision, some rows of it at a time."""
     out = values.new_zeros(len(values), weight.shape[1])
     for first in range(0, len(weight), 4096):

@@ -12,6 +12,7 @@ Shapes: B rows, T positions, H hidden size, V vocabulary, W a head's outputs. A 
 on may do so for a window of the positions, as ``logits[:, :-1]`` is one: its mask is then (B, T').
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 from ..core.precise import precise_linear
 from ..core.ranks import Ranks
 from ..core.step import Numerics, Outputs, Recorded
-from .head import Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, potentials
+from .head import Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
 from .step import LoopMicroBatch, LoopStep, brief_of
 from .taps import Forwarded, Graph, ModelTap, Zero
 
@@ -62,6 +63,8 @@ class TapMicroBatch(LoopMicroBatch):
     """<dL/dh, h> of all positions, flat, as training had them."""
     biases: torch.Tensor | None = None
     """<dL/dz, bias> of all positions, flat, as far as dL/dz is known."""
+    unexplained: float = math.inf
+    """Squared norm of dL/dh less what dL/dz of the heads brings it; inf where some dL/dz is not known."""
     sizes: torch.Tensor | None = None
     """Of all positions, flat: what a read number is multiplied by in the loss."""
 
@@ -168,12 +171,13 @@ class TapStep(LoopStep):
         off = sum(float(found.residual.double().square().sum()) for found in founds)
         whole = sum(float(made.forwarded.norms.double().square().sum()) for made in micro_batches)
         has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in founds)
-        off, whole, rest = self.ranks.sum([off, whole, float(has_rest)])
+        unexplained = sum(made.unexplained for made in micro_batches)
+        off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
         self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
         is_labelled = self.ranks.all(all(made.labels is not None for made in micro_batches))
-        pulls = [made.forwarded.head_pulls for made in micro_batches]
-        is_kept = self.ranks.all(all(each and not any(pull is None for pull in each) for each in pulls))
-        is_formed = is_labelled and not self.residual > _TIMES * fits(micro_batches[0].dtype)
+        most = _TIMES * fits(micro_batches[0].dtype)
+        is_kept = unexplained != math.inf and not unexplained > most**2 * whole
+        is_formed = is_labelled and not self.residual > most
         self.form = FORMS[0] if is_formed else FORMS[1] if is_kept else FORMS[2]
         for made in micro_batches:
             self.ranks.agree(partial(self._record, made))
@@ -183,6 +187,7 @@ class TapStep(LoopStep):
         self._fit(made, hidden, heads)
         self._fill_small_heads(made)
         made.biases = self._biases(made)
+        made.unexplained = self._unexplained(made)
 
     def _fit(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit its dL/dh."""
@@ -272,6 +277,21 @@ class TapStep(LoopStep):
         made.recorded = recorded
         given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
         made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
+
+    @staticmethod
+    def _unexplained(made: TapMicroBatch) -> float:
+        """See :attr:`TapMicroBatch.unexplained`: more than rounding where a path to the loss leads through no head."""
+        forwarded = made.forwarded
+        if not forwarded.head_pulls or any(pull is None for pull in forwarded.head_pulls):
+            return math.inf  # not a number is what a gradient that is not finite leaves
+        assert made.dots is not None
+        rest = forwarded.pull.to(made.dots.device, torch.float32, copy=True).reshape(-1, forwarded.pull.shape[-1])
+        for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
+            where, weight = place.positions(rest.device).reshape(-1), module.weight
+            flat = pull.reshape(len(where), -1)
+            for part in chunks(len(flat), len(weight)):
+                rest.index_add_(0, where[part], mixed(flat[part].float(), weight), alpha=-1.0)
+        return float(rest.double().square().sum())
 
     def _biases(self, made: TapMicroBatch) -> torch.Tensor:
         """<dL/dz, bias> of each position, flat: a constant, by which <dL/dz, z> differs from <dL/dh, h>."""
