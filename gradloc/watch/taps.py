@@ -475,6 +475,9 @@ class ModelTap:
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
         if self._reader is not None:
+            for head in self.heads:
+                if isinstance(head, FSDPModule):  # sharded by itself, it would be whole in its own forward alone
+                    head.unshard()
             self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None
