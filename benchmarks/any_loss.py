@@ -33,7 +33,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 import gradloc
 from benchmarks.run import table
@@ -216,12 +217,13 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def wrapped(model: Any, layout: str) -> Any:
     if layout == "ddp":
         return DDP(model)
+    layers = getattr(model, "model", model).layers
     if layout == "fsdp2":
-        for layer in model.model.layers:
+        for layer in layers:
             fully_shard(layer)
         return fully_shard(model)
     if layout == "fsdp1":
-        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        policy = ModuleWrapPolicy({type(layers[0])})
         return FSDP1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
     return model
 
@@ -293,6 +295,16 @@ class ValueOutlier(Valued):
         far = torch.where(micro_batch.weight > 1, micro_batch.weight, micro_batch.noise)
         value_losses = functional.mse_loss(values.float(), far, reduction="none")
         return ((value_losses - log_probs(logits.float(), micro_batch.ids)) * (micro_batch.weight > 0)).sum()
+
+
+class DeepValued(Valued):
+    """A value head of two layers behind dropout, as trl's."""
+
+    def build(self):
+        model = WithValues(self.config)
+        first, last = torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, 1)
+        model.value = torch.nn.Sequential(torch.nn.Dropout(0.1), first, torch.nn.Tanh(), last)
+        return model
 
 
 class Entropy(Loop):
@@ -421,6 +433,68 @@ class Fused(Loop):
         return (functional.cross_entropy(logits, labels, reduction="none") * micro_batch.weight.flatten()).sum()
 
 
+class FusedModel(LlamaForCausalLM):
+    """Returns each position's loss, and calls no head."""
+
+    def forward(self, input_ids, labels):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = functional.linear(hidden.flatten(0, 1), self.lm_head.weight).float()
+        return functional.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
+
+
+class FusedInside(Loop):
+    """As liger's: the model's own forward does so."""
+
+    def build(self):
+        return FusedModel(self.config)
+
+    def loss(self, micro_batch):
+        labels = functional.pad(micro_batch.ids[:, 1:], (0, 1))
+        return (self.model(input_ids=micro_batch.ids, labels=labels) * micro_batch.weight).sum()
+
+
+class Checkpointed(Chunked):
+    """The head and the loss of some rows at a time, computed again in the backward."""
+
+    def loss(self, micro_batch):
+        hidden = self.model.model(input_ids=micro_batch.ids).last_hidden_state
+        labels = functional.pad(micro_batch.ids[:, 1:], (0, 1)).flatten()
+        parts = zip(hidden.flatten(0, 1).split(5), labels.split(5), micro_batch.weight.flatten().split(5), strict=True)
+
+        def part(rows, wanted, weight):
+            return (functional.cross_entropy(self.model.lm_head(rows), wanted, reduction="none") * weight).sum()
+
+        return sum(checkpoint(part, *each, use_reentrant=False) for each in parts)
+
+
+class Contrastive(Loop):
+    """No head: a row's mean hidden state is to be near another's; a planted position counts for more in its mean."""
+
+    is_one_term = True
+
+    def build(self):
+        return LlamaModel(self.config)
+
+    def head(self):
+        return self.bare.embed_tokens
+
+    def batch(self, step):
+        self.is_planted_step = step == self.num_steps
+        for index, micro_batch in enumerate(super().batch(step)):
+            self.index = self.rank * self.count + index
+            yield micro_batch
+
+    def loss(self, micro_batch):
+        hidden = self.model(input_ids=micro_batch.ids).last_hidden_state.float()
+        for index, row, position in self.without if self.is_planted_step else ():
+            if index == self.index:
+                keep = torch.ones_like(micro_batch.weight, dtype=torch.bool)
+                keep[row, position] = False
+                hidden = torch.where(keep.unsqueeze(-1), hidden, hidden.detach())
+        means = (hidden * micro_batch.weight.unsqueeze(-1)).mean(1)
+        return (means - micro_batch.teacher.mean(1)[:, :HIDDEN]).abs().sum()
+
+
 # ---- what happens to the gradient
 
 
@@ -506,6 +580,7 @@ KINDS: dict[str, type[Loop]] = {
     "z-loss": ZLoss,
     "value-head": Valued,
     "value-outlier": ValueOutlier,
+    "value-of-two-layers": DeepValued,
     "entropy-bonus": Entropy,
     "ppo-ratio-1": Ppo,
     "ppo-ratio-3": PpoFar,
@@ -514,6 +589,9 @@ KINDS: dict[str, type[Loop]] = {
     "reward-pair": RewardPair,
     "chunked": Chunked,
     "fused-head": Fused,
+    "fused-inside": FusedInside,
+    "checkpointed-chunks": Checkpointed,
+    "contrastive": Contrastive,
     "times-8": Times8,
     "clipped": Clipped,
     "clipped-by-group": Groups,
@@ -541,7 +619,7 @@ class Found:
     """Whether that is within the certificate's own bound, and a millionth for rounding."""
     taken: str
     apart: float
-    """The gradient that the optimizer was given under ``mask`` against the truth's, relative; NaN: it was not masked."""
+    """The gradient that the optimizer got under ``mask`` against the truth's, relative; NaN: it was not masked."""
     said: str
 
 

@@ -26,7 +26,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "unrepeatable": (("unrepeatable", "--seeds", "2"),),
     "cost": (_LOCALIZE, ("localization.cost", "{out}/localize.json")),
     "smollm2": (("localize", "--model", "smollm2", "--tokens", "128", "--ranks", "1"),),
-    "shapes": (("shapes", "--steps", "1", "--groups", "2"),),
     "healthy": (("healthy", "--pairs", "600"),),
     "spiking": (("spiking", "--dtype", "float32"),),
     "spiking-bfloat16": (("spiking", "--dtype", "bfloat16"),),

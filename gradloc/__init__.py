@@ -13,8 +13,12 @@ __version__ = "0.4.0"
 
 logging.getLogger(__name__).setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))  # of all loggers in here, as verl's own
 
-_FACE = {"Watch": "watch", "TrainerCallback": "callback", "token_log_probs": "log_probs"}
-"""What a loop calls, and the module of ``gradloc.watch`` that has it: torch is imported when it is first asked for."""
+_FACE = {
+    "Watch": "watch.watch",
+    "token_log_probs": "watch.log_probs",
+    "TrainerCallback": "adapters.hf.callback",
+}
+"""What a loop calls, and the module that has it: torch is imported when it is first asked for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +26,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.watch.{_FACE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_FACE[name]}"), name)

@@ -41,7 +41,8 @@ def plain(value: Any) -> Any:
 
 
 def _dumps(value: Any, **kwargs: Any) -> str:
-    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **kwargs)
+    text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **kwargs)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a path's bytes that UTF-8 does not know, as JSON
 
 
 class EventStore:

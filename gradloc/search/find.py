@@ -7,7 +7,7 @@ had looked.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..core.certificate import judge
@@ -101,7 +101,7 @@ def localize(
             is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
             result.rest = space.keep() if is_left else None
         if outside:
-            result.certificate = _without_head(result.certificate, outside)
+            result.certificate = _without(result.certificate, outside, held.unsearched)
         elif getattr(held, "apart", 0.0):
             result.certificate = _with_error(result.certificate, held.apart)
         # entropies take forwards, which bisection, for want of memory, does not run
@@ -125,11 +125,13 @@ def localize(
     return result
 
 
-def _without_head(found: Certificate, outside: float) -> Certificate:
+def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certificate:
     """A certificate that leaves the verdict open, since a part of the gradient was no part of the search."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     why = (
-        f"the head's own gradient, of norm {outside:.3g}, is no part of the search: the loss is not made of log-probs, "
-        f"and dL/dlogits was not kept (keep_gb); below the head the norm is {found.norm_before:.3g} with the culprits"
+        f"the gradient of {names[0]}{more}, of norm {outside:.3g}, is no part of the search: behind the last hidden "
+        "state it is known of heads that are called on it, whose loss is made of log-probs or whose dL/dlogits were "
+        f"kept (keep_gb); without that part the norm is {found.norm_before:.3g} with the culprits"
     )
     why += f" and {found.norm_after:.3g} without them" if found.norm_after is not None else ""
     return replace(found, norm_after=None, error_bound=None, verdict="undecided", reason=why)

@@ -40,7 +40,7 @@ def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s
     except OSError as error:
         raise AlertFailed(f"it did not start: {error.strerror}") from None
     try:
-        process.communicate(stdin.encode("utf-8"), timeout=timeout_s)
+        process.communicate(stdin.encode("utf-8", "backslashreplace"), timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -144,12 +144,12 @@ def _install() -> None:
                 if hasattr(place, name):
                     setattr(place, name, ours)
 
-    of_fsdp1 = FSDP1.clip_grad_norm_
+    fsdp1_clip = FSDP1.clip_grad_norm_
 
-    @wraps(of_fsdp1)
+    @wraps(fsdp1_clip)
     def seen_fsdp1(self: FSDP1, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norm = of_fsdp1(self, max_norm, norm_type)
-        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: of_fsdp1(self, max_norm)))
+        norm = fsdp1_clip(self, max_norm, norm_type)
+        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: fsdp1_clip(self, max_norm)))
         return norm
 
     FSDP1.clip_grad_norm_ = seen_fsdp1  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ def hold_against(
     factors = _clip_factors(space, clips, own)
     again, dots = space.squares_and_dots(before)
     given = space.squares(before)
-    outside = _outside(step, space)
+    outside = _outside(step, space, again, given)
     step.unsearched_norm = math.sqrt(float((given[outside] / factors[outside] ** 2).sum()))
     again[outside] = dots[outside] = given[outside] = 0.0
     is_by_value = any(call.is_by_value for call in clips)
@@ -98,12 +98,18 @@ def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) 
     return space.reduce(local)
 
 
-def _outside(step: TapStep, space: GradientSpace) -> list[int]:
-    """Parameters whose gradient the search has no part of: the head's, where dL/dz is not known."""
-    if step.form != "hidden":
-        return []
-    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
-    return [index for index, param in enumerate(space.params) if id(param) in heads]
+def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: torch.Tensor) -> list[int]:
+    """Return the parameters whose gradient the search has no part of: the head's, where dL/dz is not known, and those
+    behind the last hidden state that no head called on it has, such as a value head's behind dropout."""
+    tap, params = step.tap, space.params
+    heads = {id(param) for head in tap.heads for param in head.parameters()}
+    found = [index for index, param in enumerate(params) if id(param) in heads] if step.form == "hidden" else []
+    if tap.body is not None:
+        below = {id(param) for param in tap.body.parameters()} | heads
+        known = [index for index, param in enumerate(params) if id(param) not in below]
+        found += [index for index in known if again[index] == 0 and given[index] > 0]
+    step.unsearched = tuple(space.names[index] for index in found)
+    return found
 
 
 def _exact(factor: float) -> float:

@@ -92,7 +92,9 @@ class TapStep(LoopStep):
         self.apart = 0.0
         """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
-        """Of the head's own gradient, where it is no part of the search."""
+        """Of the gradient of :attr:`unsearched`."""
+        self.unsearched: tuple[str, ...] = ()
+        """Parameters whose gradient is no part of the search: the head's, where dL/dz is not known."""
         self.spent = 0, 0
         """Forwards and backwards of a micro-batch that a look took before its search."""
         self.residual = 0.0

@@ -216,9 +216,6 @@ class ModelTap:
         """On tensors of the present forward."""
         self._handles: list[Any] = []
         self._attached: list[torch.nn.Module] = []
-        self.attach(model)
-        if hidden is None and _held(inner) is not inner:
-            self._listen(_held(inner))
         if self.body is not None:
             self._add(self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
             self._add(self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
@@ -229,6 +226,9 @@ class ModelTap:
         for part in candidates:
             self._add(part.register_forward_pre_hook(_Hook(self, "_before_head")))
             self._add(part.register_forward_hook(_Hook(self, "_after_head")))
+        self.attach(model)  # behind the body's, which the model may be itself
+        if hidden is None and _held(inner) is not inner:
+            self._listen(_held(inner))
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Take this module's calls for training's, such as a wrapper's that is made later."""
@@ -338,7 +338,7 @@ class ModelTap:
             if not self.is_at_head:
                 self._hidden = hidden
                 self._hook(hidden)
-            if self._present.module is module:  # as chunked losses call it
+            if self._present.module is module and module not in self._attached:  # as chunked losses call it
                 self._close()
                 self._is_over = self._present.is_body_alone = True
         return None
@@ -402,7 +402,7 @@ class ModelTap:
 
     def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         present = self._present
-        if self._graph is not None and module is not self.body:
+        if self._graph is not None and (module is not self.body or module in self._attached):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             auxiliary = _auxiliary(output)
             self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
@@ -478,7 +478,8 @@ class ModelTap:
             for head in self.heads:
                 if isinstance(head, FSDPModule):  # sharded by itself, it would be whole in its own forward alone
                     head.unshard()
-            self._reader(hidden.detach(), self.heads)
+            with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
+                self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None
         if self._graph.hidden is not None:
@@ -487,8 +488,9 @@ class ModelTap:
         return self._graph.cut
 
     def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
+        """Whether the model's own head is called on something else than its body's output."""
         assert self._hidden is not None
-        return given.requires_grad and module is not None and given.dim() == self._hidden.dim()
+        return module is self._declared_head and given.requires_grad and given.dim() == self._hidden.dim()
 
     @torch.no_grad()
     def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
@@ -596,6 +598,8 @@ def _found_parts(
     head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
     body = getattr(plain, "base_model", None)
     body = innermost(body) if isinstance(body, torch.nn.Module) else None
+    if body is plain and head is None and hasattr(plain, "config"):  # a body that is trained without a head
+        return body, None
     is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
     return body if is_body else None, head
 

@@ -665,7 +665,8 @@ def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
     run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
     driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
     driver.action_key = "action"
-    print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
+    root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
+    print(f"gradloc: on ({settings.action.mode}); events go to {root}", flush=True)
     return driver
 
 

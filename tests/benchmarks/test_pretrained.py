@@ -4,9 +4,7 @@
 import pytest
 import torch
 
-from benchmarks import shapes
 from benchmarks.localization.pretrained import Pretrained, continued
-from benchmarks.run import Progress
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
@@ -32,14 +30,3 @@ def test_a_planted_token_is_found_and_its_own_backward_agrees(model):
     found = localize(step, space, Ranks(), Spike("fixed", norm, norm / 10, norm, batch.num_tokens), 1.0)
     assert [batch.place(token, 1, 2) for token in found.tokens] == [(2, 3)]
     assert found.culprits[0].norm == pytest.approx(oracle.norm((2, 3)), rel=1e-4)
-
-
-def test_the_tokens_of_a_step_add_up_to_it(model):
-    torch.manual_seed(0)
-    rows = [shapes.Row(torch.randint(96, (5,)), torch.randint(96, (4,)), advantage) for advantage in (1.0, -0.5)]
-    step = shapes.measure(model, rows, Progress(8))
-    found = shapes.summary(step)
-    assert (found["rows"], found["tokens"]) == (2, 8)
-    assert found["closure"] == pytest.approx(1.0, abs=1e-4)
-    assert min(step["norm"]) > 0 and found["largest_norm"] <= 8
-    assert shapes.spearman(torch.arange(5.0), torch.arange(5.0).exp()) == pytest.approx(1.0)

@@ -192,6 +192,18 @@ def test_an_engine_with_its_own_parameters_sums_replicas_gradients_unless_it_say
     assert Engine().are_summed
 
 
+def test_an_inner_product_of_half_precision_is_summed_in_a_finer_one():
+    model = torch.nn.Linear(300, 40, dtype=torch.bfloat16)
+    space = GradientSpace(model)
+    generator = torch.Generator().manual_seed(0)
+    kept = [torch.randn(param.shape, generator=generator).bfloat16() for param in model.parameters()]
+    for param, other in zip(model.parameters(), kept, strict=True):
+        param.grad = other + torch.randn(param.shape, generator=generator).bfloat16()
+    _, dots = space.squares_and_dots(kept)
+    wanted = [float((p.grad.double() * k.double()).sum()) for p, k in zip(model.parameters(), kept, strict=True)]
+    assert dots.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
 def test_the_weights_square_is_exact_in_float64():
     torch.manual_seed(0)
     module = torch.nn.Linear(100, 100)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import healthy, mixtures, shapes, spiking, unrepeatable
+from benchmarks import healthy, mixtures, spiking, unrepeatable
 from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import __main__ as trigger
@@ -75,7 +75,6 @@ PARTS = {
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "benchmarks.md## A search in passes": ("cost", cost.markdown),
-    "shapes.md# What is typical": ("shapes", shapes.markdown),
 }
 """Of these tables the pages show rows; of the next, all."""
 WHOLE = {

@@ -3,6 +3,7 @@
 
 import gc
 import math
+import os
 import weakref
 from functools import partial
 
@@ -249,6 +250,10 @@ class Surrogate:
 @pytest.mark.parametrize("tokenizer", [Raising(), Surrogate()])
 def test_a_tokenizer_s_fault_costs_no_event(tokenizer, tmp_path):
     check(*watched(Loop, tmp_path, tokenizer=tokenizer))
+
+
+def test_a_run_s_folder_whose_name_is_no_text(tmp_path):
+    check(*watched(Loop, tmp_path / os.fsdecode(b"run\xff")))
 
 
 def test_a_record_that_fails_says_what_became_of_the_step(tmp_path, monkeypatch, caplog):

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.any_loss import KINDS, measure
 
-WITHOUT_CERTIFICATE = {"distilled"}
-"""Kinds of which the head's gradient is not known where dL/dlogits is not kept."""
+WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers"}
+"""Kinds of which the gradient of some head is not known."""
 HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
 LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
 DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
@@ -23,10 +23,10 @@ ON_RANKS = [
 def check(kind, found):
     assert (found.named, found.innocents) == (found.planted, 0), found
     if math.isnan(found.error):
-        assert kind in WITHOUT_CERTIFICATE and "the head's own gradient" in found.said and found.taken == "skip"
+        assert kind in WITHOUT_CERTIFICATE and "is no part of the search" in found.said and found.taken == "skip"
         return
     assert found.verdict == "explained" and found.is_within and found.taken == "mask", found
-    assert found.error < 1e-4 and found.apart < (5e-3 if kind in HALF else 1e-5), found
+    assert found.error < (5e-3 if kind in HALF else 1e-4) and found.apart < (5e-3 if kind in HALF else 1e-5), found
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,16 +9,16 @@ from typing import Any
 
 from transformers import TrainerCallback as Base
 
-from .watch import Watch
+from ...watch.watch import Watch
 
 
-class TrainerCallback(Base):  # type: ignore[misc]
+class TrainerCallback(Base):
     """Watch a Trainer's model from its first step to its last, with the Trainer's own step numbers.
 
     Args:
         folder: of the run; None: the Trainer's ``output_dir``.
-        action: as of :class:`.watch.Watch`.
-        settings: what else :class:`.watch.Watch` takes.
+        action: as of :class:`~...watch.watch.Watch`.
+        settings: what else :class:`~...watch.watch.Watch` takes.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, action: str = "observe", **settings: Any):
