@@ -513,7 +513,7 @@ class ModelTap:
 
 
 class _Hook:
-    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets none of it."""
+    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets :class:`_NoHook`."""
 
     def __init__(self, tap: "ModelTap", name: str, *given: Any):
         self.tap, self.name, self.given = tap, name, given
@@ -528,7 +528,7 @@ class _Hook:
 
 
 class _NoHook:
-    """What a copy or a file of the model has in a hook's place."""
+    """Takes a hook's place in a copy or a file of the model."""
 
     def __call__(self, *given: Any) -> None:
         return None

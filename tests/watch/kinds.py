@@ -35,7 +35,7 @@ STEPS, SPIKE, PLANT = 3, 2, (3, 2)
 """Optimizer steps, the one that is spoiled, and in which row and at which position of all ranks' batch."""
 WORTH = 4000.0
 POISON, POISON_TIMES = VOCABULARY - 1, 1000.0
-"""A label whose row of the head is so many times too long, where the model computes the loss."""
+"""A label, and how much too long its row of the head is, where the model computes the loss."""
 TAU = {"trigger": {"tau": 20.0}}
 
 
