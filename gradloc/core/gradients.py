@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from .forecast import HOST_PART, PART
+from .precision import Shift
 from .ranks import Ranks
 from .sharding import (
     abandon_pass,
@@ -141,6 +142,8 @@ class GradientSpace:
 
     _buffers: Sequence[OwnBuffers] = ()
     """Before the step's first forward."""
+    shift: Shift | None = None
+    """How far weights that are cast for a forward are moved (:func:`.precision.cast_weights`)."""
 
     def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .gradients import Gradient, GradientSpace
+from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit, rounds_moves
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 from .step import HostStep, Outputs, Recorded, TrainingStep, run_backward
@@ -66,6 +67,8 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
+        self.is_wide = self.step.numerics.dtype in HALVES and not self.step.is_scheduled
+        """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
         self.scatter: float | None = None
         """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
@@ -87,6 +90,38 @@ class Prober:
         self.num_forwards += 1
         self.ranks.agree(self._make_sure)
         return self._together(lambda: self.step.forward(micro_batch, needs_entropy))
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of what a difference of two forwards goes through: products, and weights that are moved."""
+        dtype = self.step.numerics.dtype
+        if not self.is_wide:
+            return UNITS.get(dtype, UNITS[torch.float32])
+        forward = forward_unit(self.space.module)
+        return max(forward, UNITS[dtype]) if rounds_moves(self.space.params, self.space.module) else forward
+
+    def forward_for_difference(self, micro_batch: int) -> Outputs:
+        """Run a forward at moved weights, in float32 where the model can.
+
+        Raises:
+            NoFloat32: on every rank, where this model cannot; from then on forwards are in training's precision.
+        """
+        if not self.is_wide:
+            return self.forward(micro_batch)
+
+        def run() -> Outputs:
+            with float32_forwards(self.space.module, self.space.shift):
+                return self.step.forward(micro_batch)
+
+        self.num_forwards += 1
+        self.ranks.agree(self._make_sure)
+        try:
+            return self._together(run)
+        except LostRank:
+            raise
+        except Exception as error:
+            self.is_wide = False
+            raise NoFloat32(str(error)) from error
 
     def entropies(self, micro_batch: int) -> torch.Tensor | None:
         """In nats (B, T) at the present weights; free if training computed them, None where the trainer has none."""

@@ -96,12 +96,13 @@ def abandon_pass(module: torch.nn.Module) -> None:
         param.grad = None
 
 
-def _fsdp1_handles(root: FSDP1) -> list[Any]:
-    return [unit._handle for unit in FSDP1.fsdp_modules(root) if unit._handle is not None]
+def fsdp1_handles(root: torch.nn.Module) -> list[Any]:
+    """Return the handles of all of FSDP1's flat parameters; none where FSDP1 is not in use."""
+    return [unit._handle for unit in root.modules() if isinstance(unit, FSDP1) and unit._handle is not None]
 
 
 def _abandon_fsdp1(root: FSDP1) -> None:
-    for handle in _fsdp1_handles(root):
+    for handle in fsdp1_handles(root):
         handle.flat_param.grad = None
         handle.flat_param._post_backward_called = False
         vars(handle.flat_param).pop("_saved_grad_shard", None)
@@ -112,7 +113,7 @@ def _abandon_fsdp1(root: FSDP1) -> None:
 def _abandon_fsdp2(root: FSDPModule) -> None:
     state = root._get_fsdp_state()
     shared, traffic = state._state_ctx, state._comm_ctx
-    for param in _fsdp2_params(shared.all_states):
+    for param in fsdp2_params(shared.all_states):
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
@@ -121,7 +122,8 @@ def _abandon_fsdp2(root: FSDPModule) -> None:
     traffic.all_gather_state = None
 
 
-def _fsdp2_units(module: torch.nn.Module) -> list[Any]:
+def fsdp2_units(module: torch.nn.Module) -> list[Any]:
+    """Return the state of each of FSDP2's units."""
     return [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
@@ -131,7 +133,8 @@ def _fsdp2_groups(units: Iterable[Any]) -> Iterator[Any]:
         yield from (group for group in ([unit._fsdp_param_group] if groups is None else groups) if group is not None)
 
 
-def _fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
+def fsdp2_params(units: Iterable[Any]) -> Iterator[Any]:
+    """Yield what FSDP2 knows of each parameter of these units."""
     for group in _fsdp2_groups(units):
         yield from group.fsdp_params
 
@@ -143,7 +146,7 @@ def reshard(module: torch.nn.Module) -> None:
     before a move, and training's next forward some moved ones (docs/method.md, section 3).
     """
     if isinstance(module, FSDP1):
-        for handle in _fsdp1_handles(module):
+        for handle in fsdp1_handles(module):
             if handle.uses_sharded_strategy:
                 handle.reshard(True)
         return
@@ -158,7 +161,7 @@ def is_reduction_deferred(module: torch.nn.Module) -> bool:
         return not module.require_backward_grad_sync
     if isinstance(module, FSDP1):
         return not module._sync_gradients
-    return any(not group.reduce_grads for group in _fsdp2_groups(_fsdp2_units(module)))
+    return any(not group.reduce_grads for group in _fsdp2_groups(fsdp2_units(module)))
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def compute_dtype(module: torch.nn.Module) -> torch.dtype:
     """What a forward computes in where no autocast is on."""
     if isinstance(module, FSDP1) and module.mixed_precision.param_dtype is not None:
         return module.mixed_precision.param_dtype
-    found = [unit._mp_policy.param_dtype for unit in _fsdp2_units(module)]
+    found = [unit._mp_policy.param_dtype for unit in fsdp2_units(module)]
     return next((dtype for dtype in found if dtype is not None), next(module.parameters()).dtype)
 
 
@@ -190,9 +193,9 @@ def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.
     """(dtype in which FSDP accumulates micro-batches before it reduces them, dtype in which it reduces); the coarsest
     of all units. (None, None) without FSDP, where gradients are added up in their own dtype."""
     if isinstance(module, FSDP1):
-        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in _fsdp1_handles(module)]
+        pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in fsdp1_handles(module)]
     else:
-        policies = [unit._mp_policy for unit in _fsdp2_units(module)]
+        policies = [unit._mp_policy for unit in fsdp2_units(module)]
         reduced = [policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies]
         pairs = [(dtype, dtype) for dtype in reduced]  # FSDP2 accumulates in what it reduces in
     coarsest = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps) for dtypes in zip(*pairs, strict=True)]
@@ -205,6 +208,6 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module shows
     gathered weights in their place, which the next backward frees.
     """
-    gathered = [param for param in _fsdp2_params(_fsdp2_units(module)) if hasattr(param, "_unsharded_param")]
+    gathered = [param for param in fsdp2_params(fsdp2_units(module)) if hasattr(param, "_unsharded_param")]
     shards = {id(param._unsharded_param): param.sharded_param for param in gathered}
     return [(name, shards.get(id(param), param)) for name, param in module.named_parameters() if param.requires_grad]

@@ -31,9 +31,10 @@ from ..core.actions import Outcome, decide, decide_without_search
 from ..core.forecast import WAYS
 from ..core.gradients import Gradient, GradientSpace
 from ..core.memory import Room, StepPeak
+from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, TrainingStep, has_finite_loss, to_host
+from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
@@ -319,7 +320,8 @@ class Localizer:
         before = self._space.take()
         self._space.put(before)
         powers, size, step = self.powers, self._peak.size, self._step
-        return before, self.ranks.agree(lambda: Room(self._space, powers.optimizer, size, step.forward_bytes()))
+        casts = 0 if isinstance(step, Scheduled) else cast_bytes(self._space.module)
+        return before, self.ranks.agree(lambda: Room(self._space, powers.optimizer, size, step.forward_bytes() + casts))
 
     def _make_room(self, room: Room) -> dict[str, Any] | None:
         """What the search is called with; None where no way fits on some rank."""

@@ -20,37 +20,36 @@ from ..record import Certificate, PathEntry, StepCause
 from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
 from .candidates import (
-    MUCH,
-    are_few,
+    apart,
     beside_louder,
     by_coefficient,
     by_share,
     by_value,
     carried,
     carried_by,
-    confirmed,
     least_bound,
+    leaves_much,
     masks_of,
     most_verified,
     non_finite,
+    stand_out,
     weighed,
-    why_spread,
 )
-from .share import LIKELY, ShareMap, ShareMeasurement
+from .share import MOST_TO_SETTLE, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # tokens that are verified though no share names them
+_MAX_MISSES = 2  # tokens in the order of shares that do not add up, and are no culprits, before the others are let be
 _MANY = 64  # tokens that their coefficients may single out
 _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
-_ANY = 1e-9  # standard errors, as good as none; 0 would mean the default
-_MAX_REFINEMENTS = 2  # further measurements of shares that do not add up
-_MOSTLY_SEEN = 0.25  # of ||R||^2: with more unread, a closure below 1 says nothing about the measurement
+_ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
+_NOTABLE = 0.01  # of closure: with more noise than that a loud token may be missed
+_TINY = 1e-300  # of a product: less is nothing
 _BY_FAR = 1.5  # times the threshold: a rest beyond it spikes, and no certificate need say so,
-_FEW = 0.5  # of the batch's tokens: spans that have more are not few
-_STANDS_OUT = 4.0  # times the norm of all other tokens: the least at which the trigger calls a step a spike
 _COARSE = 0.1  # unless it is less than this part of the spike or of the culprits, which half precision may get wrong
+MOST_OF_BATCH = 0.25  # of its tokens: more of them, pulled as all are, are no culprits but the batch
 
 
 class _AutoSearch:
@@ -71,87 +70,61 @@ class _AutoSearch:
         self.norm = math.nan  # ||R|| of the last shares
         self.is_going_on = False
         """Whether another round may follow."""
-        self._measured_along: Gradient | None = None
+        self.is_explained_by_more = False
+        """Whether culprits that are not named explain the spike together with those that are."""
+        self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
+        """Name culprits, certified; where they do not explain the spike, only those that stand out of the batch."""
+        self._run_rounds(max_rounds, is_last_resort_allowed)
+        self._settle()
+        return self.result
+
+    def _run_rounds(self, max_rounds: int, is_last_resort_allowed: bool) -> None:
         """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
+        shares, first = None, 0
         if not math.isfinite(self.task.spike.grad_norm):
-            return self._trace_non_finite()
-        for number in range(max_rounds):
+            if not self._trace_non_finite(is_last_resort_allowed):
+                return
+            first = 1  # finite now, and still a spike: the next direction
+        for number in range(first, max_rounds):
             self.is_going_on = number + 1 < max_rounds
             shares = self._measure(number)
+            if shares is not None and self._is_not_of_tokens(shares):
+                if self.result.certificate is not None:
+                    return
+                shares = self._measure(number)  # along the tokens' own part
             if shares is None:
-                return self._stop_exhausted()
-            # If most of the noise comes from the largest coefficients, name these first: the rest then reads clearly.
-            if number == 0 and shares.is_noisy and self.name(self._noisy_hints(shares)):
-                if self.certify():
-                    return self.result
-                continue
-            if not shares.is_trusted:
-                found = self._doubt(shares, number, is_last_resort_allowed)
-                if not isinstance(found, ShareMap):
-                    return found
-                shares = found
-            # The same shares read three ways: certain beyond chance, likely at two standard errors, and with all noise.
+                self._stop_exhausted()
+                return
             candidates = self._candidates(shares, with_hints=number == 0)
-            read = {span.tokens: span for span in self._spans(replace(shares, certainty=_ANY))}
-            likely = [read.get(span.tokens, span) for span in self._spans(replace(shares, certainty=LIKELY))]
-            if not candidates and not likely:  # a loud token may be lost in noise: its own backward tells
-                loud = [span for span in read.values() if span.span == "token"]
-                candidates = [replace(span, norm=0.0) for span in loud[:_MAX_HINTS]]
-            if self._is_spread(shares, likely, candidates):
-                return self.result
-            candidates += self._uncertain(shares, candidates, likely)
+            if self._is_spread(shares, candidates):
+                return
             if not self.name(candidates):
-                if not likely:
-                    self._stop_spread("no span of tokens carries a culprit's part of it")
-                    return self.result
                 break
             if self.certify():
-                return self.result
+                return
             if len(self.result.culprits) >= self.task.max_culprits:
-                return self._count_more()
-        if is_last_resort_allowed:
-            return self._look_for_hidden()
-        self.result.stop_reason = self.result.stop_reason or "no span of tokens carries enough of the gradient"
-        return self.result
+                self._count_more()
+                return
+        if is_last_resort_allowed and (shares is None or shares.is_trusted):
+            self._look_for_hidden()
+        elif self.result.culprits or shares is None or not self._is_the_backward_s(shares):
+            self._fall_back("the shares do not add up to 1 and the loudest explain nothing", is_last_resort_allowed)
 
     # ---- stages
 
-    def _doubt(self, shares: ShareMap, number: int, is_last_resort_allowed: bool) -> ShareMap | SearchResult:
-        """Untrusted shares: others that can be trusted, or else the search's result without any.
-
-        In this order, each only if the ones before leave it open: the mean of several draws; a part of the gradient
-        that passes through no token; a backward that is not the log-probs' derivative; the few tokens that stand out,
-        by backwards of their own; shares along what those leave; bisection.
-        """
-        if shares.is_noisy:
-            if self._is_explained_by(self._few_loud_tokens(shares)):
-                return self.result
-            if self._measured_along is self.direction:
-                shares = self._refined(shares)
-                self.result.shares = shares if number == 0 else self.result.shares
-        if shares.is_trusted:
-            return shares
-        if number == 0 and self._is_in_parts():
-            if self.result.certificate is not None:
-                return self.result
-            again = self._measure(number)
-            if again is None or again.is_trusted:
-                return again or self._stop_exhausted()
-            shares = again
-        elif number == 0 and shares.is_far and self._is_the_backward_s(shares):
-            return self.result
-        if self._is_explained_by(self._few_loud_tokens(shares)):
-            return self.result
-        if self._measured_along is not self.direction:
-            again = self._measure(number + 1)
-            if again is None or again.is_trusted:
-                return again or self._stop_exhausted()
-            shares = again
-        if self._is_explained_by(by_share(self.task, shares, set(self.result.tokens))[:_MAX_HINTS]):
-            return self.result
-        return self._fall_back("the shares do not add up to 1, so they are not used", is_last_resort_allowed)
+    def _is_not_of_tokens(self, shares: ShareMap) -> bool:
+        """Whether shares do not add up because a part of the gradient passes through no token, or through a backward
+        that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that part."""
+        is_odd = not shares.is_trusted or (abs(1 - shares.closure) > _ODD and not shares.unseen)
+        if not is_odd or shares.is_noisy or shares.is_short or self.others is not None or self._is_split:
+            return False
+        self._is_split = True
+        if self._is_in_parts():
+            return True
+        is_precise = self.prober.step.numerics.dtype == torch.float32  # else rounding alone may turn what cancels
+        return is_precise and self._is_the_backward_s(shares)
 
     def _measure(self, number: int) -> ShareMap | None:
         """Shares along R: first of the micro-batch that raised the running norm most, then of others if need be.
@@ -164,30 +137,11 @@ class _AutoSearch:
                 shares = self._measure_of(part, known=shares)
                 if shares is None:
                     return None
-                # in float32 no other step explains a closure that far off: see _is_the_backward_s
-                is_certain = self.prober.step.numerics.dtype == torch.float32 and shares.is_far
-                if not shares.is_noisy and not is_certain:
-                    shares = self._refined(shares)
+                is_moved = math.isfinite(shares.closure)  # few weights may move none beyond their rounding
+                if is_moved and not (shares.is_trusted or shares.is_noisy or shares.is_short or shares.is_far):
+                    shares = self._measure_of(sorted(shares.seen), refined=shares) or shares  # at a shorter step
         if number == 0:
             self.result.shares = shares
-        return shares
-
-    def _refined(self, shares: ShareMap) -> ShareMap:
-        """Measure shares that do not add up again: at a shorter step, or as the mean of several draws."""
-        for _ in range(_MAX_REFINEMENTS):
-            is_moved = math.isfinite(shares.closure)  # a direction of few weights may move none beyond their rounding
-            if shares.is_trusted or not is_moved or shares.unseen > _MOSTLY_SEEN or shares.is_short:
-                break
-            refined = self._measure_of(sorted(shares.seen), refined=shares)
-            if refined is None:
-                break
-            is_stable = abs(refined.closure - shares.closure) <= 3 * math.hypot(shares.noise, refined.noise)
-            is_stable = is_stable or (shares.is_far and refined.is_far)
-            if abs(1 - refined.closure) >= abs(1 - shares.closure):
-                break  # the next would be the same measurement
-            shares = refined
-            if is_stable and refined.num_draws == 1:
-                break  # the step is not why
         return shares
 
     def _parts(self, number: int) -> list[list[int]]:
@@ -206,6 +160,10 @@ class _AutoSearch:
         Micro-batches whose norms add up to less than the threshold make no spike.
         """
         unseen = 1 - shares.closure
+        sizes = self.task.increments if self.direction is self.task.gradient else None
+        if self.prober.is_wide:  # closure goes by a gradient in half precision, which says little
+            most = sum(size for index, size in enumerate(sizes) if index not in shares.seen) if sizes else math.inf
+            return most >= self.task.reference / 2
         if not shares.is_trusted and unseen < 0:
             # Read so far carries more than R, so something unread takes it back. By Cauchy-Schwarz that is at least
             # as large, and then the running norm has seen it come (half: it is rough).
@@ -215,7 +173,6 @@ class _AutoSearch:
             return False
         if not shares.is_trusted:
             return True
-        sizes = self.task.increments if self.direction is self.task.gradient else None
         most = sum(size for index, size in enumerate(sizes) if index not in shares.seen) if sizes else math.inf
         return most >= self.task.reference and unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -223,13 +180,14 @@ class _AutoSearch:
         self, micro_batches: Sequence[int], known: ShareMap | None = None, refined: ShareMap | None = None
     ) -> ShareMap | None:
         task = self.task
-        if not task.can_afford(forwards=2 * len(micro_batches)):
+        to_settle = MOST_TO_SETTLE if known is None and refined is None else 0
+        if not task.can_afford(forwards=2 * len(micro_batches) + to_settle):
             return None
-        readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.tokens))
+        readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.culprits))
         sizes = task.increments if self.direction is task.gradient else None
         along = self.direction, self.scale
         shares = ShareMeasurement(self.prober, readouts, *along, micro_batches, known, refined, sizes).run()
-        self._measured_along, self.norm = self.direction, shares.square**0.5
+        self.norm = shares.square**0.5
         verdict, seen = "measured" if shares.is_trusted else "untrusted", sorted(shares.seen)
         is_whole = len(seen) == self.prober.step.num_micro_batches
         of = "all micro-batches" if is_whole else f"micro-batches {seen} alone"
@@ -240,83 +198,98 @@ class _AutoSearch:
         return shares
 
     def _candidates(self, shares: ShareMap, with_hints: bool) -> list[Span]:
-        """Spans by share; in the first round also the tokens with the largest coefficients, as hints."""
-        task, named = self.task, set(self.result.tokens)
+        """Spans that are culprits by their bound, loudest first; then tokens that a backward of their own has to prove.
+
+        These are, in the first round, the tokens with the largest coefficients, and without any span the loudest: what
+        shares say of the order holds also where they do not add up.
+        """
+        task, named = self.task, self.result.culprits
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
         masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
-        found = self._spans(replace(shares, singled_out=masks))
-        by_share_alone = tokens_of(candidate for candidate in found if not candidate.is_weighed)
-        hints = by_coefficient(task, _MAX_HINTS, named.union(by_share_alone)) if with_hints else []
-        return found + [confirmed(task, shares, hint) for hint in _beside(found, hints)]
+        found = self._spans(replace(shares, singled_out=masks)) if shares.is_trusted else []
+        by_share_alone = [candidate for candidate in found if not candidate.is_weighed]
+        if with_hints and not self.prober.is_wide or not found:
+            hints = by_coefficient(task, _MAX_HINTS, [*named, *by_share_alone])
+            found = found + apart(found, hints)
+        is_open = not by_share_alone or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
+        most = (_MAX_HINTS if shares.is_trusted else task.max_culprits) if is_open else 0
+        sizes = [part.abs().nan_to_num(nan=0.0, posinf=0.0) for part in shares.products] if most else []
+        loudest = by_value(task, sizes.__getitem__, _TINY, [*named, *found])[:most] if most else []
+        return found + loudest
 
     def _spans(self, shares: ShareMap) -> list[Span]:
-        """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's, if few carry much.
+        """Spans by share. If these carry little, also tokens whose <g, R> alone is a culprit's.
 
         Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that.
         """
-        task, named = self.task, set(self.result.tokens)
+        task, named = self.task, self.result.culprits
         found = by_share(task, shares, named)
         found += beside_louder(task, shares, named, found)
         if self._spikes_beside(shares, found):
             found += weighed(task, shares, named, found)
-        if carried(task, shares, found)[0] < MUCH:
-            known = named.union(tokens_of(found))
-            more = by_value(task, shares.least, task.culprit_norm**2, known, shares.square**-0.5)
-            found += more if are_few(task, shares, found + more) else []
+        if leaves_much(shares, found):
+            more = by_value(task, shares.least, task.culprit_norm**2, [*named, *found], shares.square**-0.5)
+            found += [] if leaves_much(shares, found + more) else more
         return found
-
-    def _noisy_hints(self, shares: ShareMap) -> list[Span]:
-        """The tokens with the largest coefficients, if most of the shares' noise is theirs."""
-        hints = by_coefficient(self.task, _MAX_HINTS, set())
-        variance = carried_by(self.task, shares, set(tokens_of(hints)))[1]
-        return hints if variance > shares.noise**2 * shares.square**2 / 2 else []
-
-    def _uncertain(self, shares: ShareMap, candidates: list[Span], likely: list[Span]) -> list[Span]:
-        """The loudest spans that may be noise, as hints, if the rest seems to spike without the candidates."""
-        others = _beside(candidates, likely)[:_MAX_HINTS]
-        is_open = bool(others) and self._spikes_beside(shares, candidates)
-        return [replace(candidate, norm=0.0) for candidate in others] if is_open else []
 
     def _spikes_beside(self, shares: ShareMap, candidates: list[Span]) -> bool:
         """Whether the rest seems to spike without these: <rest, R> over the square of half the threshold."""
-        rest = shares.square - carried_by(self.task, shares, set(tokens_of(candidates)))[0]
+        rest = shares.square - carried_by(self.task, shares, candidates)[0]
         return rest > (self.task.reference / 2) ** 2
 
-    def _is_spread(self, shares: ShareMap, spans: list[Span], candidates: list[Span]) -> bool:
-        """Whether these spans are only the loudest part of a spike that all tokens make. Never while hints are open."""
+    def _is_spread(self, shares: ShareMap, candidates: list[Span]) -> bool:
+        """Whether all spans that may be culprits leave most of R to others. Never while a token is to be proved."""
         if self.task.spike.threshold is None or any(candidate.norm == 0 for candidate in candidates):
             return False
-        why = why_spread(self.task, shares, spans, self.task.max_culprits - len(self.result.culprits))
-        return why is not None and self._stop_spread(why)
-
-    def _stop_spread(self, why: str) -> bool:
-        self.result.stop_reason = f"the spike is spread: {why}"
+        if not leaves_much(shares, candidates):
+            return False
+        much = carried(shares, candidates)
+        self.result.stop_reason = f"the spike is spread: all spans that may be culprits carry {much:.0%} of it"
         self.note("share", "measured", self.result.stop_reason)
-        self._let_go()
         return True
 
-    def _let_go(self) -> None:
-        """Name nobody if the rest spikes by itself and the step is not a spike compared with that rest."""
-        threshold, norm = self.task.spike.threshold, self.task.spike.grad_norm
-        if not self.result.culprits or threshold is None or self.others is not None:
-            return
-        if threshold < self.norm and norm < _STANDS_OUT * self.norm:
-            self.result.culprits, self.result.certificate, self.result.rest, self.alone = [], None, None, None
+    def _is_explained_without(self, more: list[Span]) -> bool:
+        """Measure the norm without what is named and these as well: whether it is under the threshold.
 
-    def _few_loud_tokens(self, shares: ShareMap) -> list[Span]:
-        """The one or two tokens that stand out of untrusted shares, and the two with the largest coefficients.
-
-        If closure is below 1, all shares are taken to be too small by that factor.
+        False where the search may not cost as much, or these are most of the batch.
         """
-        norm, named = shares.square**0.5, set(self.result.tokens)
-        least = self.task.culprit_norm * min(abs(shares.closure), 1.0)
-        found = by_value(self.task, lambda index: shares.products[index].abs() / norm, least, named)
-        known = named.union(tokens_of(found))
-        return found + by_coefficient(self.task, _MAX_HINTS, known) if 0 < len(found) <= _MAX_HINTS else []
+        task, named, threshold = self.task, self.result.culprits, self.task.spike.threshold
+        num_tokens = sum(span.size for span in [*named, *more])
+        if threshold is None or not task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True):
+            return False
+        if num_tokens > MOST_OF_BATCH * task.spike.num_tokens:
+            return False
+        self.prober.compute_without(tokens_of([*named, *more]))
+        norm = self.prober.space.norm()
+        self.note("residual", "measured", f"without {len(named)} culprits and {len(more)} more like them", norm)
+        return norm <= threshold
 
-    def _is_explained_by(self, candidates: list[Span]) -> bool:
-        """Name those that are culprits by a backward of their own, since bounds are not to be trusted, and certify."""
-        return self.name([replace(candidate, norm=0.0) for candidate in candidates]) and self.certify()
+    def _settle(self) -> None:
+        """Where the rest still spikes, or much of the batch is named, keep only what its loss pulls more than others.
+
+        The loudest of a batch that is too large as a whole are pulled as all are.
+        """
+        result, threshold = self.result, self.task.spike.threshold
+        certificate = result.certificate
+        if not result.culprits or threshold is None or self.others is not None or self.is_explained_by_more:
+            return
+        if certificate is None:
+            certificate = result.certificate = self.task.certify(result.tokens)
+        rest, is_explained = certificate.norm_after, certificate.verdict == "explained"
+        if rest is None or not math.isfinite(rest) or not (is_explained or rest > threshold):
+            return
+        pairs = zip(result.culprits, stand_out(self.task, result.culprits), strict=True)
+        kept = [culprit for culprit, is_singled_out in pairs if is_singled_out]
+        num_alike = sum(culprit.size for culprit in result.culprits if culprit not in kept)
+        if is_explained and num_alike <= MOST_OF_BATCH * self.task.spike.num_tokens:
+            return
+        num_probes = self.prober.step.num_micro_batches if kept else 0
+        if len(kept) < len(result.culprits) and self.task.can_afford(backwards=num_probes, is_certificate=True):
+            result.rest, self.alone, result.is_cut, result.num_more, result.more_norm = None, None, False, 0, None
+            result.culprits, result.certificate = kept, self.task.certify(tokens_of(kept))
+            why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
+            result.stop_reason = f"the spike is spread: {why}"
+            self.note("share", "measured", result.stop_reason, rest)
 
     def _is_in_parts(self) -> bool:
         """Whether a part of the gradient passes through no token. If so, the tokens' own part is searched from here."""
@@ -332,7 +305,8 @@ class _AutoSearch:
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
         """Whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
-        found = doubt_backward(self.task, shares)
+        is_asked = self.direction is self.task.gradient and shares.is_far and self.result.source is None
+        found = doubt_backward(self.task, shares) if is_asked else None
         if found is None:
             return False
         self._blame(*found)
@@ -344,42 +318,46 @@ class _AutoSearch:
         self.result.source, self.result.stop_reason = source, source.reason
         self.note("others", "measured", source.reason, norm)
 
-    def _trace_non_finite(self) -> SearchResult:
-        """A NaN or inf: a coefficient that is not finite names its token, with no forward at all."""
+    def _trace_non_finite(self, goes_on: bool) -> bool:
+        """Name what made a NaN or inf; returns whether the gradient without it is finite, and is to be searched.
+
+        A coefficient that is not finite names its token, with no forward at all.
+        """
         candidates, most = non_finite(self.task), self.task.max_culprits
-        if not candidates:
+        if candidates:
+            self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
+            for candidate in candidates[:most]:
+                culprit = replace(candidate, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
+                self.result.culprits.append(culprit)
+        else:
             why = "all coefficients are finite, so it was the backward that made the gradient non-finite"
-            return self._fall_back(why, is_allowed=True)
-        self.note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
-        for candidate in candidates[:most]:
-            culprit = replace(candidate, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
-            self.result.culprits.append(culprit)
-        self.certify()
+            self._fall_back(why, is_allowed=True)
+        if candidates or self.result.culprits:
+            self.is_going_on = goes_on
+            self.certify()
         self.cut(len(candidates) - most)
-        return self.result
+        found = self.result.certificate
+        is_open = found is not None and found.verdict == "not_explained" and math.isfinite(found.norm_after or 0.0)
+        return is_open and goes_on and not self.result.exhausted and 0 < len(self.result.culprits) < most
 
-    def _count_more(self) -> SearchResult:
-        """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it."""
+    def _count_more(self) -> None:
+        """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it.
+
+        Where nothing else singles the culprits out, a pass without all of them tells whether they explain the spike.
+        """
         shares = self._measure(number=1)
-        if shares is None or not shares.is_trusted:
-            self.cut(0)
-            return self.result
-        more = self._spans(shares)
-        _, part = carried(self.task, shares, self.result.culprits + more)
-        if part > _FEW or not are_few(self.task, shares, more):
-            self._let_go()
-            if not self.result.culprits:
-                self._stop_spread("more spans than may be named are alike")
-                return self.result
-        self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)))
-        return self.result
+        more = [] if shares is None or not shares.is_trusted else self._spans(shares)
+        if more and not all(stand_out(self.task, self.result.culprits)):
+            self.is_explained_by_more = self._is_explained_without(more)
+        self.cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
 
-    def _look_for_hidden(self) -> SearchResult:
+    def _look_for_hidden(self) -> None:
         """The sketch finds what shares cannot see: tokens that cancel each other or are orthogonal to R."""
-        found = sketch(self.task, self.result.tokens)
+        found = sketch(self.task, self.result.culprits)
         self.result.path += found.path
         if found.exhausted:
-            return self._stop_exhausted()
+            self._stop_exhausted()
+            return
         room = self.task.max_culprits - len(self.result.culprits)
         self.result.culprits += found.culprits[:room]
         self.alone = None
@@ -387,9 +365,8 @@ class _AutoSearch:
             self.certify()
         else:
             self.result.stop_reason = "no token, segment or sequence (else) stands out: the spike is spread"
-        return self.result
 
-    def _fall_back(self, why: str, is_allowed: bool) -> SearchResult:
+    def _fall_back(self, why: str, is_allowed: bool) -> None:
         """Bisection, if that is allowed; ``why`` there are no shares to go by."""
         self.result.stop_reason = why
         if is_allowed:
@@ -398,15 +375,13 @@ class _AutoSearch:
             self.result.path += found.path
             # bisection names tokens over the published threshold per token, which loud healthy tokens pass as well
             loud = [culprit for culprit in found.culprits if not culprit.norm < self.task.culprit_norm]
-            self.result.culprits += _beside(self.result.culprits, loud)
+            self.result.culprits += apart(self.result.culprits, loud)
             self.result.exhausted, self.result.certificate, self.alone = found.exhausted, None, None
             self.result.stop_reason = f"{why}; bisection: {found.stop_reason}"
-        return self.result
 
-    def _stop_exhausted(self) -> SearchResult:
+    def _stop_exhausted(self) -> None:
         self.result.exhausted = True
         self.result.stop_reason = self.task.limit.words
-        return self.result
 
     # ---- what is named, and the gradient that is left
 
@@ -416,7 +391,7 @@ class _AutoSearch:
         A hint, whose bound is too low to name it, needs a backward of its own. So do the first few others, for their
         exact norm. The rest is named by its bound. Backwards for hints still to come are kept back from the budget.
         """
-        num_verified, has_named, most = 0, False, most_verified(self.task, self.norm, candidates)
+        num_misses, num_verified, has_named, most = 0, 0, False, most_verified(self.task, self.norm, candidates)
         num_hints = sum(candidate.norm < least_bound(self.task, self.norm, candidate) for candidate in candidates)
         runs_again = len(candidates) - num_hints <= most and self._is_subtracted(candidates)
         for candidate in candidates:
@@ -424,12 +399,12 @@ class _AutoSearch:
             within = [c for c in self.result.culprits if set(c.tokens) < set(candidate.tokens)]
             if len(self.result.culprits) - len(within) >= self.task.max_culprits:
                 break
-            if not _beside([culprit for culprit in self.result.culprits if culprit not in within], [candidate]):
+            if not apart([culprit for culprit in self.result.culprits if culprit not in within], [candidate]):
                 continue
             least = least_bound(self.task, self.norm, candidate)
             is_hint = candidate.norm < least
             num_hints -= is_hint
-            if (is_hint or num_verified < most) and self.task.can_afford(backwards=1 + (0 if is_hint else num_hints)):
+            if (is_hint or num_verified < most) and self._can_verify(is_hint, num_hints):
                 num_verified += not is_hint
                 culprit = self.verify(candidate)
             elif is_hint:
@@ -440,14 +415,25 @@ class _AutoSearch:
                 self.add_up(culprit, is_alone=not within, runs_again=runs_again)
                 self.result.culprits = [c for c in self.result.culprits if c not in within] + [culprit]
                 has_named = True
+            elif is_hint:
+                num_misses += 1
+                if num_misses >= _MAX_MISSES:
+                    break
         return has_named
+
+    def _can_verify(self, is_hint: bool, num_hints: int) -> bool:
+        """Whether one more backward may be spent; one that names nobody new only if that leaves another round."""
+        if is_hint or not self.is_going_on:
+            return self.task.can_afford(backwards=1 + (0 if is_hint else num_hints))
+        num = self.prober.step.num_micro_batches
+        return self.task.can_afford(forwards=2 * num + MOST_TO_SETTLE, backwards=1 + num_hints + num)
 
     def _is_subtracted(self, candidates: list[Span]) -> bool:
         """Whether the certificate will subtract several culprits' own gradients, and nothing but tokens makes them."""
         task = self.task
         if len(candidates) == 1 or self.others is not None or self._has_beside():
             return False
-        num_tokens = len(tokens_of(candidates)) + len(self.result.tokens)
+        num_tokens = sum(span.size for span in [*candidates, *self.result.culprits])
         return is_subtracted(self.prober, task.spike.grad_norm, task.spike.threshold, num_tokens)
 
     def _has_beside(self) -> bool:
@@ -580,12 +566,6 @@ class _AutoSearch:
 
     def note(self, phase: str, verdict: str, note: str, norm: float | None = None, **more: Any) -> None:
         self.result.path.append(PathEntry(phase, verdict=verdict, norm=norm, note=note, **more))
-
-
-def _beside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Those of the spans that share no token with any known one."""
-    tokens = set(tokens_of(known))
-    return [span for span in spans if tokens.isdisjoint(span.tokens)]
 
 
 def auto(task: Task) -> SearchResult:

@@ -7,6 +7,7 @@ Only a few numbers per candidate travel, and no more than some dozens of candida
 Shapes: B rows of a micro-batch, T response positions, n response tokens of one row.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,22 +15,20 @@ from dataclasses import replace
 import torch
 
 from ..core.certificate import is_subtracted
-from ..core.selection import Token, mask_without
 from ..core.tracker import median_size
-from .share import LIKELY, ShareMap, shrunk
-from .task import Span, Task, tokens_of
+from .share import ShareMap, shrunk
+from .task import Span, Task
 
-MUCH = 0.5  # of a spike: a few spans that carry this are worth naming even if they do not explain it
-_MOSTLY = 0.75  # of a spike: culprits carry this beside a healthy rest
-_ABOVE = 10.0  # times their part of the batch's tokens: in a batch that is scaled as a whole spans carry less
-_NEARLY_ALL = 0.9  # of a spike: for spans that carry this
-_WELL_ABOVE = 3.0  # times their part is enough, since one of a few rows cannot carry ten times its part
+MUCH = 0.5  # of a spike: spans that carry less leave most of it to others
 _MAX_SENT = 64  # candidates per rank
+_MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
 _MAX_VERIFIED = 3  # candidates per round that get a backward of their own though their bound names them
 _AT_LEAST = 0.5  # of a culprit's norm: a bound that is enough for a token
 _BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
 _LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
+_TINY = 1e-300  # instead of a weight of 0
+_ORDINARY = 3.0  # the largest pull of a typical token in a batch that is not scaled: normed advantages are of order one
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
@@ -37,7 +36,11 @@ _MOST = 0.8  # of a row's tokens: if this many are elevated, the row is the culp
 _HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
 
 
-def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Span]:
+_Found = tuple[float, int, int, int, str, float]
+"""(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
+
+
+def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
     :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
@@ -47,32 +50,33 @@ def by_share(task: Task, shares: ShareMap, named: set[Token]) -> list[Span]:
     norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
 
-    def local() -> list[tuple[float, Span]]:
+    def local() -> list[_Found]:
         found = []
-        weights = [readout.weight for readout in task.readouts(sorted(named))]
+        weights = [readout.weight for readout in task.readouts(named)]
         singled_out = shares.singled_out or [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
         parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
         for index, first, (products, doubt, weight, pointed) in _rows(task, *parts):
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
+            hinted = pointed.tolist()
             for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
-                start, end = widened(*span_of_row, pointed.tolist())
+                start, end = widened(*span_of_row, hinted)
                 bound = row.bound(start, end)
-                found.append((bound, _span(task, index, first + start, first + end, len(products), bound)))
+                found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
 
     return _merge(task, local, named)
 
 
-def beside_louder(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) -> list[Span]:
+def beside_louder(task: Task, shares: ShareMap, named: Sequence[Span], found: list[Span]) -> list[Span]:
     """Tokens whose bound is low only because those found are louder, see :func:`least_bound`."""
     if not found:
         return []
     norm = shares.square**0.5
     least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * norm)
-    return by_value(task, shares.least, least, named.union(tokens_of(found)), 1 / norm)
+    return by_value(task, shares.least, least, [*named, *found], 1 / norm)
 
 
-def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) -> list[Span]:
+def weighed(task: Task, shares: ShareMap, named: Sequence[Span], found: list[Span]) -> list[Span]:
     """Tokens singled out by their coefficients whose product <g, R> is a culprit's, see :func:`least_bound`."""
     singled_out, least = shares.singled_out, task.culprit_norm**2
     if not singled_out:
@@ -81,22 +85,8 @@ def weighed(task: Task, shares: ShareMap, named: set[Token], found: list[Span]) 
     def value(index: int) -> torch.Tensor:
         return torch.where(singled_out[index], shares.least(index), 0.0)
 
-    more = by_value(task, value, least, named.union(tokens_of(found)), 1 / shares.square**0.5)
+    more = by_value(task, value, least, [*named, *found], 1 / shares.square**0.5)
     return [replace(candidate, is_weighed=True) for candidate in more]
-
-
-def confirmed(task: Task, shares: ShareMap, hint: Span) -> Span:
-    """A hint that its share confirms, with its bound; any other as it is.
-
-    The likeliest bound is a culprit's norm, and two standard errors below that the estimated norm is still twice a
-    culprit's (:func:`least_bound`). The coefficient had pointed at this token before, so it needs no backward.
-    """
-    norm = shares.square**0.5
-    product, variance = carried_by(task, shares, set(hint.tokens))
-    least = product - LIKELY * variance**0.5
-    if product < task.culprit_norm * norm or least < (_BY_ESTIMATE * task.culprit_norm) ** 2:
-        return hint
-    return replace(hint, norm=least / norm, is_weighed=True)
 
 
 def least_bound(task: Task, norm: float, candidate: Span) -> float:
@@ -119,72 +109,71 @@ def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
     that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
     """
     named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
-    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, len(tokens_of(named)))
+    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, sum(span.size for span in named))
     if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
         return _MAX_VERIFIED
     return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
 
 
-def carried_by(task: Task, shares: ShareMap, tokens: set[Token]) -> tuple[float, float]:
-    """<sum of these tokens' gradients, R>, and its variance, over all ranks."""
+def carried_by(task: Task, shares: ShareMap, spans: Sequence[Span]) -> tuple[float, float]:
+    """Return <sum of these spans' gradients, R>, and its variance, over all ranks."""
     step, ranks = task.prober.step, task.prober.ranks
 
     def local() -> list[float]:
         product = variance = 0.0
-        for token in (token for token in tokens if token.rank == ranks.rank):
-            where = step.token_mask(token.micro_batch)
-            product += float(shares.products[token.micro_batch][where][token.index])
-            variance += float(shares.errors[token.micro_batch][where][token.index]) ** 2
+        for span in (span for span in spans if span.rank == ranks.rank):
+            where, part = step.token_mask(span.micro_batch), slice(span.start, span.end)
+            product += float(shares.products[span.micro_batch][where][part].sum())
+            variance += float(shares.errors[span.micro_batch][where][part].square().sum())
         return [product, variance]
 
     product, variance = ranks.sum(ranks.agree(local))
     return product, variance
 
 
-def carried(task: Task, shares: ShareMap, spans: list[Span]) -> tuple[float, float]:
-    """(the part of R that these spans carry at least, the part of the batch's tokens that they are)"""
-    part = sum(candidate.norm for candidate in spans) / shares.square**0.5
-    return part, len(tokens_of(spans)) / max(task.spike.num_tokens, 1)
+def carried(shares: ShareMap, spans: Sequence[Span]) -> float:
+    """The part of R that these spans carry at least, if their gradients point along R."""
+    return math.fsum(candidate.norm for candidate in spans) / shares.square**0.5
 
 
-def are_few(task: Task, shares: ShareMap, spans: list[Span]) -> bool:
-    """Whether the first one, two, ... of these spans carry much of R, and far more than their part of the tokens."""
-    for count in range(1, len(spans) + 1):
-        much, part = carried(task, shares, spans[:count])
-        if much > max(MUCH, _ABOVE * part) or much > max(_NEARLY_ALL, _WELL_ABOVE * part):
-            return True
-    return False
+def leaves_much(shares: ShareMap, spans: Sequence[Span]) -> bool:
+    """Whether all of these possible culprits together leave most of R to other tokens."""
+    return carried(shares, spans) < MUCH * min(abs(shares.closure), 1.0)
 
 
-def why_spread(task: Task, shares: ShareMap, spans: list[Span], room: int) -> str | None:
-    """Why the spike is spread over too many tokens to name any; None if these spans are worth naming.
+def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
+    """Return of each span whether its loss pulls some token far more than the batch's others.
 
-    Without tokens that carry a part s of R, the norm is at least (1 - s) ||R||. If that still spikes after all spans
-    that may be named, they cannot explain the spike: they are worth naming only as the loudest of a few. Otherwise
-    they are worth naming if they carry as much as culprits beside a healthy rest do, or far more than their part.
-
-    Args:
-        spans: possible culprits, loudest first.
-        room: how many may still be named.
+    How a loss is averaged, such as over each row's tokens, is no pull: coefficients are taken over the tokens' weights.
+    A likelihood then pulls with 1, and a policy's loss with the advantage. Where such pulls are typical, the batch is
+    as it should be, and all spans stand out.
     """
-    assert task.spike.threshold is not None, "a rehearsal has nothing to explain"
-    if not spans:
-        return "no span of tokens carries a culprit's part of it"
-    much, part = carried(task, shares, spans[:room])
-    if (1 - much - abs(1 - shares.closure)) * shares.square**0.5 <= task.spike.threshold:
-        if much > min(_MOSTLY * shares.closure, _ABOVE * part):
-            return None
-        return f"the loudest spans, {part:.0%} of the batch's tokens, carry {much:.0%} of it"
-    if are_few(task, shares, spans):
-        return None
-    return f"{room} spans carry {much:.0%} of it at most; without them the norm is still over the threshold"
+    step, ranks = task.prober.step, task.prober.ranks
+
+    def local() -> tuple[list[float], list[float]]:
+        pulls = []
+        for index, readout in enumerate(task.readouts(())):
+            weights = step.token_weights(index).abs().double()
+            pulls.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
+        typical = [median_size([pull]) for _, _, (pull,) in _rows(task, pulls.__getitem__)]
+        most = [0.0] * len(spans)
+        for number, span in enumerate(spans):
+            if span.rank == ranks.rank:
+                there = pulls[span.micro_batch][step.token_mask(span.micro_batch)]
+                most[number] = float(there[span.start : span.end].max())
+        return typical, most
+
+    typical, mine = ranks.agree(local)
+    known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
+    usual = known[len(known) // 2] if known else 0.0
+    return [usual <= _ORDINARY or pull >= _ALIKE * usual for pull in (ranks.max(mine) if mine else [])]
 
 
-def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, float]:
+def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:
     """Medians over all ranks' rows: of a row's median coefficient, and of its absolute product with R."""
 
     def local() -> list[tuple[float, float]]:
-        weights = [readout.weight for readout in task.readouts(sorted(named))]
+        weights = [readout.weight for readout in task.readouts(named)]
         rows = _rows(task, shares.products.__getitem__, weights.__getitem__)
         return [(median_size([weight]), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
@@ -196,33 +185,53 @@ def _typical(task: Task, shares: ShareMap, named: set[Token]) -> tuple[float, fl
 
 def masks_of(task: Task, candidates: Sequence[Span]) -> list[torch.Tensor]:
     """The tokens of these candidates, bool (B, T) for each of this rank's micro-batches."""
-    step, rank = task.prober.step, task.prober.ranks.rank
-    tokens = tokens_of(candidates)
-    masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
-    return [mask & ~mask_without(tokens, index, rank, mask) for index, mask in enumerate(masks)]
+    masks = [task.prober.step.token_mask(index) for index in range(task.prober.step.num_micro_batches)]
+    return [mask & ~task.kept(candidates, index) for index, mask in enumerate(masks)]
+
+
+def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Return those of the spans that share no token with any known one."""
+    held = _Held(known)
+    return [span for span in spans if not held.parts(span)]
+
+
+class _Held:
+    """Which tokens some spans hold, without a list of the tokens."""
+
+    def __init__(self, spans: Sequence[Span]):
+        self._at: dict[tuple[int, int], list[Span]] = {}
+        for span in spans:
+            self._at.setdefault((span.micro_batch, span.rank), []).append(span)
+
+    def parts(self, span: Span) -> int:
+        """Return how many of a span's tokens are held, at most; 0 if none is."""
+        there = self._at.get((span.micro_batch, span.rank), ())
+        return sum(max(min(each.end, span.end) - max(each.start, span.start), 0) for each in there)
 
 
 def by_value(
-    task: Task, value: Callable[[int], torch.Tensor], least: float, named: set[Token], bound: float = 0.0
+    task: Task, value: Callable[[int], torch.Tensor], least: float, named: Sequence[Span], bound: float = 0.0
 ) -> list[Span]:
     """Tokens whose ``value``, (B, T) of a micro-batch, is at least ``least``, largest first, without those ``named``.
 
     A value times ``bound`` is a lower bound on the token's norm; 0 makes hints.
     """
+    most = max(_MAX_SENT, 2 * task.max_culprits) + sum(span.size for span in named)
 
-    def local() -> list[tuple[float, Span]]:
+    def local() -> list[_Found]:
         found = []
         for index in range(task.prober.step.num_micro_batches):
             values = value(index)[task.prober.step.token_mask(index)]
-            for number in (values >= least).nonzero().squeeze(-1).tolist():
-                size = float(values[number])
-                found.append((size, _span(task, index, number, number + 1, 0, bound * size)))
+            top = values.topk(min(most, len(values)))
+            for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                if size >= least:
+                    found.append(_found(size, index, number, number + 1, 0, bound * size))
         return found
 
     return _merge(task, local, named)
 
 
-def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.inf) -> list[Span]:
+def by_coefficient(task: Task, most: int, named: Sequence[Span], norm: float = math.inf) -> list[Span]:
     """Hints: tokens whose coefficient would make them culprits if their log-prob gradients were typical ones.
 
     |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
@@ -237,24 +246,25 @@ def by_coefficient(task: Task, most: int, named: set[Token], norm: float = math.
     prober = task.prober
     square = 0.0
 
-    def local() -> list[tuple[float, Span]]:
+    def local() -> list[_Found]:
         nonlocal square
         found = []
         for index, readout in enumerate(task.readouts([])):
             values = readout.slope.abs()[prober.step.token_mask(index)]
             square += float(values.square().sum())
-            top = values.topk(min(most + len(named), len(values)))
+            top = values.topk(min(most + sum(span.size for span in named), len(values)))
             for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                found.append((size, _span(task, index, number, number + 1, 0)))
+                found.append(_found(size, index, number, number + 1, 0))
         return found
 
     merged = _merge_sized(task, local)
     (rest,) = prober.ranks.sum([square])
     least = rest * (task.culprit_norm / norm) ** 2
     kept: list[Span] = []
+    held = _Held(named)
     for size, candidate in merged:  # loudest first, so the rest is that of tokens no louder
         rest -= size**2
-        if named.isdisjoint(candidate.tokens):
+        if not held.parts(candidate):
             if 16 * size**2 < rest or size**2 < least or len(kept) == most:
                 break
             kept.append(candidate)
@@ -268,7 +278,7 @@ def non_finite(task: Task) -> list[Span]:
     to all later tokens. If only its loss is not, each token is a span, unless all of the row's tokens are.
     """
 
-    def local() -> list[tuple[float, Span]]:
+    def local() -> list[_Found]:
         step, found = task.prober.step, []
         rows = _rows(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
         for index, first, (values, log_prob) in rows:
@@ -279,10 +289,10 @@ def non_finite(task: Task) -> list[Span]:
                 spans = [(0, len(values))]
             covered = {number for start, end in spans for number in range(start, end)}
             for start, end in spans + [(number, number + 1) for number in bad if number not in covered]:
-                found.append((1.0, _span(task, index, first + start, first + end, len(values))))
+                found.append(_found(1.0, index, first + start, first + end, len(values)))
         return found
 
-    return _merge(task, local, set())
+    return _merge(task, local, ())
 
 
 def _rows(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
@@ -295,29 +305,33 @@ def _rows(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[
             first += int(mask.sum())
 
 
-def _span(task: Task, index: int, start: int, end: int, length: int, bound: float = 0.0) -> Span:
-    """Of this rank, in a row of so many tokens."""
+def _found(size: float, index: int, start: int, end: int, length: int, bound: float = 0.0) -> _Found:
+    """A candidate of this rank, in a row of this many tokens."""
     span = "token" if end - start == 1 else "sequence" if end - start == length else "segment"
-    return Span(bound, span, index, task.prober.ranks.rank, start, end)
+    return size, index, start, end, span, bound
 
 
-def _merge(task: Task, local: Callable[[], list[tuple[float, Span]]], named: set[Token]) -> list[Span]:
-    """All ranks' candidates, largest first, without those of which every token is named already."""
-    return [candidate for _, candidate in _merge_sized(task, local) if not named.issuperset(candidate.tokens)]
+def _merge(task: Task, local: Callable[[], list[_Found]], named: Sequence[Span]) -> list[Span]:
+    """All ranks' candidates, largest first, without those that are named already as a whole."""
+    held = _Held(named)
+    return [candidate for _, candidate in _merge_sized(task, local) if held.parts(candidate) < candidate.size]
 
 
-def _merge_sized(task: Task, local: Callable[[], list[tuple[float, Span]]]) -> list[tuple[float, Span]]:
+def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[float, Span]]:
+    """The largest candidates of all ranks, the same on every rank: at most ``_MAX_KEPT``."""
     ranks, most = task.prober.ranks, max(_MAX_SENT, 2 * task.max_culprits)
 
-    def largest() -> list[tuple[float, Span]]:
-        return sorted(local(), key=_order)[:most]
+    def largest() -> list[_Found]:
+        return heapq.nsmallest(most, local(), key=_order)
 
-    return sorted((item for part in ranks.gather(ranks.agree(largest)) for item in part), key=_order)
+    gathered = ranks.gather(ranks.agree(largest))
+    sent = ((rank, found) for rank, part in enumerate(gathered) for found in part)
+    kept = heapq.nsmallest(max(_MAX_KEPT, most), sent, key=lambda item: (*_order(item[1])[:2], item[0], item[1][2]))
+    return [(size, Span(bound, span, index, rank, start, end)) for rank, (size, index, start, end, span, bound) in kept]
 
 
-def _order(item: tuple[float, Span]) -> tuple:
-    size, candidate = item
-    return -size, candidate.micro_batch, candidate.rank, candidate.start
+def _order(found: _Found) -> tuple:
+    return -found[0], found[1], found[2]
 
 
 # ---- which spans of one row: pure arithmetic

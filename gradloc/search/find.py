@@ -86,6 +86,7 @@ def localize(
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         objection = getattr(held, "objection", "")
         reran = rerun(task) if reruns and not objection else None
+        task = replace(task, reran=reran)
         result, first = unsearched(task, objection) if objection else triage(task, typical or {}, reran), None
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient

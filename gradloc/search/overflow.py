@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from ..core.certificate import Alone, Removal
 from ..core.selection import Token
 from ..record import Certificate
@@ -63,7 +65,10 @@ def rescaled(task: Task) -> RescaledTask | None:
         return [max(sizes)]
 
     (largest,) = prober.ranks.max(prober.ranks.agree(local))
-    if not _LARGE <= largest < math.inf or not task.can_afford(backwards=step.num_micro_batches):
+    least = _LARGE
+    if step.numerics.dtype == torch.float16:  # whose range ends at 65,504, and holds the scaled gradient
+        least, largest = 1.0, largest * step.numerics.loss_scale
+    if not least <= largest < math.inf or not task.can_afford(backwards=step.num_micro_batches):
         return None
     unit = 2.0 ** math.frexp(largest)[1]
     step.rescale(unit)

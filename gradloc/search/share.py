@@ -26,11 +26,13 @@ from dataclasses import dataclass
 import torch
 
 from ..core.gradients import Gradient
+from ..core.precision import UNITS, NoFloat32
 from ..core.probe import Prober
 from ..core.step import Outputs, Recorded, only
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
-_TARGET = {torch.float32: 0.05, torch.bfloat16: 0.8, torch.float16: 0.8}  # the first guess' response
+_RESPONSE_PER_UNIT = 131.0  # cubed response per unit roundoff: 0.8 in bfloat16, where noise over response is measured
+_LEAST_RESPONSE = 0.05  # the first guess' response: a shorter step is rounded away in float32
 _CURVATURE = 0.2  # closure's error over the squared response (measured: 0.01 with 135M weights, 1 with 60k)
 _RESPONSES = (0.05, 2.0)  # least and most response of a step that is taken anew
 _FINE = {torch.float32: 0.02, torch.bfloat16: 0.15, torch.float16: 0.15}  # an error of closure not worth another step
@@ -42,8 +44,10 @@ _USABLE = 1 / _CERTAIN  # a larger standard error of closure would not tell 1 fr
 _PARTIAL_CLOSURE = 0.5  # some micro-batches are enough if they carry this much
 _SHRINKING = (0.1, 0.7)  # least and most of the step to keep if curvature puts closure off
 _BENT = {0.6: 0.1, 0.3: 0.25}  # most of it to keep if closure is off by more than the key
+MOST_TO_SETTLE = 3  # forwards of one micro-batch, at most, that settle the step or measure the noise
 _LATER = 2.0  # times the target: the most that micro-batches after the first may respond
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
+_TINY = 1e-300  # instead of a step of 0
 _LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
 _ROUNDING = 2.0**-20  # error of a log-prob read in float32: a few units of logits near 10
 _PRIOR = 3.0  # draws that the level of all tokens counts as, beside the single draw of a token's own
@@ -86,8 +90,6 @@ class ShareMap:
     """Overrides :attr:`chance`."""
     singled_out: list[torch.Tensor] | None = None
     """Tokens, bool (B, T), that something other than their shares points at, such as a large coefficient."""
-    num_draws: int = 1
-    """How many measurements this is the mean of, each with its own dither."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
         """Share of R per token, float64 (B, T)."""
@@ -162,8 +164,7 @@ class ShareMeasurement:
     known: ShareMap | None = None
     """A map of other micro-batches along the same direction, to be completed at its step."""
     refined: ShareMap | None = None
-    """An untrusted map of the same micro-batches along the same direction. If noise is why, the result is its mean with
-    another draw; if curvature is, a measurement at a shorter step."""
+    """An untrusted map of the same micro-batches along the same direction, to be measured at a shorter step."""
     increments: Sequence[float] | None = None
     """About the norm of each micro-batch's own gradient, if known."""
 
@@ -171,8 +172,11 @@ class ShareMeasurement:
         increments, known, refined = self.increments, self.known, self.refined
         self.seen = frozenset(self.micro_batches) | (known.seen if known is not None else frozenset())
         self.unseen = [index for index in range(self.prober.step.num_micro_batches) if index not in self.seen]
-        self.dtype = self.prober.step.numerics.dtype
-        self.target = _TARGET[self.dtype]
+        self.dtype = self.prober.step.numerics.dtype  # of the gradient: closure is judged by it
+        self.is_fine = self.prober.unit <= UNITS[torch.float32]
+        self.target = max(_LEAST_RESPONSE, (_RESPONSE_PER_UNIT * self.prober.unit) ** (1 / 3))
+        self.band = _BAND[self.dtype]
+        self.fine = _FINE[torch.float32 if self.is_fine else self.dtype]
         self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in self.unseen) if increments else math.inf
@@ -180,10 +184,8 @@ class ShareMeasurement:
         # over 1 if micro-batches cancel: a token may then respond that much more than ||R|| suggests
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         shrinking = 1.0 if refined is None else refined.shrinking
-        self.mean_of = refined if shrinking == 1.0 else None
         earlier = known or refined
         self.fixed_step = None if earlier is None else earlier.step * shrinking
-        self.draw = 0 if self.mean_of is None else self.mean_of.num_draws
         self.at: float | None = None  # the step at which the weights are now,
         self.moved = 0.0  # and <R, their true move>
 
@@ -195,7 +197,16 @@ class ShareMeasurement:
             return ShareMap(nothing, nothing, square, 0.0, 0.0, 0.0, False, 0, 0.0)
         step = self.fixed_step or self.target * largest / square / max(self.loudest, 1.0)
         hold_routes(self.prober, self.micro_batches)
-        with MovedWeights(self.prober.space, self.dtype, seed=self.draw) as weights:
+        try:
+            return self._run(step)
+        except NoFloat32:
+            self.__post_init__()  # the same in training's precision
+            for readout in self.readouts:
+                readout.is_half = True
+            return self.run()
+
+    def _run(self, step: float) -> ShareMap:
+        with MovedWeights(self.prober.space, self.dtype, is_wide=self.prober.is_wide) as weights:
             return self._measured(weights, step)
 
     def _measured(self, weights: MovedWeights, step: float) -> ShareMap:
@@ -208,7 +219,7 @@ class ShareMeasurement:
             legs, step, moved = self._legs(weights, step, part, number == 0 and self.fixed_step is None)
             seen.append((legs, moved))
         found = self.prober.ranks.agree(lambda: self._read(seen))
-        if self.dtype != torch.float32 and self.prober.scatter is None and self._is_heard(found):
+        if not self.is_fine and self.prober.scatter is None and self._is_heard(found):
             self._measure_scatter(weights, pilot, seen[0][0])
             found = self.prober.ranks.agree(lambda: self._read(seen))
         return self._combine(found, step)
@@ -238,7 +249,8 @@ class ShareMeasurement:
         step = -step if is_flipped else step
         # In float32 one leg tells the response, from training's own reading. In half precision that rounds too much.
         plus, up = self._leg(weights, step, part)
-        minus, down = self._leg(weights, -step, part) if self.dtype != torch.float32 else ({}, 0.0)
+        has_reading = self.dtype == torch.float32
+        minus, down = ({}, 0.0) if has_reading else self._leg(weights, -step, part)
         factor = self._rescaling((plus, minus), abs(step), is_first)
         if factor != 1.0:
             step *= factor
@@ -267,7 +279,7 @@ class ShareMeasurement:
 
         # the largest over the ranks: the loudest token is in some rank's pilot
         response, noise = self.prober.ranks.max(self.prober.ranks.agree(local))
-        noise /= step * self.square
+        noise /= max(step * self.square, _TINY)
         if not math.isfinite(response):
             return 0.1  # far too long
         if response == 0:
@@ -278,7 +290,7 @@ class ShareMeasurement:
         least, most = _RESPONSES
         # At response x the error is a x^2 + n r / x, with n the noise at the present response r: least at this x.
         best = min(max((noise * response / (2 * _CURVATURE)) ** (1 / 3), least), most)
-        if error <= _FINE[self.dtype] or _CURVATURE * best**2 + noise * response / best > error / 2:
+        if error <= self.fine or _CURVATURE * best**2 + noise * response / best > error / 2:
             return 1.0
         return min(max(best / response, 0.1), 10.0)
 
@@ -321,16 +333,12 @@ class ShareMeasurement:
         return found
 
     def _combine(self, found: Found, step: float) -> ShareMap:
-        """These products with those known before, or their mean with earlier draws; totals over all ranks."""
+        """These products with those known before; totals over all ranks."""
 
         def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
             products, errors = [], []
             for index, readout in enumerate(self.readouts):
                 product, error = found.get(index) or self._known(index) or (readout.slope * 0, readout.slope * 0)
-                if self.mean_of is not None:
-                    before, count = self.mean_of, self.mean_of.num_draws
-                    product = (count * before.products[index] + product) / (count + 1)
-                    error = ((count * before.errors[index]).square() + error.square()).sqrt() / (count + 1)
                 products.append(product)
                 errors.append(error)
             parts = products, [error.square() for error in errors], [readout.slope != 0 for readout in self.readouts]
@@ -352,7 +360,6 @@ class ShareMeasurement:
             step,
             self.seen,
             self._shrinking(closure, noise),
-            num_draws=self.draw + 1,
         )
 
     def _known(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -362,14 +369,16 @@ class ShareMeasurement:
         """See :class:`ShareMap`. A step x times as long has the error off x^2 + noise / x, ``off`` being closure's now:
         least at x^3 = noise / (2 off)."""
         off = max(abs(1 - closure) - self.carried_unseen, 0.0)
-        if not off > max(_BAND[self.dtype], _CERTAIN * noise):
+        if self.prober.is_wide or not off > max(self.band, _CERTAIN * noise):
             return 1.0
         least, most = _SHRINKING
         most = next((part for bent, part in _BENT.items() if off > bent), most)
         return min(max((noise / (2 * off)) ** (1 / 3), least), most)
 
     def _is_trusted(self, closure: float, noise: float) -> bool:
-        most = max(_BAND[self.dtype], _CERTAIN * noise)
+        if self.prober.is_wide:  # the shares are exact, along a gradient that half precision may have turned far
+            return noise <= _USABLE and (bool(self.unseen) or 1 / _FAR <= closure <= _FAR)
+        most = max(self.band, _CERTAIN * noise)
         low = max(_PARTIAL_CLOSURE, 1 - most - 2 * self.carried_unseen) if self.unseen else 1 - most
         return noise <= _USABLE and low <= closure <= 1 + most
 
@@ -398,7 +407,7 @@ class Readout:
     """
 
     def __init__(self, recorded: Recorded, log_prob: torch.Tensor, entropy: torch.Tensor | None, is_half: bool):
-        self._recorded, self._is_half = recorded, is_half
+        self._recorded, self.is_half = recorded, is_half
         self._log_prob, self._entropy = log_prob.double(), None if entropy is None else entropy.double()
         rest = 1.0 if recorded.is_linear else (-torch.expm1(recorded.log_prob.double())).clamp(min=0.0)
         self.slope = torch.where(self._log_prob != 0, self._log_prob * rest, 0.0)
@@ -435,7 +444,7 @@ class Readout:
         with one leg alone that is not known, and only rounding counts. ``part``: see :meth:`scatter`.
         """
         square = (self._log_prob * _ROUNDING).square() / 2
-        if self._is_half and minus is not None:
+        if self.is_half and minus is not None:
             ups = self.scores(plus[0]), self.scores(minus[0]), self.scores(self._recorded.read)
             square = square + only(self.slope.square(), _scatter(*ups, self.slope != 0, part))
             up, down, before = plus[1], minus[1], self._recorded.entropy

@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
-from ..core.selection import Token, mask_without
+from ..core.precision import UNITS, NoFloat32
 from ..core.step import Outputs
 from ..record import PathEntry
 from .candidates import by_value
 from .share import Readout
-from .task import SearchResult, Task, verify
+from .task import SearchResult, Span, Task, verify
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
 NUM_DIRECTIONS = 16
@@ -40,14 +40,16 @@ class NormSketch:
     """Factor from an estimate to its upper bound, for all tokens at once: sqrt(k / chi2_{k, delta / N})."""
 
 
-def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DIRECTIONS) -> NormSketch:
+def measure_norms(task: Task, without: Sequence[Span], num_directions: int = NUM_DIRECTIONS) -> NormSketch:
     """Estimate every token's gradient norm, at ``num_directions + 1`` forwards of each micro-batch.
 
     Weights are moved and restored bit for bit. ``num_directions`` are k, the degrees of freedom of each estimate. Of
     tokens to be left out the estimate is 0.
     """
     prober = task.prober
-    step_size = _RELATIVE_STEP[prober.step.numerics.dtype] / _root_mean_count(task)
+    is_fine = prober.unit <= UNITS[torch.float32]
+    dtype = torch.float32 if is_fine else prober.step.numerics.dtype
+    step_size = _RELATIVE_STEP[dtype] / _root_mean_count(task)
 
     def prepare() -> tuple[list[Readout], list[torch.Tensor], list[torch.Tensor]]:
         readouts = task.readouts(without)
@@ -64,7 +66,8 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
         squares[index] += delta * (value - means[index])
 
     hold_routes(prober, range(len(readouts)))
-    with MovedWeights(prober.space, prober.step.numerics.dtype) as weights:
+    is_wide = prober.is_wide
+    with MovedWeights(prober.space, prober.step.numerics.dtype, is_wide=is_wide) as weights:
         for number in range(num_directions + 1):
             weights.move_randomly(number + 1, step_size)
             for index in range(len(readouts)):
@@ -81,7 +84,7 @@ def measure_norms(task: Task, without: list[Token], num_directions: int = NUM_DI
     return NormSketch(norms, inflation)
 
 
-def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
+def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
     """Find tokens with a large gradient of their own, even if they cancel each other; each is verified by a backward,
     which overwrites ``.grad``. Those already ``named`` are left out."""
     result = SearchResult()
@@ -90,15 +93,18 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     if directions < _LEAST_DIRECTIONS:
         result.exhausted, result.stop_reason = True, task.limit.words
         return result
-    found = measure_norms(task, list(named), directions)
+    try:
+        found = measure_norms(task, named, directions)
+    except NoFloat32:  # the same in training's precision
+        found = measure_norms(task, named, directions)
     least = task.culprit_norm
-    measured = set(named)
+    measured = list(named)
     candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break
         culprit = verify(task, candidate, least)
-        measured.update(candidate.tokens)
+        measured.append(candidate)
         if not culprit.norm < least:
             result.culprits.append(culprit)
     largest = _largest_left(task, found, measured)
@@ -118,15 +124,15 @@ def sketch(task: Task, named: Sequence[Token] = ()) -> SearchResult:
     return result
 
 
-def _largest_left(task: Task, found: NormSketch, seen: set[Token]) -> float:
+def _largest_left(task: Task, found: NormSketch, seen: Sequence[Span]) -> float:
     """The largest estimate, over all ranks, of a token that is not in ``seen``."""
     ranks = task.prober.ranks
 
     def local() -> float:
         largest = [0.0]
         for index, norms in enumerate(found.norms):
-            mask = task.prober.step.token_mask(index)
-            largest += norms[mask & mask_without(list(seen), index, ranks.rank, mask)].tolist()
+            left = norms[task.prober.step.token_mask(index) & task.kept(seen, index)]
+            largest += [float(left.max())] if len(left) else []
         return max(largest)
 
     return ranks.max([ranks.agree(local)])[0]

@@ -2,15 +2,16 @@
 """What every strategy is given (:class:`Task`) and returns (:class:`SearchResult`)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..core.certificate import Alone, Removal
 from ..core.gradients import Gradient
+from ..core.precision import UNITS
 from ..core.probe import Prober
-from ..core.selection import Token, mask_without
+from ..core.selection import Token
 from ..core.step import only
 from ..core.trigger import Spike
 from ..record import Certificate, Cured, FirstNotFinite, PathEntry, Rerun, StepCause
@@ -40,6 +41,8 @@ class Task:
     """About the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
     broken: int | None = None
     """A micro-batch whose gradient is known not to be finite; None if none is known."""
+    reran: Rerun | None = None
+    """The spike run again; None unless that was asked for."""
     unit: float = 1.0
     """All norms here are the step's divided by this; other than 1 in :class:`.overflow.RescaledTask`."""
 
@@ -86,19 +89,27 @@ class Task:
         removal = Removal(self.prober, self.gradient, self.scale, *norms, culprits, can_afford)
         return removal.certify(alone, goes_on)
 
-    def readouts(self, without: list[Token]) -> list[Readout]:
+    def kept(self, without: Sequence["Span"], micro_batch: int) -> torch.Tensor:
+        """All positions of this rank's micro-batch but these spans' tokens, padding included: bool (B, T)."""
+        mask = self.prober.step.token_mask(micro_batch)
+        kept, positions = torch.ones_like(mask), mask.flatten().nonzero().squeeze(-1)
+        for span in without:
+            if (span.micro_batch, span.rank) == (micro_batch, self.prober.ranks.rank):
+                kept.view(-1)[positions[span.start : span.end]] = False
+        return kept
+
+    def readouts(self, without: Sequence["Span"]) -> list[Readout]:
         """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
-        is_half = self.prober.step.numerics.dtype != torch.float32
+        is_half = self.prober.unit > UNITS[torch.float32]
         recorded = self.prober.step.recorded
         return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
 
-    def coefficients(self, without: list[Token]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def coefficients(self, without: Sequence["Span"]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """c_t and e_t (B, T) of each of this rank's micro-batches, 0 for tokens already named."""
-        step, rank = self.prober.step, self.prober.ranks.rank
-        found = []
+        step, found = self.prober.step, []
         for index in range(step.num_micro_batches):
             log_prob, entropy = step.coefficients(index)
-            kept = mask_without(without, index, rank, step.token_mask(index))
+            kept = self.kept(without, index)
             found.append((only(kept, log_prob), None if entropy is None else only(kept, entropy)))
         return found
 
@@ -128,6 +139,11 @@ class Span:
     """<g, G> / ||G||^2; None unless measured."""
     squares: torch.Tensor | None = field(default=None, compare=False)
     """Squared norm per parameter, float64 (num_params,); None unless measured."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens it has."""
+        return self.end - self.start
 
     @property
     def tokens(self) -> tuple[Token, ...]:

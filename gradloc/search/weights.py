@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
+from ..core.precision import Shift, cast_weights
 from ..core.probe import Prober
 from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
@@ -32,6 +33,7 @@ from ..core.step import Outputs
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32
+_LARGE_PRIME = 1_000_003  # more than a model has parameters: each gets random numbers of its own
 
 
 def _sixteen_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -49,12 +51,14 @@ class MovedWeights:
         space: the trainable parameters.
         compute_dtype: of the forward; half precision is dithered, whatever the precision of the master weights.
         seed: of the dither, the same for every move in this context.
+        is_wide: whether forwards are :func:`~..core.precision.float32_forwards`. Then weights that are cast there are
+            shifted in the cast, and only shards that are kept in half precision are dithered.
     """
 
-    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0):
+    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0, is_wide: bool = False):
         self._space = space
-        self._dtype = compute_dtype
-        self._bits = _MANTISSA_BITS.get(compute_dtype)
+        self._dtype = torch.float32 if is_wide else compute_dtype
+        self._cast = {id(weight) for weight in cast_weights(space.module)} if is_wide else set()
         self._seed = seed
         self._saved: list[torch.Tensor] = []
 
@@ -62,8 +66,13 @@ class MovedWeights:
     def __enter__(self) -> "MovedWeights":
         self._space.reshard()
         keep = host_copy if self._space.keeps_on_host else torch.clone
-        self._saved = self._space.agree(lambda: [keep(local_shard(param)) for param in self._space.params])
+        params = self._space.params
+        self._saved = self._space.agree(lambda: [self._kept(param, keep) for param in params])
         return self
+
+    def _kept(self, param: torch.nn.Parameter, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        shard = local_shard(param).detach()
+        return shard if id(param) in self._cast else keep(shard)
 
     def move(self, direction: Gradient, step: float) -> torch.Tensor:
         """Set the weights to original + dither + step * direction.
@@ -84,13 +93,21 @@ class MovedWeights:
         device = space.params[0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
         parts = zip(space.params, self._saved, direction, space.generators(self._seed), space.counts, strict=True)
+        shifts: dict[int, Callable[[], torch.Tensor]] = {}
         for param, saved, part, dither, counts in parts:
+            if id(param) in self._cast:
+                if part is not None:
+                    shifts[id(param)] = partial(local_shard, part)
+                    size = torch.linalg.vector_norm(local_shard(part).to(device).float()).double()
+                    total += counts * step * size**2
+                continue
             for shard, was, along in in_parts(local_shard(param), saved, saved if part is None else local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
                 moved = was if part is None else torch.add(was.float(), along, alpha=step)
                 self._set(shard, was, moved, dither)
                 if counts and part is not None:
                     total += torch.dot((shard.to(self._dtype).float() - was.float()).flatten(), along.flatten())
+        space.shift = Shift(shifts, step)
         return total
 
     def move_randomly(self, seed: int, step: float) -> None:
@@ -103,11 +120,18 @@ class MovedWeights:
         space = self._space
         space.reshard()
         drawn_by = zip(space.generators(seed), space.generators(self._seed), strict=True)
-        for param, saved, (generator, dither) in zip(space.params, self._saved, drawn_by, strict=True):
+        shifts: dict[int, Callable[[], torch.Tensor]] = {}
+        for number, (param, saved, (generator, dither)) in enumerate(
+            zip(space.params, self._saved, drawn_by, strict=True)
+        ):
+            if id(param) in self._cast:
+                shifts[id(param)] = partial(_drawn, param, _LARGE_PRIME * seed + number)
+                continue
             for shard, was in in_parts(local_shard(param), saved):
                 was = was.to(shard.device, non_blocking=True)
                 drawn = torch.randn(was.shape, generator=generator, device=was.device)
                 self._set(shard, was, was + step * drawn, dither)
+        space.shift = Shift(shifts, step)
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -124,12 +148,13 @@ class MovedWeights:
         return float(self._space.reduce(local).sqrt())
 
     def _set(self, shard: torch.Tensor, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator) -> None:
-        if self._bits is not None and saved.numel():
+        bits = _MANTISSA_BITS.get(self._dtype, _MANTISSA_BITS.get(saved.dtype))
+        if bits is not None and saved.numel():
             # A float32 with its mantissa cleared is its power of two; times 2^-bits it is one unit in the last place.
             # The random int16 spans 2^16, centred on 0: another 2^-16 makes the dither half a unit either way. The unit
             # is the original weight's, so both legs share it. A weight of zero (LoRA's second factor at first) has no
             # exponent and gets no dither, nor does it need one: small numbers near zero are not rounded away.
-            unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(self._bits + 16))
+            unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(bits + 16))
             moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
         shard.copy_(moved)
 
@@ -137,11 +162,19 @@ class MovedWeights:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, LostRank):
             return  # this process ends; waiting for peers or for the device might never end
+        self._space.shift = None
         for param, saved in zip(self._space.params, self._saved, strict=True):
-            local_shard(param).copy_(saved)
+            if id(param) not in self._cast:
+                local_shard(param).copy_(saved)
         self._space.publish()
         self._space.reshard()
         self._saved = []
+
+
+def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Standard normal numbers of this seed, float32."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, device=like.device)
 
 
 # ---- routes
@@ -173,12 +206,12 @@ def hold_routes(prober: Prober, micro_batches: Iterable[int]) -> None:
 
 
 def forward_on_routes(prober: Prober, micro_batch: int) -> Outputs:
-    """:meth:`~..core.probe.Prober.forward` with every token sent where :func:`hold_routes` noted it."""
+    """Run :meth:`~..core.probe.Prober.forward_for_difference`, every token sent where :func:`hold_routes` noted it."""
     chosen = prober.routes.get(micro_batch)
     if not chosen:
-        return prober.forward(micro_batch)
+        return prober.forward_for_difference(micro_batch)
     with _OnTopK(partial(_held, iter(chosen))):
-        return prober.forward(micro_batch)
+        return prober.forward_for_difference(micro_batch)
 
 
 def _noted(chosen: list[torch.Tensor], func: Callable, *args: Any, **kwargs: Any) -> Any:

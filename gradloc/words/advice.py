@@ -184,6 +184,21 @@ def actions_of(
     return [(f"{do[:-1]} ({label})." if label else do, line) for do, label, line in pairs]
 
 
+_OF_ROLLOUTS = frozenset(
+    "keep_rollouts warmer cooler more_rollouts differing_groups longer shorter_prompts one_epoch eager log_probs veto "
+    "veto_less drop_sequences truncate mean_weight by_sequence".split()
+)
+
+
+def supervised(names: Iterable[str]) -> list[str]:
+    """The actions that a run without rollouts and rewards can take, too.
+
+    >>> supervised(["localize", "keep_rollouts", "kl_mse", "clip"])
+    ['localize', 'clip']
+    """
+    return [name for name in names if name not in _OF_ROLLOUTS and not ACTIONS[name].is_of_rewards]
+
+
 def in_force(line: str, actor: Mapping[str, Any]) -> bool:
     """Whether a run's ``actor_rollout_ref.actor`` has all settings of a line already; False where it is not known."""
     return all(_is_set(override, actor) for override in line.split())

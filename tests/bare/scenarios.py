@@ -4,6 +4,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,6 +16,7 @@ from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from tests.bare import BareStep, Loss, Oracle, Place, build, clip_gradient, random_batch, shard
+from tests.bare.model import Block, _attend
 from tests.bare.noise import unrepeatable
 
 TERMS = Loss(entropy=0.01, kl=0.05)
@@ -31,6 +33,7 @@ def search_planted(
     strategy: str = "auto",
     scattered: float = 0.0,
     said: float | None = None,
+    refuses: bool = False,
 ) -> dict[str, Any]:
     """Train once on a batch with planted advantages and localize; what was found, as plain values.
 
@@ -44,6 +47,7 @@ def search_planted(
         strategy: of the search.
         scattered: how far every forward of the search is off, see :func:`scatter`.
         said: the norm by the trainer, such as one that float32 cannot hold; None for the true one.
+        refuses: whether attention takes no float32, as flash kernels do not.
     """
     model, precision = build("tiny").to(getattr(torch, masters)), getattr(torch, dtype)
     batch = random_batch(model).planted(plants)
@@ -57,7 +61,9 @@ def search_planted(
     spike = Spike(kind, norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     if scattered:
         scatter(step, scattered, ranks.rank)
-    finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
+    attend = staticmethod(_attend_in_half if refuses else _attend)
+    with mock.patch.object(Block, "attend", attend):
+        finding = localize(step, space, ranks, spike, 1.0, strategy=strategy)
     restored = all(torch.equal(a, local_shard(b)) for a, b in zip(before, space.current(), strict=True))
     certificate, shares = finding.certificate, finding.shares
     return {
@@ -74,6 +80,12 @@ def search_planted(
         "status": finding.status,
         "cost": finding.num_forwards + 2 * finding.num_backwards,
     }
+
+
+def _attend_in_half(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    if q.dtype == torch.float32:
+        raise RuntimeError("this kernel takes fp16 and bf16 alone")
+    return _attend(q, k, v)
 
 
 def useless_shares(layout: str, strategy: str, dtype: str) -> dict[str, Any]:

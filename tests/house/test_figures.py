@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import healthy, mixtures, spiking, unrepeatable
+from benchmarks import healthy, mixtures, spiking, unrepeatable, worlds
 from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import __main__ as trigger
@@ -74,6 +74,7 @@ PARTS = {
     "benchmarks.md## The price of a search": ("spiking", in_both_precisions),
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
+    "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
     "benchmarks.md## A search in passes": ("cost", cost.markdown),
 }
 """Of these tables the pages show rows; of the next, all."""

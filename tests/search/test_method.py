@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradloc.core.selection import Token
 from gradloc.search import sketch as sketches
 from gradloc.search.sketch import NormSketch, _chi2_quantile, measure_norms, sketch
+from gradloc.search.task import Span
 from tests.bare import Oracle, build, random_batch
 from tests.search import task_of
 
@@ -56,9 +56,9 @@ def test_5_the_search_s_own_sketch_has_every_norm_under_its_bound_and_none_far_f
 
 def test_5_what_is_named_is_not_estimated_again(hidden):
     task, _, _ = hidden
-    mask, named = task().prober.step.token_mask(1), Token(1, 0, 5)
+    mask, named = task().prober.step.token_mask(1), Span(0.0, "token", 1, 0, 5, 6)
     norms = measure_norms(task(), [named], 4).norms
-    assert float(norms[1][mask][named.index]) == 0.0 and int((norms[1][mask] == 0).sum()) == 1
+    assert float(norms[1][mask][named.start]) == 0.0 and int((norms[1][mask] == 0).sum()) == 1
 
 
 def test_5_a_pair_that_cancels_is_found_and_what_is_left_is_bounded(hidden):
@@ -72,7 +72,7 @@ def test_5_a_pair_that_cancels_is_found_and_what_is_left_is_bounded(hidden):
     left = float(exact.flatten().topk(3).values[-1])
     assert left <= entry.norm <= 4 * left and entry.threshold == task().culprit_norm == 15.0
     assert "with 95% confidence; 2 of 2 candidates" in entry.note and not found.exhausted
-    assert sketch(task(), [culprit.tokens[0] for culprit in found.culprits]).culprits == []
+    assert sketch(task(), found.culprits).culprits == []
 
 
 @pytest.mark.parametrize(("max_steps", "directions"), [(2.6, 0), (2.7, 4), (10.0, 16)])

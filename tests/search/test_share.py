@@ -90,33 +90,6 @@ def test_a_part_says_what_the_rest_may_carry():
     assert abs(whole.closure - part.closure) <= 3 * part.closure_error
 
 
-def test_a_map_that_is_too_noisy_is_averaged_with_another_draw_and_one_too_bent_is_taken_shorter():
-    batch = random_batch(build("tiny")).planted({PLACE: 300.0})
-    first, _ = measured(batch, torch.bfloat16)
-    first.shrinking = 1.0
-    again, _ = measured(batch, torch.bfloat16, refined=first)
-    assert again.num_draws == 2 and again.step == first.step
-    (one, _), (both, _) = (share_of(found, PLACE) for found in (first, again))
-    assert one != both and both == pytest.approx(one, abs=0.05)
-    first.closure, first.shrinking = 0.5, 0.4
-    shorter, _ = measured(batch, torch.bfloat16, refined=first)
-    assert shorter.num_draws == 1 and shorter.step == pytest.approx(0.4 * first.step)
-
-
-def test_a_mean_of_draws_weighs_them_alike_and_errs_less():
-    def value(number):
-        return torch.tensor([[number]], dtype=torch.float64)
-
-    before = SimpleNamespace(products=[value(2.0)], errors=[value(0.3)], num_draws=2)
-    known = {"draw": 2, "square": 4.0, "carried_unseen": 0.0, "seen": frozenset({0}), "mean_of": before}
-    made = SimpleNamespace(prober=SimpleNamespace(ranks=Ranks()), readouts=[SimpleNamespace(slope=value(1.0))], **known)
-    made._is_trusted, made._shrinking = lambda closure, noise: True, lambda closure, noise: 1.0
-    found = ShareMeasurement._combine(made, {0: (value(5.0), value(0.6))}, 1.0)
-    assert found.num_draws == 3 and float(found.products[0]) == pytest.approx(3.0)
-    assert float(found.errors[0]) == pytest.approx((0.6**2 + 0.6**2) ** 0.5 / 3)
-    assert (found.closure, found.noise) == (pytest.approx(0.75), pytest.approx(float(found.errors[0]) / 4))
-
-
 def test_where_micro_batches_cancel_the_first_step_is_as_much_shorter():
     batch = random_batch(build("tiny")).planted({PLACE: 300.0})
     plain, _ = measured(batch)
@@ -219,36 +192,6 @@ def rescaled(response, noise, is_first=True, dtype=torch.float32, step=1.0, squa
     return ShareMeasurement._rescaling(measurement, ({}, {}), step, is_first)
 
 
-@pytest.mark.parametrize(
-    ("response", "noise", "factor"),
-    [
-        (math.inf, 0.0, 0.1),
-        (0.0, 1.0, 1.0),
-        (0.31, 0.0, 1.0),
-        (0.32, 0.0, 0.05 / 0.32),
-        (1.0, 0.01, 0.025 ** (1 / 3)),
-        (0.4, 0.01, 1.0),
-        (10.0, 0.0, 0.1),
-        (1e-3, 1.0, 10.0),
-    ],
-)
-def test_a_step_is_taken_anew_where_that_halves_a_large_error(response, noise, factor):
-    assert rescaled(response, noise) == pytest.approx(factor) == rescaled(response, noise, step=2.0, square=3.0)
-
-    def error(response_then):
-        return 0.2 * response_then**2 + noise * response / response_then
-
-    if 0.1 < factor < 1 and noise:
-        best = factor * response
-        assert error(best) < min(error(0.98 * best), error(1.02 * best), error(response) / 2)
-
-
-def test_half_precision_lives_with_larger_errors_and_later_micro_batches_with_twice_the_target():
-    assert rescaled(0.8, 0.0, dtype=torch.bfloat16) == 1.0 and rescaled(0.9, 0.0, dtype=torch.bfloat16) == 0.1
-    assert rescaled(0.1, 1.0, is_first=False) == 1.0
-    assert rescaled(0.11, 0.0, is_first=False) == pytest.approx(0.05 / 0.11)
-
-
 def response_of(slopes, moves):
     """How far log-odds move where tokens with these slopes move by so much."""
     readout = Readout(recorded(torch.zeros(1, len(slopes)), is_value=True), torch.tensor([slopes]), None, is_half=False)
@@ -273,48 +216,6 @@ def test_tokens_that_carry_a_notable_part_say_how_far_log_odds_move(slopes, move
 
 def judged(rule, closure, noise, dtype=torch.float32, unread=()):
     return rule(SimpleNamespace(dtype=dtype, carried_unseen=sum(unread), unseen=unread), closure, noise)
-
-
-@pytest.mark.parametrize(
-    ("closure", "noise", "unread", "is_trusted"),
-    [
-        (1.02, 0.0, (), True),
-        (0.96, 0.0, (), False),
-        (1.04, 0.0, (), False),
-        (1.04, 0.015, (), True),
-        (0.8, 0.3, (), True),
-        (1.0, 0.34, (), False),
-        (0.8, 0.0, (0.1,), True),
-        (0.76, 0.0, (0.1,), False),
-        (0.51, 0.0, (1.0,), True),
-        (0.49, 0.0, (1.0,), False),
-        (1.04, 0.0, (1.0,), False),
-    ],
-)
-def test_closure_is_trusted_within_its_band_its_noise_and_what_was_not_read(closure, noise, unread, is_trusted):
-    assert judged(ShareMeasurement._is_trusted, closure, noise, unread=unread) is is_trusted
-    if noise == 0.0 and not unread:  # the band is five times as wide
-        assert judged(ShareMeasurement._is_trusted, 1 + 5 * (closure - 1), 0.0, torch.bfloat16) is is_trusted
-
-
-@pytest.mark.parametrize(
-    ("closure", "noise", "unread", "shrinking"),
-    [
-        (1.02, 0.0, (), 1.0),
-        (0.9, 0.04, (), 1.0),
-        (0.625, 0.125, (), 1.0),
-        (0.9, 0.0, (0.08,), 1.0),
-        (0.9, 0.0, (), 0.1),
-        (0.9, 0.03, (), 0.15 ** (1 / 3)),
-        (1.2, 0.2, (), 1.0),
-        (1.7, 0.0001, (), 0.1),
-        (1.5, 0.1, (), 0.25),
-        (1.65, 0.2, (), 0.1),
-        (1.25, 0.08, (), 0.16 ** (1 / 3)),
-    ],
-)
-def test_a_step_is_shortened_where_it_is_curvature_that_puts_closure_off(closure, noise, unread, shrinking):
-    assert judged(ShareMeasurement._shrinking, closure, noise, unread=unread) == pytest.approx(shrinking)
 
 
 # ---- what a forward reads: log-odds, and what scatters is told from what moves

@@ -121,9 +121,7 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
         "advice": {
-            finding.worst.name: [
-                {"do": do, "line": line} for do, line in finding.worst.advice(folder.trainer, folder.settings)
-            ]
+            finding.worst.name: [{"do": do, "line": line} for do, line in folder.advice(finding.worst)]
             for finding in health.findings
         },
         "not_judged": list(health.silent),
@@ -168,7 +166,7 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
             when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
-        advice = finding.worst.advice(folder.trainer, folder.settings)
+        advice = folder.advice(finding.worst)
         fresh = [(do, line) for do, line in advice if (line or do) not in printed]
         for do, line in fresh:
             printed.add(line or do)

@@ -124,7 +124,9 @@ def check(path: Path) -> None:
     if url := re.match(r"https?:/+([^/]+)/*(.*)", str(path)):
         raise ReportError(f"{path} is an address, and nothing is fetched from there. {_exported(url[1], url[2])}")
     if str(path) != "-" and not path.exists():
-        guess = did_you_mean(path.name, [*COMMANDS, *(entry.name for entry in path.parent.glob("*"))])
+        guess = did_you_mean(
+            path.name, [*COMMANDS, "report", "replay", "patch", *(entry.name for entry in path.parent.glob("*"))]
+        )
         raise ReportError(f"{path} does not exist" + (guess or ": name a run's log, or the folder that holds it."))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
+from ...words.text import plural
 from ..errors import ReportError
 from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Recording, Row, Skip, flat
@@ -626,7 +627,7 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     if isinstance(best, Json) and num_bad == 1 and not source.ends_whole:
         notes.append(f"The last line of {source.name} is cut off and was left out.")
     elif isinstance(best, Json) and num_bad:
-        notes.append(f"{num_bad} lines of {source.name} cannot be read and were left out.")
+        notes.append(f"{plural(num_bad, 'line')} of {source.name} cannot be read, left out.")
     return notes
 
 

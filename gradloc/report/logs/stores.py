@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ...words.text import plural
 from .names import as_step, number, numbers
 from .recording import Recording, flat, gather
 from .source import Source
@@ -283,7 +284,7 @@ def read_mlflow_run(folder: Path) -> Recording:
             else:
                 values.append((time, known, name, value))
         if num_bad:
-            notes.append(f"{num_bad} lines of {name} cannot be read and were left out.")
+            notes.append(f"{plural(num_bad, 'line')} of {name} cannot be read, left out.")
     values.sort(key=lambda entry: entry[:2])
     rows = gather((step, metric, value) for _, step, metric, value in values)
     params = {name: text.strip() for name, text in _files(metrics.parent / "params").items()}

@@ -262,7 +262,7 @@ class _Table:
                 f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."
             )
         if num_bad:
-            source.notes.append(f"{num_bad} rows of {source.name} do not say their step and were left out.")
+            source.notes.append(f"{plural(num_bad, 'row')} of {source.name} without a step, left out.")
         return list(made.values())
 
     def _columns_by_run(self) -> dict[str, dict[int, str]]:

@@ -19,7 +19,7 @@ from ...words.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.segments import LoggedRun, surviving
 from .health import ranges
-from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, sound_loss
+from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, lost_loss, sound_loss, trainer_class
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
@@ -72,7 +72,8 @@ class Diagnosis:
         names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
-        return f"Judged from {plural(count, 'row')}: {', '.join(own) or 'lines of skipped steps'}."
+        skips = [plural(len(self.run.skips), "line") + " of skipped steps"] if self.run.skips else []
+        return f"Judged from {plural(count, 'row')}: {', '.join([*own, *skips]) or 'no metric that is known'}."
 
     @property
     def worst(self) -> Explosion | None:
@@ -128,6 +129,8 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     effects, is_hurt = _effects(worst)
     if sound:
         effects, is_hurt = f"{sound}: the weights are not NaN.", False
+    elif worst.lost and is_hurt is None:
+        effects = lost_loss(run, worst.lost) or effects
     if is_hurt and worst.kind in ("back", "level"):
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
@@ -319,7 +322,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     earlier = " It began before this log does." if is_first and begin == "late" else ""
     if is_sound and worst.kind == "lost":
         return (
-            f"No need to go back: such steps were skipped, as fp16's loss scaler skips them.{earlier} While each is "
+            f"No need to go back: such steps were most likely skipped, as fp16's scaler does.{earlier} While each is "
             "skipped nothing is learned: train in bf16, or log the norm of each layer to see which one is not finite."
         ), ""
     if is_sound and len(worst.lost) == len(worst.steps):
@@ -366,7 +369,8 @@ _SLACK = 120.0
 def turn_on(run: LoggedRun) -> str:
     """What switches GradLoc on in the run's trainer; empty for a trainer that has no line for it."""
     if is_trl(run.trainer):
-        return 'from gradloc.trl import GRPOTrainer; GRPOTrainer(..., gradloc="observe")'
+        name = trainer_class(run.metrics)
+        return f'from gradloc.trl import {name}; {name}(..., gradloc="observe")'
     return ON if run.trainer.startswith("verl") else ""
 
 

@@ -15,11 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...health import Reason
+from ...health.rules import ADVICE
 from ...record import SCHEMA_VERSION, Culprit, Event
 from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
 from ...record.reading import read
-from ...words.advice import is_trl
+from ...words.advice import actions_of, is_trl, supervised
 from ...words.culprits import leader
 from ...words.story import cause_of
 from ...words.text import first_of, plural
@@ -28,6 +30,7 @@ from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
+from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """How many folders down events are looked for."""
@@ -64,6 +67,18 @@ class RunFolder:
     def settings(self) -> dict[str, Any]:
         """Of the first run, by verl's names, as far as its log says them."""
         return self.runs[0].settings if self.runs else {}
+
+    def advice(self, reason: Reason) -> list[tuple[str, str]]:
+        """What people do about a reason of the health rules: pairs of a sentence and its lines.
+
+        A supervised run gets nothing of rollouts, rewards and a KL.
+        """
+        metrics, found = self.metrics, reason.advice(self.trainer, self.settings)
+        if not is_supervised(metrics):
+            return found
+        kept = {do for do, _ in actions_of(supervised(ADVICE[reason.name]), self.trainer, self.settings)}
+        name = trainer_class(metrics)
+        return [(do, line.replace("GRPOTrainer", name)) for do, line in found if do in kept]
 
     @property
     def name(self) -> str:

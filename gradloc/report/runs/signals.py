@@ -5,7 +5,8 @@ Each finding is a kind of :data:`~.spikes.KINDS` and a sentence that names what 
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -49,6 +50,20 @@ class Sign:
     """Where to go back: to a checkpoint from before this step; None where that does not help."""
 
 
+def is_supervised(metrics: Metrics) -> bool:
+    """Whether nothing that a run logs is of rollouts, rewards or a policy."""
+    known = (*SCORES, *REFERENCE_KL, LENGTH, "actor/ppo_kl", "actor/pg_clipfrac")
+    has_words = any(re.search(r"policy|actor/|reward|rollout", name.lower()) for name in metrics.own_names)
+    return bool(metrics) and not has_words and not any(metrics.logged(name) for name in known)
+
+
+def trainer_class(metrics: Metrics) -> str:
+    """TRL's trainer that logs such metrics."""
+    if any("rewards/margins" in name or "rewards/chosen" in name for name in metrics.series):
+        return "DPOTrainer"
+    return "SFTTrainer" if is_supervised(metrics) else "GRPOTrainer"
+
+
 def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
     """The loss as the log calls it, and its values; empty where there is none, or where a reward is what counts."""
     if any(metrics.finite(name) for name in SCORES):
@@ -75,6 +90,17 @@ def sound_loss(metrics: Metrics, first: int) -> str:
         else f"{number(min(values), 3)} to {number(max(values), 3)}"
     )
     return f"{metrics.called.get(name, name)} is finite in {plural(len(values), 'row')} from step {first} on ({span})"
+
+
+def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
+    """Where a loss is that was NaN, in a trainer that does not log it as such; empty where that is not known."""
+    name, logged = loss_of(run.metrics)
+    zeros = [step for step, value in logged if value == 0 and step in lost]
+    if zeros:
+        return f"{name} is 0 at {'step' if len(zeros) == 1 else 'steps'} {ranges(zeros)}: a Trainer writes 0 for a NaN."
+    if not logged and run.format.startswith("Megatron"):
+        return "The loss is not in these rows: Megatron leaves it out where it is NaN."
+    return ""
 
 
 def begins(run: LoggedRun) -> str:
@@ -240,7 +266,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
             scatter = 4 * median(abs(value - was) for value in before)
             is_fall = fall is not None and was > 0 and max(now, end) < fall * was and was - now > scatter
             is_rise = rise is not None and was > 0 and min(now, end) > rise * was and now - was > scatter
-            at_once = abs(median(after[:3]) - median(before[-3:])) >= 0.5 * abs(now - was)
+            at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
             if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
                 best = abs(now - was), at, was, now
         if best is not None:
@@ -249,11 +275,11 @@ def _collapse(metrics: Metrics) -> Sign | None:
     if not found:
         return _drift(metrics)
     step, before_it, title, own, was, now = min(found)
-    between = f"at step {step}" if step - before_it <= 1 else f"between steps {before_it} and {step}"
-    rest = [f"{other[2]} at step {other[0]}" for other in sorted(found)[1:]]
-    also = f"; so did {' and '.join(rest)}" if rest else ""
+    between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
+    rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
+    also = f"; {' and '.join(rest)}, too" if rest else ""
     verb = "fell" if now < was else "rose"
-    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, for good{also}."
+    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
 
 

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards without a graph in float32, whatever training computes in.
+
+A search reads differences of two forwards. In half precision such a difference is mostly rounding; in float32 it is
+right to some digits. Nothing of training's own precision changes for good: on leaving, every unit of FSDP gathers what
+it gathered before, into the same tensors, and weights that are kept in half precision were never written to.
+
+- Autocast is off.
+- FSDP2 and FSDP1 gather the weights in float32, whatever their ``param_dtype``.
+- Weights that are kept whole in half precision (plain, DDP) are cast a layer at a time. A step along a direction is
+  added to the cast, so a move is not rounded to the weights' own precision.
+- On a card, matrix products take TF32, at half of bfloat16's speed.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.utils._pytree import tree_map
+
+from ..touched import replaced
+from .sharding import compute_device, fsdp1_handles, fsdp2_params, fsdp2_units, local_shard, reshard, unwrapped
+
+HALVES = (torch.bfloat16, torch.float16)
+UNITS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Unit roundoff by dtype."""
+TF32_UNIT = 2.0**-11
+
+
+class NoFloat32(Exception):
+    """This model cannot compute in float32; the search goes on in training's precision."""
+
+
+class Shift(NamedTuple):
+    """A step of the weights that are cast: ``step`` times a direction, added to each cast."""
+
+    directions: Mapping[int, Callable[[], torch.Tensor]]
+    """By ``id`` of the parameter: what gives a tensor of its shape, on any device."""
+    step: float
+
+
+def forward_unit(module: torch.nn.Module) -> float:
+    """Return the unit roundoff of matrix products within :func:`float32_forwards`."""
+    device = compute_device(next(module.parameters()))
+    return UNITS[torch.float32] if device.type == "cpu" else TF32_UNIT
+
+
+def cast_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the weights that are kept whole in half precision, which :func:`float32_forwards` casts."""
+    sharded = {id(param.sharded_param) for param in fsdp2_params(fsdp2_units(module))}
+    sharded |= {id(handle.flat_param) for handle in fsdp1_handles(module)}
+    return [param for param in module.parameters() if param.dtype in HALVES and id(param) not in sharded]
+
+
+def cast_bytes(module: torch.nn.Module) -> int:
+    """Return what :func:`float32_forwards` takes for casts: of the largest layer, and of all that is in none. Bytes."""
+    casts = _Casts(cast_weights(module), None)
+
+    def size(places: list[_Place]) -> int:
+        weights: dict[int, Any] = {id(owner._parameters[name]): owner._parameters[name] for owner, name in places}
+        return sum(4 * weight.numel() for weight in weights.values())
+
+    layers, others = casts.places(unwrapped(module))
+    return size(others) + max(map(size, layers.values()), default=0)
+
+
+@contextmanager
+def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Iterator[None]:
+    """Let forwards without a graph gather, cast and compute in float32. All ranks enter and leave together.
+
+    Args:
+        module: the model as it is called: plain, DDP, FSDP1 or FSDP2.
+        shift: of the weights that are cast (:func:`cast_weights`).
+
+    Raises:
+        NoFloat32: quantized weights, or FSDP1's flat ones in half precision. A model may refuse with any other error
+            in its forward, such as a flash kernel that takes no float32.
+    """
+    refuse_quantized(module)
+    with ExitStack() as stack:
+        for part in (_no_autocast(), _gathered_wide(module), _cast_by_layer(module, shift), _tensor_cores(module)):
+            stack.enter_context(part)
+        yield
+
+
+def refuse_quantized(module: torch.nn.Module) -> None:
+    """Raise :class:`NoFloat32` where casting weights does not make the computation float32."""
+    params = [*module.parameters(), *(param.sharded_param for param in fsdp2_params(fsdp2_units(module)))]
+    if any(not param.is_floating_point() or param.dtype.itemsize < 2 for param in params):
+        raise NoFloat32("weights are quantized")
+    if any(hasattr(local_shard(param), "fsdp_pre_all_gather") for param in params):
+        raise NoFloat32("weights are gathered in a format of their own")
+    if any(handle.flat_param.dtype in HALVES for handle in fsdp1_handles(module)):
+        raise NoFloat32("FSDP1 keeps the weights in half precision")
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Switch autocast off in this thread, also where the trainer's own forward switches it on."""
+    enter, thread = torch.autocast.__enter__, threading.get_ident()
+
+    def entered(self: Any) -> Any:
+        found = enter(self)
+        if threading.get_ident() == thread:
+            torch.set_autocast_enabled(self.device, False)
+        return found
+
+    kinds = [kind for kind in {"cpu", _accelerator()} if torch.amp.is_autocast_available(kind)]
+    was = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with replaced(torch.autocast, __enter__=entered):
+            yield
+    finally:
+        torch.clear_autocast_cache()  # weights may have moved since it was filled
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, was[kind])
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
+
+
+@contextmanager
+def _tensor_cores(module: torch.nn.Module) -> Iterator[None]:
+    """Allow TF32 in matrix products of float32 on a card."""
+    if compute_device(next(module.parameters())).type == "cpu":
+        yield
+        return
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+# ---- FSDP
+
+
+@contextmanager
+def _gathered_wide(module: torch.nn.Module) -> Iterator[None]:
+    """Gather sharded weights in float32; on leaving, all gathered copies are dropped."""
+    handles, units = fsdp1_handles(module), fsdp2_units(module)
+    if not handles and not units:
+        yield
+        return
+    reshard(module)
+    with ExitStack() as stack:
+        stack.callback(_set_back, [_widen_fsdp1(module), _widen_fsdp2(units)])
+        stack.callback(reshard, module)  # first, while each unit still knows the format of what it gathered
+        yield
+
+
+def _set_back(undo: list[Callable[[], None]]) -> None:
+    for each in undo:
+        each()
+
+
+def _widen_fsdp1(module: torch.nn.Module) -> Callable[[], None]:
+    """Take the way of ``use_full_precision_in_eval``, with the wrapped modules alone in eval: what is in them, such as
+    dropout, stays as it is."""
+    wrapped = [unit for unit in module.modules() if isinstance(unit, FSDP1)]
+    owners = {id(unit): unit for unit in wrapped}
+    owners |= {id(handle._fully_sharded_module): handle._fully_sharded_module for handle in fsdp1_handles(module)}
+    handles = fsdp1_handles(module)
+    modes = [(owner, owner.training) for owner in owners.values()]
+    flags = [(part, part._use_full_prec_in_eval) for part in [*handles, *wrapped]]
+    for owner, _ in modes:
+        owner.training = False  # of this module alone, where .eval() goes down
+    for part, _ in flags:
+        part._use_full_prec_in_eval = True
+
+    def undo() -> None:
+        for owner, mode in modes:
+            owner.training = mode
+        for part, flag in flags:
+            part._use_full_prec_in_eval = flag
+
+    return undo
+
+
+_GATHERED = ("all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param", "param_dtype", "reduce_dtype")
+"""What a parameter of FSDP2 has of its gathered copy."""
+
+
+def _widen_fsdp2(units: list[Any]) -> Callable[[], None]:
+    """Give each parameter another gathered copy, in float32, and put training's own objects back afterwards."""
+    params = list(fsdp2_params(units))
+    kept = [{name: vars(param)[name] for name in _GATHERED if name in vars(param)} for param in params]
+    policies = [(unit, unit._mp_policy) for unit in units]
+    for param in params:
+        vars(param).pop("_unsharded_param", None)
+        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+        param.param_dtype = None if param.sharded_param.dtype == torch.float32 else torch.float32
+        param.reduce_dtype = None
+    for unit, policy in policies:
+        unit._mp_policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=policy.cast_forward_inputs)
+
+    def undo() -> None:
+        for param, was in zip(params, kept, strict=True):
+            vars(param).pop("_unsharded_param", None)
+            vars(param).update(was)
+        for unit, policy in policies:
+            unit._mp_policy = policy
+
+    return undo
+
+
+# ---- weights that are kept in half precision
+
+
+@contextmanager
+def _cast_by_layer(module: torch.nn.Module, shift: Shift | None) -> Iterator[None]:
+    """Give each layer float32 copies of its weights while its forward runs, and other modules all the time.
+
+    A layer is an entry of the model's outermost module lists. The others, such as embedding and head, hold weights that
+    trainers also read without that module's forward.
+    """
+    model, casts = unwrapped(module), _Casts(cast_weights(module), shift)
+    with ExitStack() as stack:
+        stack.callback(lambda: casts.narrow([*casts.kept]))
+        if casts.is_needed or any(isinstance(unit, FSDP1 | FSDPModule) for unit in module.modules()):
+            stack.callback(model.register_forward_pre_hook(_wide_inputs, with_kwargs=True).remove)
+        layers, others = casts.places(model)
+        casts.widen(others)
+        for layer, parts in layers.items():
+            widened = layer.register_forward_pre_hook(lambda *_, parts=parts: casts.widen(parts))
+            stack.callback(widened.remove)
+            narrowed = layer.register_forward_hook(lambda *_, parts=parts: casts.narrow(parts), always_call=True)
+            stack.callback(narrowed.remove)
+        yield
+
+
+def _wide_inputs(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
+
+    return tree_map(wide, args), tree_map(wide, kwargs)
+
+
+_Place = tuple[torch.nn.Module, str]
+"""A module and the name of a parameter of its own."""
+
+
+class _Casts:
+    """The weights that are cast, and where a cast is in place now."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], shift: Shift | None):
+        self._weights, self._shift = {id(weight) for weight in weights}, shift
+        self.kept: dict[_Place, torch.nn.Parameter] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self._weights)
+
+    def places(self, model: torch.nn.Module) -> tuple[dict[torch.nn.Module, list[_Place]], list[_Place]]:
+        """Return the places of each layer's weights, and those of the weights that are in no layer."""
+        if not self.is_needed:
+            return {}, []
+        lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+        inner = {id(below) for part in lists for below in part.modules() if below is not part}
+        outer = [layer for part in lists if id(part) not in inner for layer in part]
+        taken = {id(below) for layer in outer for below in layer.modules()}
+        others = [part for part in model.modules() if id(part) not in taken]
+        return {layer: self._of([*layer.modules()]) for layer in outer}, self._of(others)
+
+    def _of(self, owners: list[torch.nn.Module]) -> list[_Place]:
+        return [(owner, name) for owner in owners for name in owner._parameters if self._is_cast(owner, name)]
+
+    def _is_cast(self, owner: torch.nn.Module, name: str) -> bool:
+        return id(owner._parameters[name]) in self._weights
+
+    def widen(self, places: list[_Place]) -> None:
+        """Put float32 copies, with the shift, in these places."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for owner, name in places:
+            weight: Any = owner._parameters[name]
+            if (owner, name) in self.kept:
+                continue
+            if id(weight) not in made:
+                made[id(weight)] = torch.nn.Parameter(self._cast(weight), requires_grad=False)
+            self.kept[owner, name], owner._parameters[name] = weight, made[id(weight)]
+
+    def _cast(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        wide = weight.detach().float()
+        along = None if self._shift is None else self._shift.directions.get(id(weight))
+        if self._shift is not None and along is not None:
+            wide.add_(along().to(wide.device, torch.float32), alpha=self._shift.step)
+        return wide
+
+    def narrow(self, places: list[_Place]) -> None:
+        """Put the weights themselves back."""
+        for owner, name in places:
+            if (owner, name) in self.kept:
+                owner._parameters[name] = self.kept.pop((owner, name))
+
+
+def rounds_moves(params: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> bool:
+    """Return whether a move of these weights is rounded to half precision: their shards are kept in it."""
+    cast = {id(weight) for weight in cast_weights(module)}
+    return any(param.dtype in HALVES and id(param) not in cast for param in params)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards in float32 whatever training computes in, and training bit for bit what it was after them."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.precision import NoFloat32, Shift, cast_bytes, cast_weights, float32_forwards
+from gradloc.core.sharding import reshard
+from tests.bare import build, random_batch, shard
+
+BF16 = torch.bfloat16
+
+
+class Autocast(torch.nn.Module):
+    """A model that switches autocast on by itself, as trainers do."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+        self.head = inner.head
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return self.inner(*args)
+
+
+def made(layout: str) -> torch.nn.Module:
+    model = build("tiny")
+    if layout == "kept in bfloat16":
+        return model.to(BF16)
+    if layout == "autocast":
+        return Autocast(model)
+    if layout == "DDP, kept in bfloat16":
+        return DistributedDataParallel(model.to(BF16))
+    if layout == "fsdp1, original parameters":
+        precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+        return FSDP1(model, mixed_precision=precision, use_orig_params=True, device_id=torch.device("cpu"))
+    if layout == "fsdp1, gathered weights kept":
+        precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+        strategy = ShardingStrategy.SHARD_GRAD_OP
+        return FSDP1(model, mixed_precision=precision, sharding_strategy=strategy, device_id=torch.device("cpu"))
+    if layout == "fsdp2, kept in bfloat16":
+        model = model.to(BF16)
+    return shard(model, layout.split(",")[0], BF16)
+
+
+def around(layout: str) -> dict[str, Any]:
+    """Forwards and gradients of training before and after forwards in float32; what a world's ranks call."""
+    model, batch = made(layout), random_batch(build("tiny"), rows=4)
+    reference = build("tiny")
+    if layout.endswith("kept in bfloat16"):
+        reference = reference.to(BF16).float()
+    tokens = batch.tokens.roll(dist.get_rank() if dist.is_initialized() else 0, 0)
+
+    def logits(of: torch.nn.Module = model) -> torch.Tensor:
+        with torch.no_grad():
+            return of(tokens, 4).clone()
+
+    def gradient() -> list[torch.Tensor]:
+        reshard(model)  # FSDP2's root keeps what a forward without a backward gathered
+        model.zero_grad()
+        model(tokens, 4).float().log_softmax(-1)[..., 0].sum().backward()
+        space = GradientSpace(model)
+        return [torch.zeros(0) if grad is None else grad.detach().clone() for grad in space.current()]
+
+    first, coefficients = logits(), gradient()
+    reshard(model)
+    held = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with float32_forwards(model):
+        wide = logits()
+    named = {name: value.detach() for name, value in model.named_parameters()}
+    again = logits(), gradient()
+
+    def local(value: torch.Tensor) -> torch.Tensor:
+        return getattr(value, "_local_tensor", value)
+
+    return {
+        "off": float((wide.float() - logits(reference)).abs().max()),
+        "off in training": float((first.float() - logits(reference)).abs().max()),
+        "dtype": str(wide.dtype),
+        "forward": torch.equal(first, again[0]),
+        "gradient": all(torch.equal(local(a), local(b)) for a, b in zip(coefficients, again[1], strict=True)),
+        "weights": [*held] == [*named] and all(torch.equal(local(held[name]), local(named[name])) for name in held),
+    }
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["off"] < 1e-5 < 1e-3 < found["off in training"] and found["dtype"] == "torch.float32"
+    assert found["forward"] and found["gradient"] and found["weights"]
+
+
+@pytest.mark.parametrize("layout", ["kept in bfloat16", "autocast"])
+def test_a_forward_is_float32_s_and_training_is_bit_for_bit_what_it_was(layout):
+    check(around(layout))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp2",
+        "fsdp2, kept in bfloat16",
+        "fsdp1",
+        "fsdp1, original parameters",
+        "fsdp1, gathered weights kept",
+        "DDP, kept in bfloat16",
+    ],
+)
+def test_so_it_is_on_two_ranks(bare_world, layout):
+    for found in bare_world.run("tests.core.test_precision.around", layout=layout):
+        check(found)
+
+
+def test_a_shift_moves_the_casts_exactly_and_no_weight():
+    model, batch = build("tiny").to(BF16), random_batch(build("tiny"), rows=4)
+    before, exact = copy.deepcopy(model), copy.deepcopy(model).float()
+    torch.manual_seed(1)
+    along, head = {id(param): torch.randn_like(param) for param in model.parameters()}, model.head.weight
+    with torch.no_grad():
+        for param, of in zip(exact.parameters(), model.parameters(), strict=True):
+            param.add_(along[id(of)].float(), alpha=1e-5)
+        directions = {key: partial(torch.clone, value) for key, value in along.items()}
+        with float32_forwards(model, Shift(directions, 1e-5)):
+            moved = model(batch.tokens, 4)
+        assert torch.equal(moved, exact(batch.tokens, 4))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert len(cast_weights(model)) == len(list(model.parameters())) and cast_weights(exact) == []
+    one, *_, whole = (sum(param.numel() for param in part.parameters()) for part in (*model.blocks, model))
+    assert cast_bytes(model) == 4 * (whole - one) and cast_bytes(exact) == 0, "of two layers one at a time"
+    with float32_forwards(model, Shift(directions, 1.0)):
+        assert torch.equal(model.head.weight, before.head.weight.float() + along[id(head)].float()), "as TRL reads it"
+
+
+def test_a_forward_that_fails_leaves_everything_as_it_was():
+    model = Autocast(build("tiny").to(BF16))
+    params, tokens = list(model.parameters()), random_batch(build("tiny"), rows=4).tokens
+    model.inner.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), float32_forwards(model), torch.no_grad():
+        model(tokens, 4)
+    assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+    with torch.autocast("cpu", BF16):
+        assert torch.is_autocast_enabled("cpu")
+    assert not model.inner.blocks[0]._forward_pre_hooks
+
+
+def test_quantized_weights_are_refused():
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(NoFloat32, match="quantized"), float32_forwards(model):
+        pass
