@@ -69,7 +69,7 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 class Powers:
     """What a localizer may ask of this trainer; its gradients are clipped to 1."""
 
-    clip_limit, scales_loss, takes_what_is_not_finite = 1.0, False, False
+    clip_limit, scales_loss, takes_what_is_not_finite, is_unclipped = 1.0, False, False, False
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
