@@ -82,7 +82,7 @@ _last_order: list[float] = [2.0]  # of the norm that torch's clip computed last
 def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
     params = list(params)
     for tap in list(_taps):
-        own = [] if tap.is_off else [param for param in params if param.grad is not None and tap.owns(param)]
+        own = [] if tap.is_off else [param for param in params if tap.owns(param)]
         if own:
             tap.calls.append(make(own))
 

@@ -141,7 +141,7 @@ def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> fl
 
 @torch.no_grad()
 def _squares_apart(space: GradientSpace, before: Gradient, factors: Sequence[float]) -> torch.Tensor:
-    """Squared difference per parameter of another gradient and ``.grad`` times these factors, float64 (num_params,).
+    """Return the squared difference of another gradient and ``.grad`` times these factors, float64 (num_params,).
 
     Taken element by element, a part at a time: of norms and inner products in float32 it would be off by 3e-4.
     """

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -193,6 +194,7 @@ class ModelTap:
         self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
+        self._is_measured = False
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
         inner = innermost(model)
@@ -358,6 +360,8 @@ class ModelTap:
                 if self._present.shape is None:
                     self._hidden = given
                     self._hook(given)
+            if not self._is_measured and self._hidden is not None and _is_view(given, self._hidden):
+                self._measure(module, given)  # where FSDP shards the head by itself, it is whole in its forward alone
         elif self.is_at_head and self.is_again and module in self.heads:
             if self._graph is None or self._graph.hidden is None:
                 return (self._meet(given), *args[1:])
@@ -387,7 +391,7 @@ class ModelTap:
         if module not in self.heads:
             self.heads.append(module)
         present.head_calls.append((module, _place(given, self._hidden)))
-        if self.num_seen == 1:
+        if not self._is_measured:
             self._measure(module, given)
         present.head_pulls.append(None)
         size = output.numel() * output.element_size()
@@ -471,6 +475,9 @@ class ModelTap:
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
         if self._reader is not None:
+            for head in self.heads:
+                if isinstance(head, FSDPModule):  # sharded by itself, it would be whole in its own forward alone
+                    head.unshard()
             with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
                 self._reader(hidden.detach(), self.heads)
             return hidden
@@ -489,9 +496,10 @@ class ModelTap:
     def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
         """Measure how far a typical log-prob's derivative moves h: once, on a few positions."""
         weight = getattr(head, "weight", None)
-        if weight is not None and weight.dim() == 2 and len(weight) > 1:
+        is_whole = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.dim() == 2
+        if is_whole and len(weight) > 1:  # type: ignore[arg-type]
             rows = given.detach().reshape(-1, given.shape[-1])[:_SAMPLE]
-            self.unit = typical_size(rows, weight, getattr(head, "bias", None))
+            self.unit, self._is_measured = typical_size(rows, weight, getattr(head, "bias", None)), True
 
     def _settle_heads(self) -> None:
         """Of a model that says nothing: the linear layer called last is a head, and so is each with the same input."""
@@ -505,7 +513,7 @@ class ModelTap:
 
 
 class _Hook:
-    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets none of it."""
+    """Calls a tap's method, outside of what torch.compile traces. A copy of the model gets :class:`_NoHook`."""
 
     def __init__(self, tap: "ModelTap", name: str, *given: Any):
         self.tap, self.name, self.given = tap, name, given
@@ -520,7 +528,7 @@ class _Hook:
 
 
 class _NoHook:
-    """What a copy or a file of the model has in a hook's place."""
+    """Takes a hook's place in a copy or a file of the model."""
 
     def __call__(self, *given: Any) -> None:
         return None

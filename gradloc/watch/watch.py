@@ -28,7 +28,7 @@ from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
 from ..core.gradients import Gradient, squared_norms
 from ..core.probe import Prober
-from ..core.ranks import Ranks, host_group
+from ..core.ranks import LostRank, Ranks, host_group
 from ..core.sharding import compute_device, local_shard
 from ..core.trigger import Spike
 from ..loop.batch import Rows, at_first
@@ -382,7 +382,9 @@ class Watch(Colocated):
                 self.is_unclipped = True
             else:
                 space.put(before)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, LostRank):
+                space.abandon_pass()  # a forward that was cut off leaves FSDP in the middle of it
             space.put(before)
             raise
         finally:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,7 +35,7 @@ STEPS, SPIKE, PLANT = 3, 2, (3, 2)
 """Optimizer steps, the one that is spoiled, and in which row and at which position of all ranks' batch."""
 WORTH = 4000.0
 POISON, POISON_TIMES = VOCABULARY - 1, 1000.0
-"""A label whose row of the head is so many times too long, where the model computes the loss."""
+"""A label, and how much too long its row of the head is, where the model computes the loss."""
 TAU = {"trigger": {"tau": 20.0}}
 
 
@@ -694,6 +696,18 @@ class ReplicatedOnce(Replicated):
         self.take_step()
 
 
+class ReplicatedLater(Replicated):
+    """The watch is older than DDP's wrapper."""
+
+    def build(self):
+        return llama()
+
+    def prepare(self):
+        self.add_watch(self.model)
+        self.model = DDP(self.model)
+        self.optimizer = self.build_optimizer()
+
+
 class ZeroOne(Replicated):
     def build_optimizer(self):
         return ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -711,6 +725,50 @@ class Sharded(Ranked):
 
 class ShardedOffloaded(Sharded):
     policies = staticmethod(lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+
+
+class ShardedHead(Sharded):
+    """Embeddings and head are sharded by themselves."""
+
+    policies = staticmethod(dict)
+
+    def build(self):
+        model = llama()
+        for part in (*model.model.layers, model.model.embed_tokens, model.lm_head):
+            fully_shard(part)
+        return fully_shard(model)
+
+
+class ShardedFailing(ShardedHead):
+    """What looks into the step raises in the middle of a forward."""
+
+    num_events = 0
+
+    def add_watch(self, model):
+        super().add_watch(model)
+        if self.watch is not None:
+            tap = self.watch.tap
+            works = tap.read
+            tap.read = lambda forwarded, reader: works(forwarded, lambda *given: 1 / 0)
+
+
+class ShardedFlat(Ranked):
+    """FSDP1 with ``use_orig_params``: a rank has no part of some parameters."""
+
+    def build(self):
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        policy = ModuleWrapPolicy({LlamaDecoderLayer})
+        return FSDP1(llama(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+
+    def take_step(self):
+        self.norms.append(float(self.model.clip_grad_norm_(1.0)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self):
+        with FSDP1.summon_full_params(self.model):
+            return super().result()
 
 
 def on_ranks(name: str, **given: Any) -> dict[str, Any]:

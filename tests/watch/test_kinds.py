@@ -24,7 +24,8 @@ from tests.world import World
 OF_ALL = [each for each in vars(kinds).values() if isinstance(each, type) and issubclass(each, kinds.Kind)]
 RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is not kinds.Ranked]
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
-SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers}
+SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.OneGraph, kinds.LightningByValue}
+SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.ReplicatedLater, kinds.ShardedFlat}
 CLOSE = 1e-6
 """Between weights of a masked step that is another order of sums."""
 
