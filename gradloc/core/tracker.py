@@ -99,8 +99,8 @@ class NormTracker:
         else:
             self.is_on = False
             logger.warning(
-                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: a "
-                "search does not know any more where to look first",
+                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: "
+                "searches will be slower",
                 100 * cost,
                 100 * _MAX_COST,
             )

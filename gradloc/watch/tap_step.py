@@ -178,7 +178,10 @@ class TapStep(LoopStep):
         most = _TIMES * fits(micro_batches[0].dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
         is_formed = is_labelled and not self.residual > most
-        self.form = FORMS[0] if is_formed else FORMS[1] if is_kept else FORMS[2]
+        pulls, others = (_largest([found.parts[:, part] for found in founds]) for part in (slice(0, 2), slice(2, None)))
+        pulls, others = self.ranks.max([pulls, others])
+        is_of_log_probs = is_formed and not (is_kept and others > pulls)  # else a z-loss, say, is the loudest
+        self.form = FORMS[0] if is_of_log_probs else FORMS[1] if is_kept else FORMS[2]
         for made in micro_batches:
             self.ranks.agree(partial(self._record, made))
 
@@ -380,6 +383,14 @@ class TapStep(LoopStep):
         if self.has_advantages:
             return brief_of(masks, self._on_host("advantages"))
         return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
+
+
+def _largest(parts: Sequence[torch.Tensor]) -> float:
+    """Return the largest absolute value that is finite; 0 without any."""
+    return max(
+        (float(each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) for each in parts if each.numel()),
+        default=0.0,
+    )
 
 
 def _starts(width: int, window: int) -> list[int]:

@@ -81,8 +81,10 @@ class Forwarded:
         """Whether the loop called the body by itself, and then the heads."""
         self.is_head_inlined = False
         """Whether the head's weight was used without a call of the head, as fused losses do."""
-        self.beside: torch.Tensor | None = None
-        """dL / d (what passes through no hidden state), a scalar."""
+        self.auxiliary: torch.Tensor | None = None
+        """dL / d (the model's own auxiliary loss), a scalar."""
+        self.declared: torch.Tensor | None = None
+        """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
 
@@ -93,6 +95,11 @@ class Forwarded:
     def is_done(self) -> bool:
         """Whether a backward came to its hidden state."""
         return self.pull is not None
+
+    @property
+    def beside(self) -> torch.Tensor | None:
+        """dL / d (what passes through no hidden state), a scalar."""
+        return self.auxiliary if self.again is None else self.declared
 
     @property
     def is_changed(self) -> bool:
@@ -414,7 +421,7 @@ class ModelTap:
             self._settle_heads()
         auxiliary = _auxiliary(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
-            auxiliary.register_hook(partial(_add_to, present, "beside"))
+            auxiliary.register_hook(partial(_add_to, present, "auxiliary"))
         self._close()
         self._present = self._hidden = None
 

@@ -65,6 +65,7 @@ class Watch(Colocated):
         folder: of the run; events go to ``gradloc`` in it, metrics to ``metrics.jsonl``.
         action: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``.
         tokenizer: decodes what is named; None: events have token ids alone.
+        scaler: not needed any more; loops that passed their ``GradScaler`` may go on to do so.
         hidden: the module whose output is the last hidden state, or its name, where neither a transformers model nor
             the linear layer that is called last says it.
         keep_gb: what may be kept on the device in a step, in GiB. Beyond it dL/dh waits in the host's memory, and
@@ -83,6 +84,7 @@ class Watch(Colocated):
         folder: str | os.PathLike[str] = "runs/gradloc",
         action: str = "observe",
         tokenizer: Any = None,
+        scaler: Any = None,
         hidden: torch.nn.Module | str | None = None,
         keep_gb: float = 0.25,
         metrics: bool = True,
@@ -121,6 +123,10 @@ class Watch(Colocated):
             if before is not None:
                 before.close()
             _watches[innermost(model)] = weakref.ref(self)
+            if is_compiled(
+                model
+            ):  # code that was compiled before has no hooks of ours, and is taken for any such model
+                torch.compiler.reset()
             self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
             self.tap.owner = self  # the model's hooks hold the tap, and so the watch
             self.clip_tap = ClipTap(self._owns)
@@ -647,6 +653,12 @@ def begin_file(path: str, step: int) -> None:
         os.rename(path, f"{base}.{number}{end}")
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` is around the model or a part of it."""
+    parts = model.modules()
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts)
+
+
 def _to(reference: Any, name: str, *given: Any) -> Any:
     watch = reference()
     return None if watch is None else getattr(watch, name)(*given)
@@ -658,7 +670,8 @@ def _keep_coefficient(known: dict[str, Any], grad: torch.Tensor) -> None:
 
 
 def _keep_beside(forwarded: Forwarded, grad: torch.Tensor) -> None:
-    forwarded.beside = grad.detach() if forwarded.beside is None else forwarded.beside + grad.detach()
+    before = forwarded.declared
+    forwarded.declared = grad.detach() if before is None else before + grad.detach()
 
 
 def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
