@@ -265,8 +265,20 @@ class Watch(Colocated):
         outer = self.model if self.localizer is None else self.tap.outer
         outer = getattr(outer, "_orig_mod", outer)  # of a compiled one
         if isinstance(outer, FSDP1):
-            return self.look(plain(outer.clip_grad_norm_(limit)))
-        return self.look(plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit)))
+            norm = plain(outer.clip_grad_norm_(limit))
+        else:
+            norm = plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit))
+        return norm if self._leaves_to_scaler(norm) else self.look(norm)
+
+    def _leaves_to_scaler(self, norm: torch.Tensor) -> bool:
+        """Whether an overflow of fp16 may be the scale's alone: then the loop's scaler takes no step.
+
+        Where log-probs were given, their derivatives say so; elsewhere the optimizer's step does.
+        """
+        if self.localizer is None or not any(each.dtype == torch.float16 for each in self.tap.forwards):
+            return False
+        is_known = all("coefficient" in each.known for each in self.tap.forwards if each.is_done)
+        return not math.isfinite(float(norm)) and not self.ranks.all(is_known)
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Look into the step that is about to be taken; the tap on the optimizer calls it.
@@ -302,8 +314,10 @@ class Watch(Colocated):
         self.step.take(forwards)
         self._settle_outer()
         self._clips = self.clip_tap.take()
+        self.scales_loss = self.step.numerics.dtype == torch.float16
+        self.takes_what_is_not_finite = not self.scales_loss
         with torch.no_grad():
-            norm = self._norm() if norm is None else norm
+            norm = self._norm() if self._clips or norm is None else norm
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number, self._before = None, None
         try:
@@ -362,6 +376,8 @@ class Watch(Colocated):
         spike = policy.spike(value, 0)
         if spike is None or self.localizer.num_failures >= 3:
             return policy
+        if spike.kind == "non_finite" and self.scales_loss and self.localizer._safely(self.localizer._has_finite_loss):
+            return None  # an overflow by the scale alone
         is_ready = self.localizer._safely(partial(self._prepare, spike))
         return policy if is_ready else None
 

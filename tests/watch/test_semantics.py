@@ -3,6 +3,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -469,3 +470,28 @@ def test_what_a_backward_leaves_may_wait_on_the_host(tmp_path):
     for name in ("observe", "mask"):
         (event,) = events_in(tmp_path / name)
         assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
+
+
+def test_a_gradient_that_the_loop_has_clipped_before_ours_is_seen_as_it_was(tmp_path):
+    class Twice(Loop):
+        def take_step(self):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            super().take_step()
+
+    made = Twice(tmp_path, **TAU).run()
+    (event,) = events_in(tmp_path)
+    assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
+    assert torch.equal(flat(made.model), flat(Twice().run().model))
+
+
+def test_an_overflow_by_fp16_s_scale_alone_is_no_spike_and_a_nan_is(tmp_path):
+    class Overflowing(Loop):
+        def __init__(self, *given, **more):
+            super().__init__(*given, precision="float16", **more)
+            self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**24)
+
+    made = Overflowing(tmp_path, "mask", **TAU).run(steps=9, worth=1.0)
+    assert not math.isfinite(made.norms[0]) and math.isfinite(made.norms[-1]) and events_in(tmp_path) == []
+    Overflowing(tmp_path, "mask", **TAU).run(worth=math.nan)
+    (event,) = events_in(tmp_path)
+    assert named(event) == [PLANT] and event["action"]["taken"] == "skip"
