@@ -42,6 +42,7 @@ from .task import SearchResult, Span, Task, measured, tokens_of, verify
 _MAX_ROUNDS = 4
 _MAX_HINTS = 2  # tokens that are verified though no share names them
 _MAX_MISSES = 2  # tokens in the order of shares that do not add up, and are no culprits, before the others are let be
+_FEW_TO_MEASURE = 3  # candidates: so many are measured by themselves in any case, which costs less than a pass
 _MANY = 64  # tokens that their coefficients may single out
 _RESOLVED = 0.02  # of closure: if less is missing, nothing more is read
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
@@ -207,11 +208,11 @@ class _AutoSearch:
         loud = by_coefficient(task, _MANY, named, shares.square**0.5)
         masks = self.prober.ranks.agree(lambda: masks_of(task, loud))
         found = self._spans(replace(shares, singled_out=masks)) if shares.is_trusted else []
-        by_share_alone = [candidate for candidate in found if not candidate.is_weighed]
+        by_share_alone, is_found = [candidate for candidate in found if not candidate.is_weighed], bool(found)
         if with_hints and not self.prober.is_wide or not found:
             hints = by_coefficient(task, _MAX_HINTS, [*named, *by_share_alone])
             found = found + apart(found, hints)
-        is_open = not by_share_alone or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
+        is_open = not is_found or (shares.noise > _NOTABLE and self._spikes_beside(shares, found))
         most = (_MAX_HINTS if shares.is_trusted else task.max_culprits) if is_open else 0
         sizes = [part.abs().nan_to_num(nan=0.0, posinf=0.0) for part in shares.products] if most else []
         loudest = by_value(task, sizes.__getitem__, _TINY, [*named, *found])[:most] if most else []
@@ -393,6 +394,7 @@ class _AutoSearch:
         """
         num_misses, num_verified, has_named, most = 0, 0, False, most_verified(self.task, self.norm, candidates)
         num_hints = sum(candidate.norm < least_bound(self.task, self.norm, candidate) for candidate in candidates)
+        are_few = len(candidates) - num_hints <= _FEW_TO_MEASURE
         runs_again = len(candidates) - num_hints <= most and self._is_subtracted(candidates)
         for candidate in candidates:
             # a sequence takes the place of its tokens that were named before
@@ -404,7 +406,7 @@ class _AutoSearch:
             least = least_bound(self.task, self.norm, candidate)
             is_hint = candidate.norm < least
             num_hints -= is_hint
-            if (is_hint or num_verified < most) and self._can_verify(is_hint, num_hints):
+            if (is_hint or num_verified < most) and self._can_verify(is_hint or are_few, is_hint, num_hints):
                 num_verified += not is_hint
                 culprit = self.verify(candidate)
             elif is_hint:
@@ -421,9 +423,9 @@ class _AutoSearch:
                     break
         return has_named
 
-    def _can_verify(self, is_hint: bool, num_hints: int) -> bool:
-        """Whether one more backward may be spent; one that names nobody new only if that leaves another round."""
-        if is_hint or not self.is_going_on:
+    def _can_verify(self, is_wanted: bool, is_hint: bool, num_hints: int) -> bool:
+        """Whether one more backward may be spent; one that only measures many only if that leaves another round."""
+        if is_wanted or not self.is_going_on:
             return self.task.can_afford(backwards=1 + (0 if is_hint else num_hints))
         num = self.prober.step.num_micro_batches
         return self.task.can_afford(forwards=2 * num + MOST_TO_SETTLE, backwards=1 + num_hints + num)
