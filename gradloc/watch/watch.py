@@ -296,9 +296,11 @@ class Watch(Colocated):
         if self.localizer is None:
             return unknown
         forwards = self.tap.take_done() if self.step is not None else []
-        (num_ranks,) = self.ranks.sum([float(bool(forwards))])
+        is_scaled = any(each.dtype == torch.float16 for each in forwards)
+        num_ranks, num_scaled = self.ranks.sum([float(bool(forwards)), float(is_scaled)])
         if not num_ranks:
             return unknown
+        self.scales_loss, self.takes_what_is_not_finite = num_scaled > 0, not num_scaled
         try:
             return self._look(forwards, norm)
         except AbortedBySpike:
@@ -314,8 +316,6 @@ class Watch(Colocated):
         self.step.take(forwards)
         self._settle_outer()
         self._clips = self.clip_tap.take()
-        self.scales_loss = self.step.numerics.dtype == torch.float16
-        self.takes_what_is_not_finite = not self.scales_loss
         with torch.no_grad():
             norm = self._norm() if self._clips or norm is None else norm
         self.number = self.number + 1 if self._next_number is None else self._next_number
