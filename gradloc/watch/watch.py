@@ -275,10 +275,12 @@ class Watch(Colocated):
 
         Where log-probs were given, their derivatives say so; elsewhere the optimizer's step does.
         """
-        if self.localizer is None or not any(each.dtype == torch.float16 for each in self.tap.forwards):
+        if self.localizer is None or math.isfinite(float(norm)):
             return False
-        is_known = all("coefficient" in each.known for each in self.tap.forwards if each.is_done)
-        return not math.isfinite(float(norm)) and not self.ranks.all(is_known)
+        done = [each for each in self.tap.forwards if each.is_done]
+        is_scaled = any(each.dtype == torch.float16 for each in done)
+        is_unknown = any("coefficient" not in each.known for each in done)
+        return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Look into the step that is about to be taken; the tap on the optimizer calls it.
