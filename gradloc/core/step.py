@@ -563,6 +563,15 @@ def has_finite_loss(step: Any, micro_batch: int) -> bool:
     return all(bool(each.isfinite().all()) for each in found if each is not None)
 
 
+def typical_sizes(step: Any, micro_batch: int) -> torch.Tensor:
+    """Return |d loss / d log_prob| (B, T) in a unit that all steps of a run share; a step may have a measure of its own
+    that healthy steps are known by."""
+    own = getattr(step, "typical_sizes", None)
+    if own is not None:
+        return own(micro_batch)
+    return step.recorded(micro_batch).coefficients(step.numerics.weight)[0]
+
+
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Copies in the host's memory by a single read per device: copying one by one would wait for it each time."""
     found: list[torch.Tensor | None] = [None] * len(tensors)

@@ -34,7 +34,7 @@ from ..core.memory import Room, StepPeak
 from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host
+from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..record import Action
@@ -206,8 +206,7 @@ class Localizer:
         step, self._first_step = self._first_step, None
         try:
             if step is not None and step.num_micro_batches:  # a rank may have none where others have some
-                weight = step.numerics.weight
-                on_device = [step.recorded(i).coefficients(weight)[0] for i in range(step.num_micro_batches)]
+                on_device = [typical_sizes(step, i) for i in range(step.num_micro_batches)]
                 self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
         except (torch.OutOfMemoryError, MemoryError):  # the one before will do
             logger.warning("gradloc: there is no memory to read the coefficients of this step's log-probs")

@@ -24,6 +24,7 @@ from ..core.certificate import judge
 from ..core.gradients import Gradient, GradientSpace, total_of
 from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
+from ..core.step import typical_sizes
 from ..core.tracker import median_size
 from ..record import Certificate, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..words.text import plural
@@ -179,11 +180,11 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
     if spike.threshold is None or "coefficient" not in typical:
         return None
     ranks, step = task.prober.ranks, task.prober.step
-    local = ranks.agree(lambda: median_size(step.coefficients(i)[0] for i in range(step.num_micro_batches)))
+    local = ranks.agree(lambda: median_size(typical_sizes(step, i) for i in range(step.num_micro_batches)))
     present = sorted(value for value in ranks.gather(local) if value > 0)
     if not present:
         return None
-    factor = excess(present[len(present) // 2] * task.unit, typical["coefficient"])
+    factor = excess(present[len(present) // 2], typical["coefficient"])
     if factor is None or spike.grad_norm / factor > spike.threshold:
         return None
     numbers: dict[str, float | None] = {"coefficient_over_typical": factor}

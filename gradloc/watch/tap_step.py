@@ -153,6 +153,14 @@ class TapStep(LoopStep):
             raise RuntimeError("the forward, run again, came to no hidden state")
         return seen[0]
 
+    def typical_sizes(self, micro_batch: int) -> torch.Tensor:
+        """About |d loss / d log_prob| (B, T'), on the host, by which healthy steps are known.
+
+        As the backward left it: exact where the loop gives its log-probs, else from the norm of dL/dh.
+        """
+        on_host = self.micro_batches[micro_batch].on_host
+        return on_host.get("typical", on_host["coefficient"]) / self.num_ranks
+
     def forward_bytes(self) -> int:
         """The logits in float32, and as much again; of a head that is not known nothing."""
         width = max((getattr(head, "out_features", 0) for head in self.tap.heads), default=0)
@@ -278,6 +286,7 @@ class TapStep(LoopStep):
             recorded.score = made.shown(dots / made.sizes.clamp(min=_TINY))
         recorded.beside_coefficient = forwarded.beside
         made.recorded = recorded
+        made.on_host.setdefault("typical", made.on_host["coefficient"])
         given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
         made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
