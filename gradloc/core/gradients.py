@@ -142,6 +142,8 @@ class GradientSpace:
 
     _buffers: Sequence[OwnBuffers] = ()
     """Before the step's first forward."""
+    model: Any = None
+    """The model whose plain attributes a forward may move; None where an engine keeps it in parts."""
     shift: Shift | None = None
     """How far weights that are cast for a forward are moved (:func:`.precision.cast_weights`)."""
 
