@@ -73,18 +73,13 @@ class _AutoSearch:
         """Whether another round may follow."""
         self.is_explained_by_more = False
         """Whether culprits that are not named explain the spike together with those that are."""
-        self._is_doubted = False  # whether the backward itself was asked
         self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, max_rounds: int, is_last_resort_allowed: bool) -> SearchResult:
         """Name culprits, certified; where they do not explain the spike, only those that stand out of the batch."""
         self._run_rounds(max_rounds, is_last_resort_allowed)
         self._settle()
-        result = self.result
-        if not result.culprits and result.shares is not None and not self._is_doubted:
-            self.direction, self.scale = self.task.gradient, self.task.scale
-            self._is_the_backward_s(result.shares)
-        return result
+        return self.result
 
     def _run_rounds(self, max_rounds: int, is_last_resort_allowed: bool) -> None:
         """Round after round until what is named explains the spike; then sketch or bisection, if those are allowed."""
@@ -113,9 +108,11 @@ class _AutoSearch:
             if len(self.result.culprits) >= self.task.max_culprits:
                 self._count_more()
                 return
+        if shares is not None and not self.result.culprits and self._is_the_backward_s(shares):
+            return
         if is_last_resort_allowed and (shares is None or shares.is_trusted):
             self._look_for_hidden()
-        elif self.result.culprits or shares is None or not self._is_the_backward_s(shares):
+        else:
             self._fall_back("the shares do not add up to 1 and the loudest explain nothing", is_last_resort_allowed)
 
     # ---- stages
@@ -311,8 +308,7 @@ class _AutoSearch:
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
         """Whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
-        self._is_doubted = True
-        is_asked = self.direction is self.task.gradient and shares.is_far and self.result.source is None
+        is_asked = self.direction is self.task.gradient and shares.carries_else and self.result.source is None
         found = doubt_backward(self.task, shares) if is_asked else None
         if found is None:
             return False

@@ -253,14 +253,14 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
     num_probes = 0 if task.reran is not None else len(everything)
-    if shares.unseen or task.unit != 1.0 or not task.can_afford(backwards=num_probes):
+    if task.unit != 1.0 or not task.can_afford(backwards=num_probes):
         return None
     known = None if task.reran is None else (task.reran.norm, task.reran.difference)
     norm, difference = _again(task) if known is None or None in known else known
     assert norm is not None and difference is not None
     if difference > _REPEATS:
         return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
-    if not task.can_afford(forwards=2 * len(everything)):
+    if shares.unseen or not task.can_afford(forwards=2 * len(everything)):
         return None
     readouts = prober.ranks.agree(lambda: task.readouts([]))
     half = replace(shares, step=shares.step / 2)

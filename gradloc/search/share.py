@@ -118,7 +118,12 @@ class ShareMap:
     @property
     def is_far(self) -> bool:
         """Whether everything was read and closure is off by more than a wrong step or rounding explains."""
-        return not self.unseen and not 1 / _FAR <= self.closure <= _FAR
+        return not self.unseen and self.carries_else
+
+    @property
+    def carries_else(self) -> bool:
+        """Whether what was read carries far less or more than the direction itself."""
+        return not 1 / _FAR <= self.closure <= _FAR
 
     @property
     def chance(self) -> float:
