@@ -47,7 +47,7 @@ Place = tuple[int, int, int]
 
 @dataclass
 class MicroBatch:
-    """What a loop has of one micro-batch."""
+    """Hold the tensors that a loop has for one micro-batch."""
 
     ids: torch.Tensor
     """(B, T)"""
@@ -74,7 +74,7 @@ class Loop:
     dtype = torch.float32
     autocast: torch.dtype | None = None
     is_one_term = False
-    """Whether a row's tokens share one term of the loss, which has no weight of a token's own."""
+    """Whether each row has a single loss term, so that no token has a weight of its own."""
 
     def __init__(self, seed: int, without: Collection[Place] | None = (), layout: str = "plain"):
         draw = self.draw = random.Random(seed)
@@ -104,7 +104,7 @@ class Loop:
         self.model: Any = wrapped(self.bare, layout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.norm, self.taken = math.nan, torch.empty(0)
-        """Of the last step before clipping, and the gradient that the optimizer got, flat."""
+        """The last step's norm before clipping, and the flat gradient that the optimizer got."""
 
     def build(self) -> Any:
         return LlamaForCausalLM(self.config)
@@ -205,7 +205,7 @@ class Loop:
 
 
 def log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token at each position, (B, T); 0 at the last."""
+    """Return the log-prob of the next token at each position, (B, T); 0 at the last."""
     found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return functional.pad(found, (0, 1))
 

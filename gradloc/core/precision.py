@@ -73,7 +73,7 @@ def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Ite
     """Let forwards without a graph gather, cast and compute in float32. All ranks enter and leave together.
 
     Args:
-        module: the model as it is called: plain, DDP, FSDP1 or FSDP2.
+        module: the model that training calls: plain, DDP, FSDP1 or FSDP2.
         shift: of the weights that are cast (:func:`cast_weights`).
 
     Raises:

@@ -100,7 +100,7 @@ class Localizer:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """What is told of an update: of the present one, and until the next."""
+        """Reset what is recorded for each update."""
         self._num_searches = self._num_to_write = 0
         self.norms: list[float] = []
         """Before clipping: epochs x mini-batches, in order."""

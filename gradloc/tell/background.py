@@ -51,7 +51,7 @@ class Background:
             )
 
     def finish(self) -> None:
-        """Wait until all is told, for ``patience_s`` at most."""
+        """Wait until every job is done, for ``patience_s`` at most."""
         jobs = self._jobs
         with jobs.all_tasks_done:
             jobs.all_tasks_done.wait_for(lambda: not jobs.unfinished_tasks, self.patience_s)

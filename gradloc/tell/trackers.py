@@ -79,11 +79,11 @@ FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
 """By the name in ``trainer.logger``: told at once, as cheap as the metrics of a step. Client, events, global step."""
 
 
-# ---- what may take long, and is told from another thread
+# ---- slow uploads, from another thread
 
 
 def later_of(name: str, uploads: bool) -> Callable[[list[Event]], None] | None:
-    """What a tracker is told from another thread; called while the run's own thread is the present one.
+    """Return what uploads an event's files to a tracker from another thread. Call it on the run's own thread.
 
     MLflow sends each artifact in a request of its own, and its fluent functions know only the run of their thread.
 

@@ -96,7 +96,7 @@ class LoopStep:
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
-    # ---- what the driver is told
+    # ---- what the driver reads
 
     def _settle(self) -> None:
         """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""

@@ -385,7 +385,7 @@ class TapStep(LoopStep):
             out[part] = logit_gradient(rows[part], labels, made.found.parts[where[part]]).to(out.dtype)
         return out.view_as(output)
 
-    # ---- what the driver is told
+    # ---- what the driver reads
 
     def brief(self) -> list[tuple[int, float]]:
         masks = self._on_host("mask")

@@ -388,8 +388,10 @@ _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
-    """verl's ``ppo_loss``, the actor's config bound to it, with tokens that count as the clips on ratios say; ``note``
-    is told what these did with a micro-batch."""
+    """Bind verl's ``ppo_loss`` and the actor's config to a loss that weights tokens as the clips on ratios say.
+
+    ``note`` gets the figures of what the clips did, once a micro-batch.
+    """
     return partial(weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
 

@@ -130,7 +130,7 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
 
 
 def _curve(run: RunFolder, width: int) -> list[Text]:
-    """The whole run, so that what is said of a step is in the picture, too."""
+    """Plot the whole run, so that the steps which the text mentions are in the picture."""
     if run.runs and not run.events:
         return curve(diagnose(run.runs[0]).judged, width, run.metrics.own_norm)
     metrics, spiked = run.metrics, {event.step.global_step for event in run.events}

@@ -190,7 +190,7 @@ class _Table:
     def _long(self, sample: list[list[str]]) -> tuple[int, list[int], int | None] | None:
         """Where the value, the metric's name and the run's are, where a row holds one value; else None.
 
-        Steps that come again, with one column of numbers and columns of a few texts, are such a table, too.
+        Repeated steps with one numeric column and a few categorical columns also count as such a table.
         """
         if (found := long_columns(self.names)) is not None:
             value, keys, run = found

@@ -33,7 +33,7 @@ _AROUND = 8
 _JUMPS = 40
 """Places that are looked at: the largest changes."""
 VANISHED = 1e-3
-"""A loss that falls to this part of its first value within ``_SOON`` rows has vanished, if the norm has, too."""
+"""A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
 HEIGHT = 1e5
 """A usual norm of this size is none to train at, where the loss is an ordinary number."""
