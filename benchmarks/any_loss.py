@@ -74,7 +74,7 @@ class Loop:
     dtype = torch.float32
     autocast: torch.dtype | None = None
     is_one_term = False
-    """Whether each row has a single loss term, so that no token has a weight of its own."""
+    """True where each row has a single loss term, so that no token has a weight of its own."""
 
     def __init__(self, seed: int, without: Collection[Place] | None = (), layout: str = "plain"):
         draw = self.draw = random.Random(seed)
@@ -606,7 +606,7 @@ KEPT = {"kept": 0.25, "not kept": 0.0}
 
 @dataclass(frozen=True)
 class Found:
-    """What the watch said of one seed."""
+    """Hold the watch's verdict on one seed."""
 
     named: int
     """Planted tokens that were named."""
@@ -614,9 +614,9 @@ class Found:
     innocents: int
     verdict: str
     error: float
-    """Of the certificate's norm against the truth, relative; NaN without a certificate."""
+    """Relative error of the certificate's norm; NaN without a certificate."""
     is_within: bool
-    """Whether that is within the certificate's own bound, and a millionth for rounding."""
+    """True where that error is within the certificate's own bound, plus a millionth for rounding."""
     taken: str
     apart: float
     """The gradient that the optimizer got under ``mask`` against the truth's, relative; NaN: it was not masked."""

@@ -140,29 +140,6 @@ def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> fl
 
 
 @torch.no_grad()
-def _squares_apart(space: GradientSpace, before: Gradient, factors: Sequence[float]) -> torch.Tensor:
-    """Return the squared difference of another gradient and ``.grad`` times these factors, float64 (num_params,).
-
-    Taken element by element, a part at a time: of norms and inner products in float32 it would be off by 3e-4.
-    """
-    again, given = space.counted(space.current()), space.counted(before)
-
-    def local() -> torch.Tensor:
-        found = torch.zeros(len(factors), dtype=torch.float64)
-        for index, pair in enumerate(zip(again, given, strict=True)):
-            shards = [local_shard(grad) for grad in pair if grad is not None]
-            if len(shards) == 2:
-                one, other = shards[0].detach(), shards[1].detach().to(shards[0].device)
-                parts = in_parts(one, other.reshape(one.shape))
-                found[index] = sum(float(total_of(a * factors[index] - b, 2)) ** 2 for a, b in parts)
-            elif shards:
-                found[index] = float(total_of(shards[0], 2)) ** 2 * (1.0 if pair[0] is None else factors[index] ** 2)
-        return found
-
-    return space.reduce(local)
-
-
-@torch.no_grad()
 def _after_clips(
     space: GradientSpace, before: Gradient, clips: Sequence[Clip], factor: float, tap: ClipTap
 ) -> torch.Tensor:

@@ -48,7 +48,7 @@ from .taps import Forwarded, ModelTap, innermost
 logger = logging.getLogger(__name__)
 
 _EARLY = 10  # optimizer steps, after which it is said once that nothing could be watched
-_MANY = 64  # forwards without an optimizer step, likewise
+_MANY = 64  # forwards without an optimizer step, after which that is said once
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
@@ -156,7 +156,7 @@ class Watch(Colocated):
         weights: torch.Tensor | None = None,
         step: int | None = None,
     ) -> None:
-        """Say what is known of the last forward, for the event's record. None of it is needed.
+        """Add to the event's record what the loop knows about the last forward. All of it is optional.
 
         Args:
             mask: (B, T), true or 1 where a token is trained on; default: where dL/dh is not 0.
@@ -216,14 +216,14 @@ class Watch(Colocated):
         entropy: bool = False,
         **known: Any,
     ) -> Any:
-        """Run a micro-batch's forward, and say what is known of it: :meth:`note` with a function.
+        """Run a micro-batch's forward, and call :meth:`note` with its outputs.
 
         Args:
             forward: gives log-probs (B, T); or a tuple: these, entropies (B, T) or None, and a tensor of what else the
                 loss is made of and that passes through no hidden state, such as a router's loss.
             mask: as of :meth:`note`.
-            ids: likewise.
-            rows: likewise.
+            ids: as of :meth:`note`.
+            rows: as of :meth:`note`.
             entropy: whether ``forward`` gives entropies, too; it may be left out where a tuple says so.
             known: what else :meth:`note` takes.
 

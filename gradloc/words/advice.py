@@ -191,7 +191,7 @@ _OF_ROLLOUTS = frozenset(
 
 
 def supervised(names: Iterable[str]) -> list[str]:
-    """The actions that a run without rollouts and rewards can take, too.
+    """Return the actions that a run without rollouts and rewards can take.
 
     >>> supervised(["localize", "keep_rollouts", "kl_mse", "clip"])
     ['localize', 'clip']
