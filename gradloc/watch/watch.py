@@ -98,6 +98,8 @@ class Watch(Colocated):
         self.number = 0
         """Of the optimizer steps so far, or the trainer's own."""
         self._num_steps = self._num_looks = 0
+        self._has_looked = False
+        """Whether :meth:`clip_grad_norm_` looked into the step that is about to be taken."""
         self._next_number: int | None = None
         self._clips: list[Clip] = []
         self._own_limit: float | None = None
@@ -268,7 +270,10 @@ class Watch(Colocated):
             norm = plain(outer.clip_grad_norm_(limit))
         else:
             norm = plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit))
-        return norm if self._leaves_to_scaler(norm) else self.look(norm)
+        if self._leaves_to_scaler(norm):
+            return norm
+        self._has_looked = True
+        return self.look(norm)
 
     def _leaves_to_scaler(self, norm: torch.Tensor) -> bool:
         """Whether an overflow of fp16 may be the scale's alone: then the loop's scaler takes no step.
@@ -573,7 +578,9 @@ class Watch(Colocated):
         if self.optimizer is None:
             self.optimizer = optimizer
             self._listen_to_zero_grad()
-        self.look()
+        if not self._has_looked:  # else the ranks would meet once more, for nothing
+            self.look()
+        self._has_looked = False
         if self._num_steps == _EARLY and not self._num_looks:
             self._tell_once(self._why_nothing())
 

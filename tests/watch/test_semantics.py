@@ -405,6 +405,20 @@ def test_a_clip_without_log_probs_is_torch_s(tmp_path):
     assert made.watch.number == 1
 
 
+def test_a_step_after_our_clip_is_not_looked_into_again(tmp_path, monkeypatch):
+    made, meetings = Loop(tmp_path), []
+    own = made.watch.ranks.sum
+    monkeypatch.setattr(made.watch.ranks, "sum", lambda values: meetings.append(0) or own(values))
+    counts = []
+    step = made.optimizer.step
+    monkeypatch.setattr(made.optimizer, "step", lambda *given, **more: (counts.append(len(meetings)), step())[1])
+    made.run(2)
+    after = [*counts[1:], len(meetings)]
+    made.watch.look()
+    assert len(meetings) == after[-1] + 1, "a look meets once at least"
+    assert counts[0] > 0 and after[-1] == counts[-1], "the ranks met in the optimizer's step"
+
+
 # ---- log-probs
 
 
