@@ -37,6 +37,9 @@ from ..core.ranks import LostRank, Ranks
 from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
+from ..fault.find import Clues
+from ..fault.reference import ReferenceKeeper
+from ..fault.updates import Updates
 from ..record import Action
 from ..search.beside import parted_replicas
 from ..search.cures import records_under
@@ -93,6 +96,8 @@ class Localizer:
         ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
+        self._updates = Updates()
+        self._keeper = ReferenceKeeper()
         self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
@@ -124,6 +129,7 @@ class Localizer:
             are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
         """
         self._policy, self._space, self._device = policy, space, space.device
+        self._updates.follow(self.powers.optimizer, space)
         self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
@@ -133,6 +139,7 @@ class Localizer:
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step = step
+        self._keeper.begin(step)
         self._tracker.begin_mini_batch()
         self.begin_passes()
 
@@ -144,6 +151,7 @@ class Localizer:
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
         self._tracker.after_backward(self._space)
+        self._keeper.after_backward(self._space)
 
     def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
@@ -164,6 +172,7 @@ class Localizer:
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         policy, spike = self._policy, None
+        self._look_at_last_update(policy)
         if policy is not None:
             self._first_step = self._step if len(self.norms) == 1 else self._first_step
             spike = self._find_spike(policy, norm)
@@ -171,6 +180,7 @@ class Localizer:
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
+        self._keeper.end(self._step, norm, self._updates.number, is_spike)
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
@@ -232,6 +242,13 @@ class Localizer:
                 )
         if problem and self.ranks.is_first:
             logger.error("gradloc: %s", problem)
+
+    def _look_at_last_update(self, policy: Policy | None) -> None:
+        """Say where the last update went far, or where something else changed the weights, before this step's norm."""
+        warning = self._updates.look()
+        if warning and self.ranks.is_first:
+            logger.warning("gradloc: %s; the next norms show what that does", warning)
+        self._updates.number = policy.global_step if policy is not None else self._updates.number + 1
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
@@ -383,7 +400,16 @@ class Localizer:
         clip_scale = self._clip_scale(spike.grad_norm)
         typical, groups = policy.typical, policy.groups
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            return localize(step, space, ranks, spike, clip_scale, increments, typical, groups=groups, **way)
+            clues = Clues(
+                self._keeper.reference,
+                self._updates,
+                policy.global_step,
+                getattr(self._step, "backward_factor", None),
+                getattr(self._step, "anew", None),
+            )
+            return localize(
+                step, space, ranks, spike, clip_scale, increments, typical, groups=groups, clues=clues, **way
+            )
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)

@@ -68,11 +68,12 @@ def _again(task: Task) -> tuple[float, float]:
     return norm, prober.space.norm() / task.spike.grad_norm
 
 
-def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
-    """What made the spike, if no token did; None if only a search can tell.
+def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None:
+    """Return what made the spike whatever the batch: replicas or weights that are broken, or a machine; else None.
 
-    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`; ``reran`` the spike run again, None if that was not
-    asked for.
+    Args:
+        task: the spike.
+        reran: the spike run again; None if that was not asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
@@ -83,8 +84,15 @@ def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun 
         bad = non_finite_weights(task.prober.space)
         if bad:
             return _by_weights(task, "non_finite_weights", bad, ("holds", "hold"), "weights that are not finite")
-        return _padding(task)
-    return scaled_batch(task, typical)
+    return None
+
+
+def of_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+    """Return what made the spike, if the loss of the whole batch or of padding did; else None.
+
+    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
+    """
+    return scaled_batch(task, typical) if math.isfinite(task.spike.grad_norm) else _padding(task)
 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:

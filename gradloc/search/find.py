@@ -16,9 +16,10 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
+from ..fault.find import Clues, find_fault, result_of
 from ..record import Certificate
 from .auto import auto, share
-from .beside import first_not_finite, rerun, scaled_batch, triage, unsearched
+from .beside import apart_from_any_batch, first_not_finite, of_loss, rerun, scaled_batch, unsearched
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
@@ -51,6 +52,7 @@ def localize(
     reruns: bool = False,
     max_cures: int = MAX_CURES,
     groups: Groups | None = None,
+    clues: Clues | None = None,
 ) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
@@ -70,6 +72,7 @@ def localize(
         reruns: run the spike again first, and search nothing if it does not come back.
         max_cures: measure so many other settings at most; 0: none, and nothing of them is looked at.
         groups: how the batch's advantages were made, for settings that change them.
+        clues: what is known of the steps before, to find which link broke; None: the batch is taken for it.
     """
     started = time.perf_counter()
     rng = space.forward_state()
@@ -87,7 +90,15 @@ def localize(
         objection = getattr(held, "objection", "")
         reran = rerun(task) if reruns and not objection else None
         task = replace(task, reran=reran)
-        result, first = unsearched(task, objection) if objection else triage(task, typical or {}, reran), None
+        first = None
+        result = unsearched(task, objection) if objection else apart_from_any_batch(task, reran)
+        fault = None
+        if result is not None:
+            fault = getattr(held, "fault", None)
+        elif clues is not None:
+            fault, path = find_fault(task, clues)
+            result = None if fault.at in ("batch", "undecided") else result_of(task, fault, path)
+        result = result or of_loss(task, typical or {})
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
             if overflow is None:
@@ -119,6 +130,7 @@ def localize(
         finally:
             space.put(saved)
             rng.restore()
+    result.fault = result.fault or fault
     result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())

@@ -109,6 +109,8 @@ class Evidence:
             "target": first.value_target,
             "teacher": first.teacher_log_prob,
             "threshold": certificate.threshold,
+            "undone": self.number("norm_without_update"),
+            "unchanged": self.number("norm_without_change"),
         }
         return {name: number(value, 3) for name, value in numbers.items()} | {
             "names": ", ".join(names) or "the batch's tensors",
@@ -122,6 +124,7 @@ class Evidence:
             "probability": number(probability, 2),
             "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
             "more": number(event.search.num_more),
+            "since": str(event.fault.step) if event.fault and event.fault.step is not None else "this one",
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),
