@@ -35,6 +35,7 @@ _NOTABLE = 3.0  # times usual: parameters that moved by less are not named
 _DECAYED = 0.5  # of a step's movement: weight decay made it from here on
 _ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
 _SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
+_SINCE = 16  # steps over which weights may have grown, where none of their updates was far from usual
 _ELEMENT = 0.5  # of a weight's squared norm that a single element holds
 
 
@@ -123,7 +124,7 @@ def _why_not(case: _Case) -> str:
 
 def result_of(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResult:
     """Return the result of a search that names no token, since the batch is not at fault."""
-    cause = StepCause(fault.label or "weights_at_fault", fault.reason, dict(fault.evidence), fault.parameters)
+    cause = StepCause(fault.label or "unknown", fault.reason, dict(fault.evidence), fault.parameters)
     certificate = replace(task.certify([]), reason=fault.reason)
     return SearchResult(path=path, stop_reason=fault.reason, certificate=certificate, source=cause)
 
@@ -194,7 +195,7 @@ def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
         healed = fault.evidence.get("norm_without_change")
         if is_loud or healed is not None and healed <= case.middle:
             return fault
-    return _of_growth(case, ratios) if is_loud else None
+    return _of_growth(case) if is_loud else None
 
 
 def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
@@ -374,20 +375,26 @@ def _with_changed(case: _Case, changed: dict[str, float], element_of: str) -> fl
         return _run(prober, step)
 
 
-def _of_growth(case: _Case, ratios: torch.Tensor | None) -> Fault:
-    """Return the fault of weights that came to be so over many steps."""
-    updates, clues = case.clues.updates, case.clues
-    steps = [*updates.movements.steps]
-    names: tuple[str, ...] = ()
-    since, why = None, "any batch spikes at these weights, and undoing the last update does not heal it"
-    if ratios is not None:
-        order = [int(index) for index in ratios.argsort(descending=True)]
-        names = tuple(updates.names[index] for index in order[:_MOST_NAMES] if ratios[index] >= _NOTABLE)
-        usual = updates.movements.usual()
-        sizes = [float((moved / usual.clamp(min=1e-60)).median()) for _, moved in steps] if usual is not None else []
-        far = [number for (number, _), size in zip(steps, sizes, strict=False) if size >= _NOTABLE]
-        since = far[0] if far else None
-    assert clues.reference is not None
-    first = since if since is not None else clues.reference.number
-    why += f"; at step {clues.reference.number} they were healthy"
-    return Fault("weights", "weights_grown", names, first, case.evidence, why)
+def _of_growth(case: _Case) -> Fault:
+    """Return the fault of weights that came to be so over several steps: since when, and which moved furthest."""
+    updates, reference = case.clues.updates, case.clues.reference
+    assert reference is not None
+    since, names = reference.number, tuple[str, ...]()
+    usual, steps = updates.movements.usual(), [*updates.movements.steps]
+    why = f"at these weights any batch spikes; at step {since} it did not, and undoing the last update is not enough"
+    if usual is not None:
+        ratios = torch.stack([moved for _, moved in steps]) / usual.clamp(min=1e-60)
+        sizes = ratios.median(1).values
+        far = [index for index, size in enumerate(sizes.tolist()) if size >= _NOTABLE]
+        if far:
+            since, times = steps[far[0]][0], float(sizes[far].max())
+            updates_of = (
+                f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
+            )
+            why = f"any batch spikes at the weights that {updates_of} left, {times:.3g} times as far as usual"
+            case.evidence["moved_times"] = times
+        total = ratios[far[0] if far else -_SINCE :].mean(0)
+        order = [int(index) for index in total.argsort(descending=True) if total[index] >= _NOTABLE]
+        names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
+    since, why, names = case.task.prober.ranks.sent_by(0, (since, why, names))
+    return Fault("weights", "weights_grown", names, since, case.evidence, why)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.gradients import GradientSpace
+from ..core.gradients import GradientSpace, host_copy
 from ..core.ranks import Ranks
 from ..core.sharding import local_shard
 
@@ -26,7 +26,7 @@ Undo = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any]], torch.Tens
 """Called with a parameter's local shard, its optimizer state, and its group's hyperparameters as they were in the last
 step; returns the shard before that step, or None where it cannot be known."""
 
-_SAMPLE = 2**13  # elements of a parameter whose movement is measured
+_SAMPLE = 2**11  # elements of a parameter whose movement is measured
 _WINDOW = 64  # steps whose movements are remembered
 _LEAST = 16  # steps before a movement is judged
 FAR = 8.0
@@ -88,9 +88,16 @@ class Updates:
         self.names: list[str] = []
         self._params: list[torch.nn.Parameter] = []
         self._places: list[slice] = []
+        self._pointers: list[int] = []
+        self._shards: list[torch.Tensor] = []
+        self._runs: list[torch.Tensor] = []
+        """Views of the sampled elements in the weights themselves."""
         self._sample: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
+        """Copies of them, float32, after the last step and before it."""
         self._pending: Update | None = None
+        self._asked: torch.Tensor | None = None
+        self._is_there: Any = None
         self._optimizer: Any = None
         self._handle: Any = None
         self.has_failed = False
@@ -110,8 +117,9 @@ class Updates:
         if plain is not self._optimizer or [*map(id, space.params)] != [*map(id, self._params)]:
             self.close()
             self._optimizer, self._params, self.names = plain, list(space.params), list(space.names)
-            self._places = [_place(param) for param in self._params]
-            self._sample = self._read()
+            self._places, self._pointers = [_place(param) for param in self._params], []
+            self._look_up()
+            self._before, self._sample = _copies(self._runs), _copies(self._runs)
             self._handle = plain.register_step_post_hook(self._after_step)
 
     def close(self) -> None:
@@ -119,7 +127,7 @@ class Updates:
         if self._handle is not None:
             self._handle.remove()
         self._optimizer = self._handle = self.last = self._pending = None
-        self._params, self._sample, self._before, self.movements = [], [], [], Movements()
+        self._params, self._shards, self.movements = [], [], Movements()
 
     # ---- a healthy step
 
@@ -137,46 +145,61 @@ class Updates:
             )
 
     def _note(self) -> None:
-        self._before, self._sample = self._sample, self._read()
-        moved = torch.stack(
-            [
-                torch.stack(torch._foreach_norm(torch._foreach_sub(self._sample, self._before))),
-                torch.stack(torch._foreach_norm(self._before)),
-            ]
-        ).square_()
+        self._before, self._sample = self._sample, self._before
+        self._read()
+        moved = torch.stack(torch._foreach_norm(torch._foreach_sub(self._sample, self._before)))
+        sizes = torch.stack([moved, torch.stack(torch._foreach_norm(self._before))])
         skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
         groups = [
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
         ]
-        self.last = self._pending = Update(self.number, groups, moved, self._norms(), skipped)
+        self.last = self._pending = Update(self.number, groups, sizes, self._norms(), skipped)
 
-    def _read(self) -> list[torch.Tensor]:
-        """Copies of the sampled elements, float32, each with an element at least."""
-        shards = [local_shard(param.detach()) for param in self._params]
-        return [
-            shard.flatten()[place].float().clone() if shard.numel() else shard.new_zeros(1, dtype=torch.float32)
-            for shard, place in zip(shards, self._places, strict=True)
-        ]
+    def _read(self) -> None:
+        """Copy the sampled elements as they are now."""
+        self._look_up()
+        torch._foreach_copy_(self._sample, self._runs)
 
     def _norms(self) -> torch.Tensor:
-        shards = [local_shard(param.detach()) for param in self._params]
-        return torch.stack(
-            [each.float() for each in torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards])]
-        )
+        self._look_up()
+        return torch.stack(torch._foreach_norm(self._shards, dtype=torch.float32))
+
+    def _look_up(self) -> None:
+        """Find the weights where they are now: a trainer may have moved them to another device and back."""
+        shards = [local_shard(param) for param in self._params]
+        pointers = [shard.data_ptr() for shard in shards]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._shards = [shard.detach() if shard.numel() else shard.new_zeros(1) for shard in shards]
+            self._runs = [
+                shard.view(-1)[place] if shard.is_contiguous() and place.stop > place.start else shard.new_zeros(1)
+                for shard, place in zip(self._shards, self._places, strict=True)
+            ]
+
+    @torch.no_grad()
+    def ask(self) -> None:
+        """Have what the last step did copied to the host, before training itself waits for the device; once a step."""
+        done = self._pending
+        if done is not None and self._params:
+            self._asked = host_copy(torch.cat([done.moved, torch.stack([done.norms, self._norms()])]))
+            self._is_there = None
+            if self._asked.is_pinned():
+                self._is_there = torch.get_device_module(done.moved.device.type).Event()
+                self._is_there.record()
 
     @torch.no_grad()
     def look(self) -> str:
-        """Learn what the last step did, before the next one is judged; called once a step, after its backward.
+        """Learn what the last step did, once :meth:`ask` was called, before the next one is judged.
 
         Returns:
             A warning, where the step went far, or something else changed the weights after it; mostly "".
         """
-        done, self._pending = self._pending, None
-        if done is None or not self._params:
+        done, asked, self._pending, self._asked = self._pending, self._asked, None, None
+        if done is None or asked is None:
             return ""
-        now = self._norms()
-        read = torch.cat([done.moved, done.norms.unsqueeze(0), now.unsqueeze(0)]).double().cpu()
-        moved, weights, then, now = read
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        moved, weights, then, now = asked.double()
         movements = self.movements
         relative = (moved / weights.clamp(min=1e-60)).sqrt()
         size = math.sqrt(float(moved.sum()) / max(float(weights.sum()), 1e-60))
@@ -189,7 +212,7 @@ class Updates:
         movements.rates.append(max((_number(group.get("lr", 0.0)) for group in done.groups), default=0.0))
         movements.outside.append((done.number, outside))
         if outside:
-            self._sample = self._read()  # so that the next step's movement is the optimizer's alone
+            self._read()  # so that the next step's movement is the optimizer's alone
         if outside and are_rare and len(known) >= _LEAST:
             index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], 1e-60))))
             return (
@@ -265,6 +288,8 @@ class Updates:
         if not saved.numel() or (self.last is not None and index in self.last.skipped):
             return True
         place, was = self._places[index], self._before[index]
+        if place.stop - place.start != len(was):
+            return False
         moved = self._sample[index] - was
         off = (saved.flatten()[place].float() - before.flatten()[place].float()) - moved
         rounding = _ROUNDING.get(saved.dtype, 0.0) * was
@@ -309,6 +334,10 @@ def _place(param: torch.nn.Parameter) -> slice:
     count = local_shard(param).numel()
     first = max(count - _SAMPLE, 0) // 2
     return slice(first, min(first + _SAMPLE, count))
+
+
+def _copies(runs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [run.detach().float().clone() for run in runs]
 
 
 def _copied(value: Any) -> Any:

@@ -164,6 +164,7 @@ class Localizer:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
             gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
+        self._updates.ask()
         norm = float(grad_norm)
         self._policy = policy or self._policy
         self._peak.end(self._space.device)

@@ -17,7 +17,7 @@ from ..core.ranks import Ranks
 from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
 from ..fault.find import Clues, find_fault, result_of
-from ..record import Certificate
+from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
 from .beside import apart_from_any_batch, first_not_finite, of_loss, rerun, scaled_batch, unsearched
 from .bisect import bisect
@@ -32,6 +32,7 @@ _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
 """What may have made a spike instead of its tokens, and yet be the loss's doing."""
+_AFTER_BACKWARD = ("gradient_changed", "gradient_scaled")
 _REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the norm that their weight predicts, or more
 
 
@@ -91,13 +92,7 @@ def localize(
         reran = rerun(task) if reruns and not objection else None
         task = replace(task, reran=reran)
         first = None
-        result = unsearched(task, objection) if objection else apart_from_any_batch(task, reran)
-        fault = None
-        if result is not None:
-            fault = getattr(held, "fault", None)
-        elif clues is not None:
-            fault, path = find_fault(task, clues)
-            result = None if fault.at in ("batch", "undecided") else result_of(task, fault, path)
+        result, fault = _link(task, objection, reran, clues)
         result = result or of_loss(task, typical or {})
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
@@ -130,12 +125,36 @@ def localize(
         finally:
             space.put(saved)
             rng.restore()
-    result.fault = result.fault or fault
+    result.fault = _fault_of(result, fault)
     result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _link(
+    task: Task, objection: str, reran: Rerun | None, clues: Clues | None
+) -> tuple[SearchResult | None, Fault | None]:
+    """Return which link of the step broke; and the result, where that is not the batch."""
+    if objection:
+        fault: Fault | None = getattr(task.prober.step, "fault", None)
+        result = unsearched(task, objection)
+        return (result_of(task, fault, result.path) if fault is not None and fault.label else result), fault
+    broken = apart_from_any_batch(task, reran)
+    if broken is not None or clues is None:
+        return broken, None
+    fault, path = find_fault(task, clues)
+    return (None if fault.at in ("batch", "undecided") else result_of(task, fault, path)), fault
+
+
+def _fault_of(result: SearchResult, found: Fault | None) -> Fault | None:
+    """Return the fault with what the search itself found out after it was looked for."""
+    source = result.source
+    if source is None or source.label not in _AFTER_BACKWARD or (found is not None and found.at == "after_backward"):
+        return found
+    step = None if found is None else found.step
+    return Fault("after_backward", source.label, source.names, step, dict(source.numbers), source.reason)
 
 
 def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certificate:

@@ -183,7 +183,6 @@ class SearchResult:
     """What made the spike, if its tokens did not."""
     fault: Fault | None = None
     """Which link of the step broke; None where that was not asked."""
-
     strategy: str = ""
     tau: float = math.nan
     num_forwards: int = 0
