@@ -10,13 +10,14 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..core.gradients import GradientSpace, host_copy
+from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.sharding import local_shard
 
@@ -34,6 +35,7 @@ FAR = 8.0
 _OUTSIDE = 1e-4  # relative change of a weight's norm between two steps; sums on two devices differ by less
 _OFF = 0.05  # of the sampled movement: an undo that is off by more is none
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a weight, that its own precision may hide
+_TINY = 1e-60  # in place of 0, where it divides
 _KEPT = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "decoupled_weight_decay")
 
 
@@ -46,7 +48,7 @@ class Update:
     groups: list[dict[str, Any]]
     """Each group's hyperparameters, as the step used them."""
     moved: torch.Tensor
-    """Squared length of the sampled movement and of the sampled weights, float32 (2, num_params); on the device."""
+    """L2 norms of the sampled movement and of the sampled weights, float32 (2, num_params); on the device."""
     norms: torch.Tensor
     """Norm of this process' part of each parameter after it, float32 (num_params,); on the device."""
     skipped: frozenset[int] = frozenset()
@@ -96,8 +98,7 @@ class Updates:
         self._before: list[torch.Tensor] = []
         """Copies of them, float32, after the last step and before it."""
         self._pending: Update | None = None
-        self._asked: torch.Tensor | None = None
-        self._is_there: Any = None
+        self._open: list[tuple[Update, torch.Tensor]] = []
         self._optimizer: Any = None
         self._handle: Any = None
         self.has_failed = False
@@ -127,7 +128,7 @@ class Updates:
         if self._handle is not None:
             self._handle.remove()
         self._optimizer = self._handle = self.last = self._pending = None
-        self._params, self._shards, self.movements = [], [], Movements()
+        self._params, self._shards, self._open, self.movements = [], [], [], Movements()
 
     # ---- a healthy step
 
@@ -178,43 +179,47 @@ class Updates:
 
     @torch.no_grad()
     def ask(self) -> None:
-        """Have what the last step did copied to the host, before training itself waits for the device; once a step."""
-        done = self._pending
+        """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
+        done, self._pending = self._pending, None
         if done is not None and self._params:
-            self._asked = host_copy(torch.cat([done.moved, torch.stack([done.norms, self._norms()])]))
-            self._is_there = None
-            if self._asked.is_pinned():
-                self._is_there = torch.get_device_module(done.moved.device.type).Event()
-                self._is_there.record()
+            self._open.append((done, torch.cat([done.moved, torch.stack([done.norms, self._norms()])])))
 
-    @torch.no_grad()
-    def look(self) -> str:
-        """Learn what the last step did, once :meth:`ask` was called, before the next one is judged.
+    @property
+    def open(self) -> list[torch.Tensor]:
+        """What was noted and not learned yet, on the device, float32 (4, num_params) each."""
+        return [noted for _, noted in self._open]
+
+    def learn(self, noted: Sequence[torch.Tensor | None]) -> list[str]:
+        """Learn what the steps did.
+
+        Args:
+            noted: :attr:`open`, on the host.
 
         Returns:
-            A warning, where the step went far, or something else changed the weights after it; mostly "".
+            Warnings, of steps that went far and of weights that something else changed; mostly none.
         """
-        done, asked, self._pending, self._asked = self._pending, self._asked, None, None
-        if done is None or asked is None:
-            return ""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        moved, weights, then, now = asked.double()
+        steps, self._open = [done for done, _ in self._open], []
+        pairs = zip(steps, noted, strict=True)
+        return [said for done, answer in pairs if answer is not None and (said := self._learn(done, answer))]
+
+    def _learn(self, done: Update, answer: torch.Tensor) -> str:
+        moved, weights, then, now = answer.numpy().astype(np.float64)
         movements = self.movements
-        relative = (moved / weights.clamp(min=1e-60)).sqrt()
-        size = math.sqrt(float(moved.sum()) / max(float(weights.sum()), 1e-60))
+        relative = torch.from_numpy(moved / np.maximum(weights, _TINY))
+        size = float(np.linalg.norm(moved) / max(np.linalg.norm(weights), _TINY))
         known, outside = [*movements.sizes], []
-        for index in ((now - then).abs() > _OUTSIDE * then).nonzero().flatten().tolist():
-            outside.append((index, float(now[index] / then[index]) if then[index] > 0 else math.inf))
+        for index in np.flatnonzero(np.abs(now - then) > _OUTSIDE * then):
+            outside.append((int(index), float(now[index] / then[index]) if then[index] > 0 else math.inf))
         are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
         movements.steps.append((done.number, relative))
         movements.sizes.append(size)
         movements.rates.append(max((_number(group.get("lr", 0.0)) for group in done.groups), default=0.0))
         movements.outside.append((done.number, outside))
         if outside:
-            self._read()  # so that the next step's movement is the optimizer's alone
+            with torch.no_grad():
+                self._read()  # so that the next step's movement is the optimizer's alone
         if outside and are_rare and len(known) >= _LEAST:
-            index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], 1e-60))))
+            index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (
                 f"the weights of {self.names[index]} changed after step {done.number}, outside of the optimizer: "
                 f"their norm is {factor:.3g} times as large"
@@ -236,7 +241,7 @@ class Updates:
             return None
         assert usual is not None
         last = self.movements.steps[-1][1]
-        mine = torch.where(usual > 0, last / usual.clamp(min=1e-60), torch.ones_like(last))
+        mine = torch.where(usual > 0, last / usual.clamp(min=_TINY), torch.ones_like(last))
         by_rank = torch.stack([torch.tensor(each, dtype=torch.float64) for each in ranks.gather(mine.tolist())])
         return by_rank.median(0).values
 
@@ -258,7 +263,7 @@ class Updates:
         for _, part in gathered:
             for index, factor in part.items():
                 name = self.names[index]
-                joined[name] = max(joined.get(name, 1.0), factor, key=lambda value: abs(math.log(max(value, 1e-60))))
+                joined[name] = max(joined.get(name, 1.0), factor, key=lambda value: abs(math.log(max(value, _TINY))))
         firsts = [number for number, part in gathered if part]
         return (min(firsts), joined) if joined else None
 

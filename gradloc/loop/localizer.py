@@ -20,7 +20,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -164,7 +164,6 @@ class Localizer:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
             gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
         """
-        self._updates.ask()
         norm = float(grad_norm)
         self._policy = policy or self._policy
         self._peak.end(self._space.device)
@@ -173,10 +172,13 @@ class Localizer:
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         policy, spike = self._policy, None
-        self._look_at_last_update(policy)
+        self._updates.ask()
+        self._updates.number = policy.global_step if policy is not None else self._updates.number + 1
         if policy is not None:
             self._first_step = self._step if len(self.norms) == 1 else self._first_step
             spike = self._find_spike(policy, norm)
+            if spike is not None:
+                self._learn_of_updates(to_host(self._updates.open))
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
@@ -196,10 +198,13 @@ class Localizer:
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
         """
+        heads = len(self.head_squares)
+        read = to_host([*self.head_squares, *self._updates.open])
+        self._learn_of_updates(read[heads:])
         report = RankReport(
             self.ranks.process,
             tuple(self.norms),
-            tuple(float(square) for square in self.head_squares),
+            tuple(float(square) for square in read[:heads] if square is not None),
             self.coefficient,
             self.num_failures,
             peak_bytes=self._peak.most(self._device),
@@ -244,12 +249,11 @@ class Localizer:
         if problem and self.ranks.is_first:
             logger.error("gradloc: %s", problem)
 
-    def _look_at_last_update(self, policy: Policy | None) -> None:
-        """Say where the last update went far, or where something else changed the weights, before this step's norm."""
-        warning = self._updates.look()
-        if warning and self.ranks.is_first:
-            logger.warning("gradloc: %s; the next norms show what that does", warning)
-        self._updates.number = policy.global_step if policy is not None else self._updates.number + 1
+    def _learn_of_updates(self, noted: Sequence[torch.Tensor | None]) -> None:
+        """Warn of an update that went far, and of weights that something else changed."""
+        for warning in self._updates.learn(noted):
+            if self.ranks.is_first:
+                logger.warning("gradloc: %s; the next norms show what that does", warning)
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
