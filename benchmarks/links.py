@@ -53,7 +53,7 @@ FAULTS = {
 _GRADUAL = frozenset({"learning_rate", "weight_decay", "second_moments"})
 """Over ten steps these are both: the last of several updates, and weights that several updates made."""
 _ONE_PARAMETER = frozenset({"one_gradient", "flipped_weight", "norm_scale", "head_scale"})
-_HEALTHY = 48  # steps before the fault
+HEALTHY = 48  # steps before the fault
 _SPREAD = 10  # steps that a gradual fault takes
 _AFTER = 4  # steps after it
 _LENGTH = 48
@@ -127,13 +127,13 @@ class Plan:
 class Run:
     """One run: a model, its optimizer and its batches, with a fault from some step on."""
 
-    def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = ""):
+    def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
         torch.manual_seed(plan.seed)
         self.plan, self.fault, self.steps = plan, fault, _SPREAD if is_gradual else 1
         self.model = _model(plan)
         betas = (0.9, plan.second_beta)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), plan.rate, betas, weight_decay=plan.decay)
-        self.watch = gradloc.Watch(self.model, self.optimizer, folder) if folder else None
+        self.watch = gradloc.Watch(self.model, self.optimizer, folder, **given) if folder else None
         self._rng = torch.Generator().manual_seed(plan.seed + 1)
         self._picked = random.Random(plan.seed + 2)
         named = [name for name, param in self.model.named_parameters() if param.dim() == 2 and "head" not in name]
@@ -163,7 +163,7 @@ class Run:
 
     def _part(self) -> float:
         """How far the fault has come in this step, in (0, 1]; 0 without."""
-        return min((self.step - _HEALTHY + 1) / self.steps, 1.0) if 0 <= self.step - _HEALTHY < self.steps else 0.0
+        return min((self.step - HEALTHY + 1) / self.steps, 1.0) if 0 <= self.step - HEALTHY < self.steps else 0.0
 
     def take(self) -> None:
         """Take one step."""
@@ -241,7 +241,7 @@ def measure(model: str, seed: int, fault: str, is_gradual: bool) -> Record:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             run = Run(Plan.of(model, seed), fault, is_gradual, folder)
-            for _ in range(_HEALTHY + run.steps + _AFTER):
+            for _ in range(HEALTHY + run.steps + _AFTER):
                 run.take()
             run.watch.close()
         lines = Path(folder, "gradloc", "events.jsonl")
@@ -252,7 +252,7 @@ def measure(model: str, seed: int, fault: str, is_gradual: bool) -> Record:
 
 
 def _judged(run: Run, events: list[Record]) -> Record:
-    early = [event for event in events if event["step"]["global_step"] <= _HEALTHY]
+    early = [event for event in events if event["step"]["global_step"] <= HEALTHY]
     first = next((event for event in events if event not in early), None)
     if first is None:
         return {"at": "no spike", "right": None, "early": len(early)}

@@ -138,7 +138,8 @@ def _first_norm(case: _Case) -> float:
     assert reference is not None
     count = reference.num_micro_batches
     if reference.squares is not None:
-        first, last = prober.space.reduce(lambda: torch.stack([*reference.squares]).double()).tolist()
+        squares = reference.squares
+        first, last = prober.space.reduce(lambda: torch.stack(squares).double()).tolist()
         if case.clues.factor is not None and last > 0:
             case.evidence["usual_factor"] = reference.norm / math.sqrt(last)
         if first > 0:
@@ -183,6 +184,10 @@ def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
     last = case.clues.number - 1 if updates.last is None else updates.last.number
     is_far = ratios is not None and float(ratios.median()) >= FAR
+    changed = None if outside is None else _of_outside(case, *outside)
+    is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
+    if is_healed and not is_far:
+        return changed
     if is_loud or is_far:
         undone = _with_update(case, 0.0)
         if undone is not None:
@@ -190,11 +195,8 @@ def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
             case.note("this step with the last update undone", undone)
         if undone is not None and undone <= case.middle or undone is None and is_far:
             return _of_update(case, ratios, last)
-    if outside is not None:
-        fault = _of_outside(case, *outside)
-        healed = fault.evidence.get("norm_without_change")
-        if is_loud or healed is not None and healed <= case.middle:
-            return fault
+    if changed is not None and (is_loud or is_healed):
+        return changed
     return _of_growth(case) if is_loud else None
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.gradients import GradientSpace
@@ -203,13 +202,12 @@ class Updates:
         return [said for done, answer in pairs if answer is not None and (said := self._learn(done, answer))]
 
     def _learn(self, done: Update, answer: torch.Tensor) -> str:
-        moved, weights, then, now = answer.numpy().astype(np.float64)
-        movements = self.movements
-        relative = torch.from_numpy(moved / np.maximum(weights, _TINY))
-        size = float(np.linalg.norm(moved) / max(np.linalg.norm(weights), _TINY))
-        known, outside = [*movements.sizes], []
-        for index in np.flatnonzero(np.abs(now - then) > _OUTSIDE * then):
-            outside.append((int(index), float(now[index] / then[index]) if then[index] > 0 else math.inf))
+        moved, weights, then, now = answer.double()
+        movements, known = self.movements, [*self.movements.sizes]
+        relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
+        pairs = zip(then.tolist(), now.tolist(), strict=True)
+        changed = ((index, pair) for index, pair in enumerate(pairs) if abs(pair[1] - pair[0]) > _OUTSIDE * pair[0])
+        outside = [(index, after / before if before > 0 else math.inf) for index, (before, after) in changed]
         are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
         movements.steps.append((done.number, relative))
         movements.sizes.append(size)

@@ -96,7 +96,8 @@ class Localizer:
         ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
-        self._updates = Updates()
+        self.updates = Updates()
+        """What the optimizer's steps did."""
         self._keeper = ReferenceKeeper()
         self._policy: Policy | None = None
         self._space: GradientSpace
@@ -129,7 +130,7 @@ class Localizer:
             are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
         """
         self._policy, self._space, self._device = policy, space, space.device
-        self._updates.follow(self.powers.optimizer, space)
+        self.updates.follow(self.powers.optimizer, space)
         self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
@@ -172,18 +173,18 @@ class Localizer:
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         policy, spike = self._policy, None
-        self._updates.ask()
-        self._updates.number = policy.global_step if policy is not None else self._updates.number + 1
+        self.updates.ask()
+        self.updates.number = policy.global_step if policy is not None else self.updates.number + 1
         if policy is not None:
             self._first_step = self._step if len(self.norms) == 1 else self._first_step
             spike = self._find_spike(policy, norm)
             if spike is not None:
-                self._learn_of_updates(to_host(self._updates.open))
+                self._learn_of_updates(to_host(self.updates.open))
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
-        self._keeper.end(self._step, norm, self._updates.number, is_spike)
+        self._keeper.end(self._step, norm, self.updates.number, is_spike)
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
@@ -199,7 +200,7 @@ class Localizer:
             learned: the stabilizers' state, to be sent along by the first process.
         """
         heads = len(self.head_squares)
-        read = to_host([*self.head_squares, *self._updates.open])
+        read = to_host([*self.head_squares, *self.updates.open])
         self._learn_of_updates(read[heads:])
         report = RankReport(
             self.ranks.process,
@@ -251,7 +252,7 @@ class Localizer:
 
     def _learn_of_updates(self, noted: Sequence[torch.Tensor | None]) -> None:
         """Warn of an update that went far, and of weights that something else changed."""
-        for warning in self._updates.learn(noted):
+        for warning in self.updates.learn(noted):
             if self.ranks.is_first:
                 logger.warning("gradloc: %s; the next norms show what that does", warning)
 
@@ -407,7 +408,7 @@ class Localizer:
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
             clues = Clues(
                 self._keeper.reference,
-                self._updates,
+                self.updates,
                 policy.global_step,
                 getattr(self._step, "backward_factor", None),
                 getattr(self._step, "anew", None),
