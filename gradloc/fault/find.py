@@ -14,14 +14,15 @@ backward**. All numbers are the same on every rank, so all decide alike.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..core.probe import Prober
 from ..core.sharding import local_shard
-from ..record import Fault, PathEntry, StepCause
+from ..record import Fault, PathEntry
+from ..search.beside import fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
 from ..words.text import listed, plural
@@ -78,6 +79,17 @@ class _Case:
         self.path.append(PathEntry("fault", verdict="measured", norm=norm, note=words))
 
 
+def judge(clues: Clues, task: Task) -> tuple[SearchResult | None, Fault]:
+    """Find the link that broke; and the result, which names no token, where that is not the batch.
+
+    Args:
+        clues: what is known of the steps before.
+        task: the spike. All ranks call this together.
+    """
+    fault, path = find_fault(task, clues)
+    return (None if fault.at in ("batch", "undecided") else fault_result(task, fault, path)), fault
+
+
 def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     """Measure which link broke. All ranks call this together; weights come back bit for bit.
 
@@ -99,9 +111,9 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
     case.note(f"a micro-batch of step {reference.number} at these weights; {first:.3g} at its own", norm)
     least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
-    of_weights = _of_weights(case, times >= least)
-    if of_weights is not None:
-        return of_weights, case.path
+    found = _weights_fault(case, times >= least)
+    if found is not None:
+        return found, case.path
     why = f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights: they are healthy"
     return Fault("batch", None, (), clues.number, case.evidence, why), case.path
 
@@ -122,13 +134,6 @@ def _why_not(case: _Case) -> str:
     return "" if task.can_afford(backwards=2) else "max_steps allows no comparison with an earlier step"
 
 
-def result_of(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResult:
-    """Return the result of a search that names no token, since the batch is not at fault."""
-    cause = StepCause(fault.label or "unknown", fault.reason, dict(fault.evidence), fault.parameters)
-    certificate = replace(task.certify([]), reason=fault.reason)
-    return SearchResult(path=path, stop_reason=fault.reason, certificate=certificate, source=cause)
-
-
 # ---- the reference
 
 
@@ -137,8 +142,8 @@ def _first_norm(case: _Case) -> float:
     reference, prober = case.clues.reference, case.task.prober
     assert reference is not None
     count = reference.num_micro_batches
-    if reference.squares is not None:
-        squares = reference.squares
+    squares = reference.squares
+    if prober.ranks.all(squares is not None) and squares is not None:
         first, last = prober.space.reduce(lambda: torch.stack(squares).double()).tolist()
         if case.clues.factor is not None and last > 0:
             case.evidence["usual_factor"] = reference.norm / math.sqrt(last)
@@ -174,7 +179,7 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
 # ---- the weights
 
 
-def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
+def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     """Return the fault of a spike that any batch would have made: the last update, or the weights as they are.
 
     Where the reference is quiet, weights that changed by far more than usual are asked all the same: then what takes
@@ -184,7 +189,7 @@ def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
     last = case.clues.number - 1 if updates.last is None else updates.last.number
     is_far = ratios is not None and float(ratios.median()) >= FAR
-    changed = None if outside is None else _of_outside(case, *outside)
+    changed = None if outside is None else _change_fault(case, *outside)
     is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
     if is_healed and not is_far:
         return changed
@@ -194,10 +199,10 @@ def _of_weights(case: _Case, is_loud: bool) -> Fault | None:
             case.evidence["norm_without_update"] = undone
             case.note("this step with the last update undone", undone)
         if undone is not None and undone <= case.middle or undone is None and is_far:
-            return _of_update(case, ratios, last)
+            return _update_fault(case, ratios, last)
     if changed is not None and (is_loud or is_healed):
         return changed
-    return _of_growth(case) if is_loud else None
+    return _growth_fault(case) if is_loud else None
 
 
 def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
@@ -228,7 +233,7 @@ def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -
         return _run(prober, step)
 
 
-def _of_update(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
+def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
     """Return the fault of the last update: which parameters it moved too far, and why."""
     updates, evidence = case.clues.updates, case.evidence
     names: tuple[str, ...] = ()
@@ -316,7 +321,7 @@ def _moments(case: _Case) -> tuple[float, bool, float | None]:
     return ranks.sent_by(0, ranks.agree(local))
 
 
-def _of_outside(case: _Case, since: int, changed: dict[str, float]) -> Fault:
+def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
     """Return the fault of weights that something else than the optimizer changed; verified by taking it back."""
     order = sorted(changed, key=lambda name: -abs(math.log(max(changed[name], 1e-60))))
     names = tuple(order[:_MOST_NAMES])
@@ -352,7 +357,7 @@ def _loudest_element(case: _Case, name: str) -> tuple[list[int], float] | None:
     return [int(each) for each in torch.unravel_index(torch.tensor(place), shard.shape)], float(shard.flatten()[place])
 
 
-def _with_changed(case: _Case, changed: dict[str, float], element_of: str) -> float | None:
+def _with_changed(case: _Case, changed: dict[str, float], element_in: str) -> float | None:
     """Return the step's norm with those weights scaled back, or their loudest element set to 0."""
     task, prober = case.task, case.task.prober
     step = prober.step if case.clues.again is None else case.clues.again()
@@ -366,7 +371,7 @@ def _with_changed(case: _Case, changed: dict[str, float], element_of: str) -> fl
             name = names[index]
             if name not in changed:
                 return saved
-            if name == element_of:
+            if name == element_in:
                 there = saved.clone().flatten()
                 there[int(there.abs().argmax())] = 0.0
                 return there.view_as(saved)
@@ -377,7 +382,7 @@ def _with_changed(case: _Case, changed: dict[str, float], element_of: str) -> fl
         return _run(prober, step)
 
 
-def _of_growth(case: _Case) -> Fault:
+def _growth_fault(case: _Case) -> Fault:
     """Return the fault of weights that came to be so over several steps: since when, and which moved furthest."""
     updates, reference = case.clues.updates, case.clues.reference
     assert reference is not None

@@ -55,8 +55,10 @@ class ReferenceKeeper:
     def after_backward(self, space: GradientSpace) -> None:
         """Note the norm of what ``.grad`` holds; nothing is read from the device."""
         if self.is_wanted:
-            square = space.local_squares().sum()
-            self._squares = [*self._squares[:1], square]
+            try:
+                self._squares = [*self._squares[:1], space.local_squares().sum()]
+            except (torch.OutOfMemoryError, MemoryError):  # training itself has room
+                self.is_wanted = False
 
     def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
         """Keep the first micro-batch where the step was ordinary. Steps that cannot be kept have no ``kept``."""

@@ -39,7 +39,7 @@ _KEPT = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"
 
 
 @dataclass
-class Update:
+class OptimizerStep:
     """One step of the optimizer."""
 
     number: int
@@ -84,7 +84,7 @@ class Updates:
         self.undo = undo
         self.number = 0
         """Of the step that is being made."""
-        self.last: Update | None = None
+        self.last: OptimizerStep | None = None
         self.movements = Movements()
         self.names: list[str] = []
         self._params: list[torch.nn.Parameter] = []
@@ -96,8 +96,8 @@ class Updates:
         self._sample: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         """Copies of them, float32, after the last step and before it."""
-        self._pending: Update | None = None
-        self._open: list[tuple[Update, torch.Tensor]] = []
+        self._pending: OptimizerStep | None = None
+        self._open: list[tuple[OptimizerStep, torch.Tensor]] = []
         self._optimizer: Any = None
         self._handle: Any = None
         self.has_failed = False
@@ -153,7 +153,7 @@ class Updates:
         groups = [
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
         ]
-        self.last = self._pending = Update(self.number, groups, sizes, self._norms(), skipped)
+        self.last = self._pending = OptimizerStep(self.number, groups, sizes, self._norms(), skipped)
 
     def _read(self) -> None:
         """Copy the sampled elements as they are now."""
@@ -201,7 +201,7 @@ class Updates:
         pairs = zip(steps, noted, strict=True)
         return [said for done, answer in pairs if answer is not None and (said := self._learn(done, answer))]
 
-    def _learn(self, done: Update, answer: torch.Tensor) -> str:
+    def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
         moved, weights, then, now = answer.double()
         movements, known = self.movements, [*self.movements.sizes]
         relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,7 +38,7 @@ from ..core.ranks import LostRank, Ranks
 from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
-from ..fault.find import Clues
+from ..fault.find import Clues, judge
 from ..fault.reference import ReferenceKeeper
 from ..fault.updates import Updates
 from ..record import Action
@@ -413,9 +414,8 @@ class Localizer:
                 getattr(self._step, "backward_factor", None),
                 getattr(self._step, "anew", None),
             )
-            return localize(
-                step, space, ranks, spike, clip_scale, increments, typical, groups=groups, clues=clues, **way
-            )
+            way = {**way, "groups": groups, "judge": partial(judge, clues)}
+            return localize(step, space, ranks, spike, clip_scale, increments, typical, **way)
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)

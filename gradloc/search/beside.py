@@ -26,7 +26,7 @@ from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
 from ..core.step import typical_sizes
 from ..core.tracker import median_size
-from ..record import Certificate, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..words.text import plural
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
@@ -117,7 +117,7 @@ def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None
     return None
 
 
-def of_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+def whole_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
     """Return what made the spike, if the loss of the whole batch or of padding did; else None.
 
     ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
@@ -235,6 +235,13 @@ def unsearched(task: Task, why: str) -> SearchResult:
     """The result of a step that cannot be searched, for this reason: nothing is named, nothing explained."""
     path = [PathEntry("replay", verdict="differs", note=why)]
     return SearchResult(path=path, stop_reason=why, certificate=nothing_found(task, why))
+
+
+def fault_result(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResult:
+    """Return the result of a step whose batch is not at fault: no token is named."""
+    cause = StepCause(fault.label or "unknown", fault.reason, dict(fault.evidence), fault.parameters)
+    certificate = nothing_found(task, fault.reason)
+    return SearchResult(path=path, stop_reason=fault.reason, certificate=certificate, source=cause)
 
 
 def nothing_found(task: Task, reason: str) -> Certificate:

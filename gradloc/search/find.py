@@ -7,7 +7,7 @@ had looked.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.certificate import judge
@@ -16,10 +16,9 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
-from ..fault.find import Clues, find_fault, result_of
 from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
-from .beside import apart_from_any_batch, first_not_finite, of_loss, rerun, scaled_batch, unsearched
+from .beside import apart_from_any_batch, fault_result, first_not_finite, rerun, scaled_batch, unsearched, whole_loss
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
@@ -27,6 +26,7 @@ from .overflow import in_training_unit, rescaled
 from .sketch import sketch
 from .task import SearchResult, Task
 
+Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
 _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
@@ -53,7 +53,7 @@ def localize(
     reruns: bool = False,
     max_cures: int = MAX_CURES,
     groups: Groups | None = None,
-    clues: Clues | None = None,
+    judge: Judge | None = None,
 ) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
@@ -73,7 +73,7 @@ def localize(
         reruns: run the spike again first, and search nothing if it does not come back.
         max_cures: measure so many other settings at most; 0: none, and nothing of them is looked at.
         groups: how the batch's advantages were made, for settings that change them.
-        clues: what is known of the steps before, to find which link broke; None: the batch is taken for it.
+        judge: finds which link broke, and gives a result where that is not the batch; None: the batch is taken for it.
     """
     started = time.perf_counter()
     rng = space.forward_state()
@@ -92,8 +92,8 @@ def localize(
         reran = rerun(task) if reruns and not objection else None
         task = replace(task, reran=reran)
         first = None
-        result, fault = _link(task, objection, reran, clues)
-        result = result or of_loss(task, typical or {})
+        result, fault = _link(task, objection, reran, judge)
+        result = result or whole_loss(task, typical or {})
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
             if overflow is None:
@@ -125,7 +125,7 @@ def localize(
         finally:
             space.put(saved)
             rng.restore()
-    result.fault = _fault_of(result, fault)
+    result.fault = _fault_with(result, fault)
     result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
@@ -134,21 +134,18 @@ def localize(
 
 
 def _link(
-    task: Task, objection: str, reran: Rerun | None, clues: Clues | None
+    task: Task, objection: str, reran: Rerun | None, judge: Judge | None
 ) -> tuple[SearchResult | None, Fault | None]:
     """Return which link of the step broke; and the result, where that is not the batch."""
     if objection:
         fault: Fault | None = getattr(task.prober.step, "fault", None)
         result = unsearched(task, objection)
-        return (result_of(task, fault, result.path) if fault is not None and fault.label else result), fault
+        return (fault_result(task, fault, result.path) if fault is not None and fault.label else result), fault
     broken = apart_from_any_batch(task, reran)
-    if broken is not None or clues is None:
-        return broken, None
-    fault, path = find_fault(task, clues)
-    return (None if fault.at in ("batch", "undecided") else result_of(task, fault, path)), fault
+    return judge(task) if broken is None and judge is not None else (broken, None)
 
 
-def _fault_of(result: SearchResult, found: Fault | None) -> Fault | None:
+def _fault_with(result: SearchResult, found: Fault | None) -> Fault | None:
     """Return the fault with what the search itself found out after it was looked for."""
     source = result.source
     if source is None or source.label not in _AFTER_BACKWARD or (found is not None and found.at == "after_backward"):

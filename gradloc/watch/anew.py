@@ -35,7 +35,7 @@ class TapRecorded(Recorded):
         return partial(self.backward, selected)
 
 
-class Asked(NamedTuple):
+class HeadPull(NamedTuple):
     """What a loss asked of one call of a head."""
 
     labels: torch.Tensor | None
@@ -55,7 +55,7 @@ class AnewMicroBatch:
     """One forward, and what its loss asked of each head's call."""
 
     forwarded: Forwarded
-    asked: Sequence[Asked]
+    asked: Sequence[HeadPull]
 
 
 class AnewStep(LoopStep):
@@ -115,7 +115,7 @@ class AnewStep(LoopStep):
         torch.autograd.backward(roots, grads)
 
 
-_UNKNOWN = Asked(None, None)
+_UNKNOWN = HeadPull(None, None)
 
 
 def present(step: Any) -> AnewStep:
@@ -131,9 +131,9 @@ def present(step: Any) -> AnewStep:
                 and len(module.weight) > SMALL
             ):
                 where = place.positions(each.labels.device).reshape(-1)
-                asked.append(Asked(each.labels.reshape(-1)[where], each.found.parts[where, :4]))
+                asked.append(HeadPull(each.labels.reshape(-1)[where], each.found.parts[where, :4]))
             else:
-                asked.append(_UNKNOWN if pull is None else Asked(None, None, pull))
+                asked.append(_UNKNOWN if pull is None else HeadPull(None, None, pull))
         made.append(AnewMicroBatch(forwarded, asked))
     return AnewStep(step.tap, step.num_ranks, made, step.backward_factor)
 
@@ -150,7 +150,7 @@ def kept(step: Any) -> AnewStep:
     return AnewStep(step.tap, step.num_ranks, [AnewMicroBatch(forwarded, asked)])
 
 
-def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> Asked:
+def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPull:
     """Return the loss's coefficients from dL/dz and z of one call.
 
     dL/dz = c (onehot - p) has its largest entry at the label, where it is c (1 - p).
@@ -158,7 +158,7 @@ def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> Asked:
     if pull is None:
         return _UNKNOWN
     if output is None or output.shape != pull.shape or pull.shape[-1] <= SMALL:
-        return Asked(None, None, pull)
+        return HeadPull(None, None, pull)
     rows, pulls = output.reshape(-1, output.shape[-1]), pull.reshape(-1, pull.shape[-1])
     labels, coefficients, off = [], [], pulls.new_zeros((), dtype=torch.float32)
     for part in chunks(len(rows), rows.shape[-1]):
@@ -173,11 +173,11 @@ def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> Asked:
         labels.append(label)
         coefficients.append(parts)
     if not float(off) <= (_UNLIKE * float(torch.linalg.vector_norm(pulls.float()))) ** 2:
-        return Asked(None, None, pull)
-    return Asked(torch.cat(labels), torch.cat(coefficients))
+        return HeadPull(None, None, pull)
+    return HeadPull(torch.cat(labels), torch.cat(coefficients))
 
 
-def _pull(output: torch.Tensor, asked: Asked) -> torch.Tensor:
+def _pull(output: torch.Tensor, asked: HeadPull) -> torch.Tensor:
     """Return dL/dz at these logits."""
     if asked.labels is None or asked.parts is None:
         assert asked.pull is not None
