@@ -414,7 +414,8 @@ class Localizer:
                 getattr(self._step, "backward_factor", None),
                 getattr(self._step, "anew", None),
             )
-            way = {**way, "groups": groups, "judge": partial(judge, clues)}
+            has_room = way["strategy"] == self.settings.search.strategy  # for another copy of the weights
+            way = {**way, "groups": groups, "judge": partial(judge, clues) if has_room else None}
             return localize(step, space, ranks, spike, clip_scale, increments, typical, **way)
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
