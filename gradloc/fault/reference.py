@@ -63,13 +63,13 @@ class ReferenceKeeper:
     def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
         """Keep the first micro-batch where the step was ordinary. Steps that cannot be kept have no ``kept``."""
         make = getattr(step, "kept", None)
-        is_ordinary = not self._norms or norm <= _ORDINARY * statistics.median(self._norms)
+        is_ordinary = norm > 0 and (not self._norms or norm <= _ORDINARY * statistics.median(self._norms))
         if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
             kept = make()
             if kept is not None:
                 is_whole = not step.numerics.reduces_once and bool(self._squares)
                 squares = (self._squares[0], self._squares[-1]) if is_whole else None
                 self.reference = Reference(kept, number, norm, step.num_micro_batches, squares)
-        if not is_spike:
+        if not is_spike and norm > 0:
             self._norms.append(norm)
         self._squares = []

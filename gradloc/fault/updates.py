@@ -46,10 +46,9 @@ class OptimizerStep:
     """The trainer's number of the step."""
     groups: list[dict[str, Any]]
     """Each group's hyperparameters, as the step used them."""
-    moved: torch.Tensor
-    """L2 norms of the sampled movement and of the sampled weights, float32 (2, num_params); on the device."""
-    norms: torch.Tensor
-    """Norm of this process' part of each parameter after it, float32 (num_params,); on the device."""
+    norms: Sequence[torch.Tensor]
+    """Of each parameter's sampled movement, of its sample before the step, and of this process' part of it after the
+    step: 3 num_params scalars, float32, on the device."""
     skipped: frozenset[int] = frozenset()
     """Numbers of the parameters without a gradient, which it left alone."""
 
@@ -97,7 +96,7 @@ class Updates:
         self._before: list[torch.Tensor] = []
         """Copies of them, float32, after the last step and before it."""
         self._pending: OptimizerStep | None = None
-        self._open: list[tuple[OptimizerStep, torch.Tensor]] = []
+        self._open: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
         self._optimizer: Any = None
         self._handle: Any = None
         self.has_failed = False
@@ -147,22 +146,18 @@ class Updates:
     def _note(self) -> None:
         self._before, self._sample = self._sample, self._before
         self._read()
-        moved = torch.stack(torch._foreach_norm(torch._foreach_sub(self._sample, self._before)))
-        sizes = torch.stack([moved, torch.stack(torch._foreach_norm(self._before))])
+        moved = torch._foreach_sub(self._sample, self._before)
+        norms = torch._foreach_norm([*moved, *self._before, *self._shards], dtype=torch.float32)
         skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
         groups = [
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
         ]
-        self.last = self._pending = OptimizerStep(self.number, groups, sizes, self._norms(), skipped)
+        self.last = self._pending = OptimizerStep(self.number, groups, norms, skipped)
 
     def _read(self) -> None:
         """Copy the sampled elements as they are now."""
         self._look_up()
         torch._foreach_copy_(self._sample, self._runs)
-
-    def _norms(self) -> torch.Tensor:
-        self._look_up()
-        return torch.stack(torch._foreach_norm(self._shards, dtype=torch.float32))
 
     def _look_up(self) -> None:
         """Find the weights where they are now: a trainer may have moved them to another device and back."""
@@ -181,28 +176,30 @@ class Updates:
         """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
         done, self._pending = self._pending, None
         if done is not None and self._params:
-            self._open.append((done, torch.cat([done.moved, torch.stack([done.norms, self._norms()])])))
+            self._look_up()
+            now = torch._foreach_norm(self._shards, dtype=torch.float32)
+            self._open.append((done, [*done.norms, *now]))
 
     @property
     def open(self) -> list[torch.Tensor]:
-        """What was noted and not learned yet, on the device, float32 (4, num_params) each."""
-        return [noted for _, noted in self._open]
+        """What was noted and not learned yet, on the device: 4 num_params scalars for each step."""
+        return [scalar for _, scalars in self._open for scalar in scalars]
 
-    def learn(self, noted: Sequence[torch.Tensor | None]) -> list[str]:
+    def learn(self, noted: torch.Tensor) -> list[str]:
         """Learn what the steps did.
 
         Args:
-            noted: :attr:`open`, on the host.
+            noted: :attr:`open` as one tensor, on the host.
 
         Returns:
             Warnings, of steps that went far and of weights that something else changed; mostly none.
         """
         steps, self._open = [done for done, _ in self._open], []
-        pairs = zip(steps, noted, strict=True)
-        return [said for done, answer in pairs if answer is not None and (said := self._learn(done, answer))]
+        answers: Sequence[torch.Tensor] = list(noted.view(len(steps), -1)) if steps else []
+        return [said for done, answer in zip(steps, answers, strict=True) if (said := self._learn(done, answer))]
 
     def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
-        moved, weights, then, now = answer.double()
+        moved, weights, then, now = answer.double().view(4, -1)
         movements, known = self.movements, [*self.movements.sizes]
         relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
         pairs = zip(then.tolist(), now.tolist(), strict=True)

@@ -180,7 +180,7 @@ class Localizer:
             self._first_step = self._step if len(self.norms) == 1 else self._first_step
             spike = self._find_spike(policy, norm)
             if spike is not None:
-                self._learn_of_updates(to_host(self.updates.open))
+                self._learn_of_updates(_read(self.updates.open))
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
@@ -200,13 +200,13 @@ class Localizer:
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
         """
-        heads = len(self.head_squares)
-        read = to_host([*self.head_squares, *self.updates.open])
-        self._learn_of_updates(read[heads:])
+        count = len(self.head_squares)
+        read = _read(self.head_squares + self.updates.open)
+        self._learn_of_updates(read[count:])
         report = RankReport(
             self.ranks.process,
             tuple(self.norms),
-            tuple(float(square) for square in read[:heads] if square is not None),
+            tuple(read[:count].tolist()),
             self.coefficient,
             self.num_failures,
             peak_bytes=self._peak.most(self._device),
@@ -251,7 +251,7 @@ class Localizer:
         if problem and self.ranks.is_first:
             logger.error("gradloc: %s", problem)
 
-    def _learn_of_updates(self, noted: Sequence[torch.Tensor | None]) -> None:
+    def _learn_of_updates(self, noted: torch.Tensor) -> None:
         """Warn of an update that went far, and of weights that something else changed."""
         for warning in self.updates.learn(noted):
             if self.ranks.is_first:
@@ -489,6 +489,11 @@ class Localizer:
         zero = self.ranks.agree(lambda: torch.zeros((), device=device))
         self._space.clear()
         return zero
+
+
+def _read(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return these scalars on the host, in a single read."""
+    return torch.stack([each.to(scalars[0].device) for each in scalars]).cpu() if scalars else torch.zeros(0)
 
 
 @contextmanager

@@ -101,11 +101,13 @@ class AnewStep(LoopStep):
         """Run backward from the heads' outputs, or from h where nothing else is known."""
         roots, grads = [], []
         for output, asked in zip(graph.heads, made.asked, strict=True):
-            if output.requires_grad and not asked.is_unknown:
+            if output.requires_grad:  # DDP waits for each parameter, so a head gets zeros where nothing is known
                 roots.append(output)
-                grads.append(_pull(output, asked).to(output.dtype))
-        if not roots and graph.hidden is not None and made.forwarded.pull is not None:
-            roots, grads = [graph.hidden], [made.forwarded.pull.to(graph.hidden.device)]
+                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _pull(output, asked))
+        pull = made.forwarded.pull
+        if all(asked.is_unknown for asked in made.asked) and graph.hidden is not None and pull is not None:
+            roots.append(graph.hidden)
+            grads.append(pull.to(graph.hidden.device))
         if graph.beside is not None and made.forwarded.beside is not None and graph.beside.requires_grad:
             roots.append(graph.beside)
             grads.append(made.forwarded.beside.to(graph.beside.dtype))
@@ -181,7 +183,7 @@ def _pull(output: torch.Tensor, asked: HeadPull) -> torch.Tensor:
     """Return dL/dz at these logits."""
     if asked.labels is None or asked.parts is None:
         assert asked.pull is not None
-        return asked.pull
+        return asked.pull.to(output.dtype)
     rows = output.detach().reshape(-1, output.shape[-1])
     out = torch.empty_like(rows)
     for part in chunks(len(rows), rows.shape[-1]):

@@ -39,7 +39,7 @@ def trained(make: Any, steps: int, undo: Any = None) -> tuple[nn.Module, Updates
         optimizer.zero_grad()
         model(torch.randn(16, 8)).square().mean().backward()
         updates.ask()
-        updates.learn(updates.open)
+        updates.learn(torch.stack(updates.open) if updates.open else torch.zeros(0))
         before = [param.detach().clone() for param in model.parameters()]
         optimizer.step()
         for group in optimizer.param_groups:  # as a scheduler does behind the step
