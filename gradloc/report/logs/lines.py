@@ -34,14 +34,17 @@ _NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
-_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15})(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
-_HEADED_BY_STEP = re.compile(rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\))?{_STEP}", re.IGNORECASE)
+_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+_HEADED_BY_STEP = re.compile(
+    rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
+)
 _HEADED = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update)\b(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
-    r"|\b(\d{1,15})(?:\.0)?it/\d",  # 73it/120it
+    r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
+    r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
     re.IGNORECASE,
 )
 _HEADED_GLOBALLY = re.compile(
@@ -57,8 +60,8 @@ _PAIRS = re.compile(
     rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
     rf"\s*[:=]\s*{_OPENED}({_NUMBER})(?![\w.]*\d)"
     # no sign between: the name is known, or the line's parts are set apart
-    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2))"
-    rf"\s+(?:is\s+)?({_NUMBER})(?![\w.]*\d)"
+    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost))"
+    rf"\]?\s+(?:is\s+)?({_NUMBER})(?![\w.]*\d)"
     rf"|[|,;]\s*([a-z][\w/.-]{{0,40}})\s+({_NUMBER})(?=\s*(?:[|,;(]|$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
@@ -95,17 +98,27 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     return made | norms
 
 
-_OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return", re.IGNORECASE)
+_OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
 _BLOCK = re.compile(
     r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
-    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|^(?:global_)?step:? (\d{1,15})\s*$"
+    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
-_BATCH = re.compile(r"\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*(\d+)(?:\s*/\s*\d+)?", re.IGNORECASE)
-_IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
-    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+(\d{1,12})\s*/\s*(\d{1,12})\b",
+_BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
+    r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
+)
+_HEADLINE = re.compile(
+    r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))(?:\s*/\s*\d+)?\W*$",
     re.IGNORECASE,
 )
+_EPOCH_ALONE = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})(?:/\d+)?\b|^\s*(\d{1,9}) (?=[A-Za-z]\w* ?[:=])", re.IGNORECASE)
+_IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
+    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
+    r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
+    re.IGNORECASE,
+)
+_CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
+"""A dict whose beginning was not pasted."""
 _BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 _DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 _SPELLED = re.compile(  # the letter comes first, and as a set: only that is scanned for
@@ -114,13 +127,18 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
 )
 _SKIPPED = re.compile(
     r"(overflow(?:!| detected| occurs|\. +skip))"
-    r"|skipping (?:the |this )?(?:optimi[sz]er |gradient |weight )?(?:step|update)\b",
+    r"|skipping (?:the |this )?(?:optimi[sz]er |gradient |weight )?(?:step|updat(?:e|ing))\b"
+    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite",
     re.IGNORECASE,
 )
 _SCALE = re.compile(
     rf"scale\D{{0,3}}(?: to)?:? *({_NUMBER}), reducing to ({_NUMBER})|scale to:? *({_NUMBER})", re.IGNORECASE
 )
-_AT_MINIMUM = re.compile(r"loss scale already at minimum|minimum loss scale reached", re.IGNORECASE)
+_AT_MINIMUM = re.compile(
+    r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
+)
+_LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
+_OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite")
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _MOST_SKIPS = 10_000
@@ -231,6 +249,8 @@ class Json(Grammar):
         if step is None and any(map(is_norm, values)):
             self.is_counted = True
             step = len(self.rows[process]) + 1
+        elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
+            step = entry["epoch"]  # a row for each epoch; where there are more, an epoch is a fraction
         return step is not None and self.add(process, step, values)
 
 
@@ -257,7 +277,7 @@ class Printed(Grammar):
             self._first.setdefault(total, count)
 
     def take(self, line: str, process: str) -> bool:
-        start = line.find("{")
+        start = 0 if _CUT_DICT.match(line) else line.find("{")
         if start < 0 or line.find("}", start) < 0 or line[:start].rstrip().endswith("="):  # a value among others
             return False
         if line.count("grad_norm") > 1 and len(parts := re.findall(r"\{[^{}]*\}", line)) > 1:  # a pasted log_history
@@ -318,8 +338,9 @@ def _is_training(values: dict[str, float]) -> bool:
     """Whether a printed dict is of training itself: it has a norm, or a loss and nothing of an evaluation."""
     if any(map(is_norm, values)):
         return True
-    has_loss = any(name.rpartition("/")[2] in ("loss", "train_loss", "lm_loss", "policy_loss") for name in values)
-    return has_loss and not any(name.startswith(("eval", "val", "test")) or "runtime" in name for name in values)
+    return any("loss" in name and not name.startswith(("eval", "val", "test")) for name in values) and not any(
+        "runtime" in name for name in values
+    )
 
 
 def _next_step(rows: list[Row], epoch: float | None) -> int:
@@ -377,10 +398,8 @@ class Labelled(Grammar):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        """Epoch and batch of the lines that say these and no step."""
         self.lengths: dict[str, list[int]] = defaultdict(list)
-        """Of the lines that say their place in an epoch, the epoch's length."""
+        """Of the lines that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
         self.is_late = False
         """Whether the first epoch of such lines may be any."""
 
@@ -402,41 +421,118 @@ class Labelled(Grammar):
             self.title = "prime-rl's log"
         elif line.lstrip().startswith("iteration") and "consumed samples" in line:
             self.title = "Megatron's log"
-        if head.re is _BATCH:  # batches begin again in each epoch
-            self.is_counted = True
-            self.batches[process].append((int(head[1]), int(head[2])))
-            return self.add(process, len(self.rows[process]) + 1, values)
-        if head.re is _IN_EPOCH:
-            values["epoch"] = float(head[1])
-            self.lengths[process].append(int(head[3]))
-            return self.add(process, int(head[2]), values)
+        if head.re in (_BATCH, _IN_EPOCH):
+            epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
+            values["epoch"] = float(epoch)
+            self.lengths[process].append(int(length or 0))
+            return self.add(process, int(place), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
-        return self.add(process, int(next(filter(None, head.groups())).replace(",", "")), values)
+        step = next(filter(None, head.groups())).replace(",", "")
+        if step[-1] in "KMkm":  # 31K stands for a thousand steps
+            self.is_late = True
+            step = float(step[:-1]) * (1e3 if step[-1] in "Kk" else 1e6)
+        return self.add(process, int(step), values)
 
     def count_through_epochs(self) -> str:
         """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are."""
         said = ""
         for process, lengths in self.lengths.items():
             rows = self.rows[process]
-            if len(lengths) != len(rows) or len(set(lengths)) > 1 or rows[0][0] > lengths[0]:
+            if len(lengths) != len(rows) or len(set(lengths)) > 1 or lengths[0] and rows[0][0] > lengths[0]:
                 continue
-            epochs = [int(values["epoch"]) for _, values in rows]
+            epochs, places = [int(values["epoch"]) for _, values in rows], [place for place, _ in rows]
+            length = lengths[0] or max(places) + (min(places) == 0)
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
-            if max(epochs) > base:
-                self.is_late |= epochs[0] > 1
+            self.is_late |= epochs[0] > 1
+            if max(epochs) > base and not (lengths[0] == 0 and len(set(epochs)) == 1):
+                self.is_late |= not lengths[0]
                 self.rows[process] = [
-                    ((epoch - base) * lengths[0] + step, values)
-                    for epoch, (step, values) in zip(epochs, rows, strict=True)
+                    ((epoch - base) * length + place, values)
+                    for epoch, (place, values) in zip(epochs, rows, strict=True)
                 ]
-                said = f"The lines say epoch and place; steps are counted, {lengths[0]:,} an epoch, from epoch {base}."
+                said = f"The lines say epoch and place; steps are counted, {length:,} an epoch, from epoch {base}."
         return said
 
     @property
-    def skips(self) -> bool:
-        """Whether batches go back, or some are missing: then lines cannot be counted as steps."""
-        pairs = [pair for batches in self.batches.values() for pair in zip(batches, batches[1:], strict=False)]
-        return len({b[1] - a[1] for a, b in pairs if a[0] == b[0]}) > 1 or any(a > b for a, b in pairs)
+    def goes_back(self) -> bool:
+        """Whether batches go back within an epoch whose length is not known: then they are no steps."""
+        known = (zip(self.rows[process], self.lengths[process], strict=False) for process in self.lengths)
+        return any(
+            later[0] < row[0] and later[1].get("epoch") == row[1].get("epoch")
+            for rows in known
+            for (row, length), (later, _) in pairwise(rows)
+            if not length
+        )
+
+
+class Epochs(Labelled):
+    """Lines that say an epoch alone: ``epoch: 7 loss: 0.1``, or ``7 Loss : 0.1``."""
+
+    title = "a line for each epoch"
+
+    def take(self, line: str, process: str) -> bool:
+        head = _EPOCH_ALONE.search(line)
+        values = pairs(line, head.end()) if head else {}
+        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
+        return is_wanted and self.add(process, int(head[1] or head[2]), values)
+
+
+class Headed(Grammar):
+    """A line that says the step or epoch and nothing else, and lines with the values below it."""
+
+    title = "headlines of steps and values below"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step: int | None = None
+        self._is_epoch = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a headline."""
+        return self._step is not None
+
+    def take(self, line: str, process: str) -> bool:
+        if head := _HEADLINE.search(line):
+            if self._is_epoch or head[1]:  # epochs within an iteration are none of their own
+                self._step, self._is_epoch = int(head[1] or head[2]), not head[1]
+            return False
+        values = pairs(line) if self.is_open else {}
+        if self._step is None or not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+            return False
+        rows = self.rows[process]
+        if rows and rows[-1][0] == self._step and values.keys().isdisjoint(rows[-1][1]):
+            rows[-1][1].update(values)
+            return True
+        return self.add(process, self._step, values)
+
+
+class Columns(Grammar):
+    """A head of names and rows of numbers below it, with blanks between, as fastai and YOLO print them."""
+
+    title = "columns of a console"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a head."""
+        return bool(self._names)
+
+    def take(self, line: str, process: str) -> bool:
+        cells = line.split()
+        if len(cells) > 2 and cells[0].lower() in ("epoch", "step", "iter", "iteration") and "loss" in line:
+            self._names = cells if all(number(cell) is None for cell in cells) else []
+            return bool(self._names)
+        if len(cells) < len(self._names) or not self._names:
+            return False
+        step = as_step(number(cells[0]))
+        known = {name: number(cell.rstrip(":")) for name, cell in zip(self._names[1:], cells[1:], strict=False)}
+        values = {intern(name): value for name, value in known.items() if value is not None}
+        return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
 
 
 def _float(text: str) -> float:
@@ -470,7 +566,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
     json_lines, printed, labelled = Json(), Printed(), Labelled()
     blocks = Blocks()
-    grammars = [Console(), json_lines, printed, blocks, Bar(), labelled]
+    columns, headed = Columns(), Headed()
+    grammars = [Console(), json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
     num_bad = num_seen = 0
@@ -494,11 +591,15 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or blocks.is_open
             and line[:1].isspace()
             or "it/" in line
+            or "poch" in line
+            or "_STEP" in line
+            or "Cost" in line
+            or columns.is_open
             or "[batch" in line
             or "- " in line
             and _WRAPPED.search(line)
         ):
-            if "verflow" in line or "OVERFLOW" in line or "inimum" in line:
+            if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
             continue  # most lines of a long log end here: this is as fast as it gets
         if "orm" in line:
@@ -506,14 +607,16 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
         num_bad += taken is None and line.startswith('{"')
-        if "verflow" in line or "OVERFLOW" in line or "kipping" in line or "inimum" in line:
-            skipped.take(line, taken)
+        if taken is None and "lobal" in line and (head := _HEADED_GLOBALLY.search(line)):
+            skipped.step = int(head[1])
+        if any(word in line for word in _OF_SKIPS):
+            skipped.take(line, taken, process)
     printed.count_by_bars()
-    counted = labelled.count_through_epochs()
+    is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
-    if isinstance(best, Labelled) and best.skips:
+    if best is labelled and is_out_of_order:
         raise ReportError(
-            f"{source.name} says epoch and batch, not the step, and batches are missing or out of order: steps cannot "
+            f"{source.name} says epoch and batch, not the step, and batches go back within an epoch: steps cannot "
             "be counted: log the step, or of one epoch, --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
         )
     num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
@@ -571,11 +674,14 @@ class _Skipped:
     """The lines in which a trainer says that it skipped an optimizer step, as fp16's loss scalers do."""
 
     def __init__(self, grammars: list[Grammar]) -> None:
+        self.step: int | None = None
+        """What a line without values has said last."""
         self._grammars = grammars
         self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
-        self._seen: set[tuple] = set()
+        self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        """By what is said and after which rows, how often each process has said it."""
 
-    def take(self, line: str, taken: Grammar | None) -> None:
+    def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
         is_end = _AT_MINIMUM.search(line) is not None
         skipped = _SKIPPED.search(line)
@@ -584,16 +690,19 @@ class _Skipped:
         drawn, scale = _DRAWN.search(line), _SCALE.search(line)
         before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
         skip = Skip(
-            step=int(drawn[1]) if drawn and taken is None else None,
-            is_after=taken is None,
+            step=self.step if taken or not drawn else int(drawn[1]),
+            is_after=taken is None and self.step is None,
             is_overflow=is_end or bool(skipped and skipped[1]),
             before=_float(before) if before else None,
             scale=_float(after) if after else None,
+            is_lost=_LOST.search(line) is not None,
             is_end=is_end,
         )
         places = [grammar.last for grammar in self._grammars]
-        if (skip, *places) not in self._seen:  # each rank may print it
-            self._seen.add((skip, *places))
+        times = self._seen[(skip, *places)]
+        times[process] += 1
+        is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
+        if is_new and (times[process] == 1 or not (scale or is_end)):  # a scale falls each time
             self._found.append((skip, places))
 
     def found_in(self, best: Grammar) -> list[Skip]:
@@ -616,7 +725,7 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     notes = list(source.notes)
     if best.is_counted:
         notes.append(
-            f"The lines of {source.name} do not say their step: it was counted, one for each line with a norm."
+            f"The lines of {source.name} do not say their step: it was counted, one for each line that was read."
         )
     for other in grammars:
         if other is not best and other.num_norms:

@@ -28,6 +28,8 @@ class Skip:
     """The loss scale at which it overflowed."""
     scale: float | None = None
     """The loss scale with which it went on."""
+    is_lost: bool = False
+    """Whether a norm that is not finite is given as the reason."""
     is_end: bool = False
     """Whether the loss scale can fall no further."""
 

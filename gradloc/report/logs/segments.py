@@ -200,16 +200,18 @@ def _are_mixed(steps: Sequence[int]) -> bool:
 def _count_through_epochs(recording: Recording) -> None:
     """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises."""
     rows = recording.rows
-    if all(before[0] <= after[0] for before, after in pairwise(rows)):
+    if all(before[0] < after[0] for before, after in pairwise(rows)):
         return
+    has_norms = any(any(map(is_norm, values)) for _, values in rows)
     made: list[Row] = []
     known: list[tuple[int, float]] = []
     offset = 0
     for step, values in rows:
-        if any(map(is_norm, values)):
+        if not has_norms or any(map(is_norm, values)):
             epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
-            if known and step < known[-1][0]:
-                if not (epoch > known[-1][1] and epoch.is_integer() and step <= known[-1][0] / 2):
+            is_whole = bool(known) and epoch > known[-1][1] and epoch.is_integer()
+            if known and (step < known[-1][0] or is_whole and step == known[-1][0]):
+                if not (is_whole and (step <= known[-1][0] / 2 or len(known) == 1)):
                     return
                 apart = known[-1][0] - known[-2][0] if len(known) > 1 else 1
                 offset += known[-1][0] + (apart if step == 0 else 0)

@@ -297,9 +297,14 @@ _LINES = 400
 
 
 def is_boxed(source: Source) -> bool:
-    """Whether the first lines hold a framed table with a gradient norm."""
-    head = source.text_head.splitlines()[:_LINES]
-    return any(any(map(is_norm, cells)) for rows in _boxes(head) for cells in rows)
+    """Whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
+    boxes = [[cell for cells in rows for cell in cells] for rows in _boxes(source.text_head.splitlines()[:_LINES])]
+    return any(
+        any(map(is_norm, cells))
+        or any("loss" in cell.lower() for cell in cells)
+        and any(_spelled(cell) in STEPS for cell in cells)
+        for cells in boxes
+    )
 
 
 def read_boxes(source: Source) -> list[Recording]:

@@ -94,7 +94,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
         made.is_judged = bool(beyond) or max(counts) >= SHORT
         if beyond:
-            made.limits.insert(0, missing)
+            made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
             _say(made, beyond)
         return made
     judged = judge_run(run, settings)
@@ -226,7 +226,8 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
         before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-AROUND:]
-        if before and logged[-1][0] == worst.first and logged[-1][1] > 1.3 * max(before) > 0:
+        is_last = before and logged[-1][0] == worst.first
+        if is_last and (logged[-1][1] > 1.3 * max(before) > 0 or not math.isfinite(logged[-1][1])):
             was, now = number(median(before), 3), number(logged[-1][1])
             return f"The log ends here; {name} is {now} at that step, and was {was} before.", True
         return "The log ends here, so its effect is unknown.", None

@@ -194,6 +194,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
         count = sum(not skip.is_end for skip in overflows)
         end = ", and can fall no further: the run ends there" if is_end else ""
         sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
+        if not count:
+            sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
         if not is_end and count < 3:
             advice = "A few are how the scaler finds its scale: nothing to do, unless they go on."
         else:
@@ -202,8 +204,12 @@ def _skipped(run: LoggedRun) -> Sign | None:
     norms = run.metrics.norms
     span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
+    if all(skip.is_lost for skip in skips):
+        sentence = f"{sentence[:-1]}, because the norm was not finite."
+        advice = "Nothing is learned in such a step. If they go on, look at its batch, and train in bf16, not fp16."
+        return Sign("skipped", sentence, advice, first)
     is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
-    if not is_all and len(skips) < 3:
+    if not is_all and len(skips) < 3 and (norms or loss_of(run.metrics)[1]):
         return None
     advice = (
         "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit on "
@@ -273,7 +279,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
             _, at, was, now = best
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
-        return _drift(metrics)
+        return _parted(metrics) or _drift(metrics)
     step, before_it, title, own, was, now = min(found)
     between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
     rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
@@ -281,6 +287,20 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _parted(metrics: Metrics) -> Sign | None:
+    """The loss of a short log, where every later value is above twice every earlier one."""
+    own, logged = loss_of(metrics)
+    known = [(step, value) for step, value in logged if math.isfinite(value)]
+    for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
+        highest, lowest = max(value for _, value in known[:at]), min(value for _, value in known[at:])
+        if 0 < 2 * highest < lowest:
+            was, now = number(highest, 2), number(lowest, 2)
+            last, step = known[at - 1][0], known[at][0]
+            sentence = f"{own} is {was} at most up to step {last}, and {now} at least from step {step} on."
+            return Sign("fell", sentence, "", step, last + 1)
+    return None
 
 
 def _drift(metrics: Metrics) -> Sign | None:
