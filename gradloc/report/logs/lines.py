@@ -39,7 +39,7 @@ _HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update)\b(?:\(\w+\))?{_STEP}"
+    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update|episode)\b(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
@@ -592,6 +592,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             and line[:1].isspace()
             or "it/" in line
             or "poch" in line
+            or "pisode" in line
             or "_STEP" in line
             or "Cost" in line
             or columns.is_open

@@ -79,7 +79,8 @@ def sound_loss(metrics: Metrics, first: int) -> str:
     if not values or not all(map(math.isfinite, values)):
         return ""
     sizes = [abs(value) for value in values]
-    if len(values) > 1 and name != "actor/pg_loss" and max(sizes) > 100 * min(sizes):  # a Trainer writes 0 for a NaN
+    is_sure = name == "actor/pg_loss" or min(sizes) > 0 and max(sizes) <= 100 * min(sizes)
+    if len(values) > 1 and not is_sure:  # a Trainer writes 0 for a NaN
         return ""
     steps = [step for step, _ in metrics.logged(name)]
     if steps[-1] == first and len(steps) > 1:  # what this step did shows in the next one
