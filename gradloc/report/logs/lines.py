@@ -360,15 +360,33 @@ class Blocks(Grammar):
         self._step: dict[str, int] = {}
         self._process = ""
         """Of the last headline: the lines below it may not say."""
+        self.num_again = 0
+        """Metrics that came again below one headline, as where headlines are missing."""
+        self._is_fresh = False
 
     @property
     def is_open(self) -> bool:
         """Whether there was a headline."""
         return bool(self._step)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether lines below a headline may be of another step."""
+        return self.num_again > sum(map(len, self.rows.values())) / 10
+
+    def below(self, process: str, step: int, values: dict[str, float]) -> bool:
+        """Adds what a line below a headline says."""
+        rows = self.rows[process]
+        if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
+            rows[-1][1].update(values)
+            return True
+        self.num_again += not self._is_fresh
+        self._is_fresh = False
+        return self.add(process, step, values)
+
     def take(self, line: str, process: str) -> bool:
         if head := _BLOCK.search(line):
-            self._process = process
+            self._process, self._is_fresh = process, True
             self._step[process] = int(next(filter(None, head.groups())))
             others = "Composer's log" if "[batch=" in line else "OLMo's log"
             self.title = (
@@ -382,13 +400,7 @@ class Blocks(Grammar):
         values = {name: _float(value) for name, value in _CELL.findall(line)}
         if line[:1].isspace() and ("=" in line or ": " in line) and "•" not in line and "│" not in line:
             values |= pairs(line)
-        if not values:
-            return False
-        rows = self.rows[process]
-        if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
-            rows[-1][1].update(values)
-            return True
-        return self.add(process, step, values)
+        return bool(values) and self.below(process, step, values)
 
 
 class Labelled(Grammar):
@@ -398,8 +410,8 @@ class Labelled(Grammar):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lengths: dict[str, list[int]] = defaultdict(list)
-        """Of the lines that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
+        self.lengths: dict[str, dict[int, int]] = defaultdict(dict)
+        """Of the rows that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
         self.is_late = False
         """Whether the first epoch of such lines may be any."""
 
@@ -424,7 +436,7 @@ class Labelled(Grammar):
         if head.re in (_BATCH, _IN_EPOCH):
             epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
             values["epoch"] = float(epoch)
-            self.lengths[process].append(int(length or 0))
+            self.lengths[process][len(self.rows[process])] = int(length or 0)
             return self.add(process, int(place), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
@@ -435,18 +447,24 @@ class Labelled(Grammar):
         return self.add(process, int(step), values)
 
     def count_through_epochs(self) -> str:
-        """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are."""
+        """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are.
+
+        Of rows that say a place and others that say a step the fewer are left out.
+        """
         said = ""
         for process, lengths in self.lengths.items():
-            rows = self.rows[process]
-            if len(lengths) != len(rows) or len(set(lengths)) > 1 or lengths[0] and rows[0][0] > lengths[0]:
+            rows, known = self.rows[process], [*lengths.values()]
+            if len(known) < len(rows):
+                is_kept = 2 * len(known) > len(rows)
+                rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
+            if len(known) != len(rows) or len(set(known)) > 1 or known[0] and rows[0][0] > known[0]:
                 continue
             epochs, places = [int(values["epoch"]) for _, values in rows], [place for place, _ in rows]
-            length = lengths[0] or max(places) + (min(places) == 0)
+            length = known[0] or max(places) + (min(places) == 0)
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
             self.is_late |= epochs[0] > 1
-            if max(epochs) > base and not (lengths[0] == 0 and len(set(epochs)) == 1):
-                self.is_late |= not lengths[0]
+            if max(epochs) > base and (known[0] or len(set(epochs)) > 1):
+                self.is_late |= not known[0]
                 self.rows[process] = [
                     ((epoch - base) * length + place, values)
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
@@ -457,12 +475,11 @@ class Labelled(Grammar):
     @property
     def goes_back(self) -> bool:
         """Whether batches go back within an epoch whose length is not known: then they are no steps."""
-        known = (zip(self.rows[process], self.lengths[process], strict=False) for process in self.lengths)
         return any(
             later[0] < row[0] and later[1].get("epoch") == row[1].get("epoch")
-            for rows in known
-            for (row, length), (later, _) in pairwise(rows)
-            if not length
+            for process, lengths in self.lengths.items()
+            if not any(lengths.values())
+            for row, later in pairwise(self.rows[process])
         )
 
 
@@ -478,34 +495,20 @@ class Epochs(Labelled):
         return is_wanted and self.add(process, int(head[1] or head[2]), values)
 
 
-class Headed(Grammar):
+class Headed(Blocks):
     """A line that says the step or epoch and nothing else, and lines with the values below it."""
 
     title = "headlines of steps and values below"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._step: int | None = None
-        self._is_epoch = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there was a headline."""
-        return self._step is not None
-
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
-            if self._is_epoch or head[1]:  # epochs within an iteration are none of their own
-                self._step, self._is_epoch = int(head[1] or head[2]), not head[1]
+            if head[1] or not self._process:  # epochs within an iteration are none of their own
+                self._step[""], self._is_fresh = int(head[1] or head[2]), True
+                self._process = "iterations" if head[1] else ""
             return False
         values = pairs(line) if self.is_open else {}
-        if self._step is None or not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
-            return False
-        rows = self.rows[process]
-        if rows and rows[-1][0] == self._step and values.keys().isdisjoint(rows[-1][1]):
-            rows[-1][1].update(values)
-            return True
-        return self.add(process, self._step, values)
+        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
+        return is_wanted and self.below(process, self._step[""], values)
 
 
 class Columns(Grammar):
@@ -619,6 +622,11 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         raise ReportError(
             f"{source.name} says epoch and batch, not the step, and batches go back within an epoch: steps cannot "
             "be counted: log the step, or of one epoch, --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
+        )
+    if isinstance(best, Blocks) and best.is_mixed:
+        raise ReportError(
+            f"{source.name} has headlines with steps and the values below, and {best.num_again} come again below "
+            "one headline: headlines are missing or lines are out of order, so that a step would be wrong."
         )
     num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
     num_read += sum(grammar.num_drawn for grammar in grammars)
