@@ -165,6 +165,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
+        recording.rows.clear()
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source))
             segment.metrics.verdicts = recording.verdicts
