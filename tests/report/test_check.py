@@ -119,7 +119,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.yaml"], "nowhere.yaml is no file: name the run's config"),
+        (["nowhere.yaml"], "nowhere.yaml does not exist: name the run's config"),
         (["LIST"], "is no YAML or JSON of settings by name"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),

@@ -145,7 +145,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     console.print(_strip(health))
     _print_findings(console, health, folder)
     if health.silent:
-        console.print(f"Not checked, their metrics are missing: {', '.join(health.silent)}.", style="dim")
+        console.print(f"Not checked, as the run logs no metric for them: {', '.join(health.silent)}.", style="dim")
     for note in health.notes:
         console.print(note, style="yellow")
     console.print("docs/health.md explains every rule and its source.", style="dim")

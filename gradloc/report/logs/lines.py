@@ -469,7 +469,7 @@ class Labelled(Grammar):
                     ((epoch - base) * length + place, values)
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
                 ]
-                said = f"The lines say epoch and place; steps are counted, {length:,} an epoch, from epoch {base}."
+                said = f"The lines say epoch and batch: steps were counted, {length:,} an epoch, from epoch {base} on."
         return said
 
     @property

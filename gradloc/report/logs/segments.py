@@ -148,10 +148,11 @@ def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) ->
     runs: list[LoggedRun] = []
     for chain in chains:
         runs += _linked(sorted(chain, key=lambda recording: recording.rows[0][0]))
+    own = {name for run in runs for name in run.parts[0].own_names}
     for run in runs:
         _use_known_names(run, metric)
     if metric is not None and not any(MEAN in part.series for run in runs for part in run.parts):
-        there = listed(sorted({name for run in runs for name in run.parts[0].own_names}))
+        there = listed(sorted(own))
         raise ReportError(f"{runs[0].name} has no metric {metric}: name one with --metric; there is {there}.")
     return runs
 
@@ -276,7 +277,8 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
             f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."
         )
     if num_same:
-        notes.append(f"{plural(num_same, 'row')} of {source} repeat what the same step had logged.")
+        verb = "repeats" if num_same == 1 else "repeat"
+        notes.append(f"{plural(num_same, 'row')} of {source} {verb} what the same step had logged.")
     return [part.rows for part in parts], notes
 
 

@@ -167,7 +167,7 @@ def _repeats(title: str, begin: str) -> str:
         else f"how {title} is computed"
     )
     start = "It is so from the first row on" if begin else "Where this log begins with the run"
-    return f"{start}: a restart with the same settings repeats it. Look at {what}."
+    return f"{start}, so a restart with the same settings will repeat it. Look at {what}."
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
@@ -248,7 +248,7 @@ def _height(metrics: Metrics) -> Sign | None:
     own = metrics.called.get(name, name)
     sentence = (
         f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and {own} is "
-        f"{number(median(losses), 2)}: that is no level to train at."
+        f"{number(median(losses), 2)}: no run trains at such a norm."
     )
     advice = (
         "Look whether the norm is logged before the division by the loss scale or the number of tokens; else one "
@@ -299,7 +299,7 @@ def _parted(metrics: Metrics) -> Sign | None:
         if 0 < 2 * highest < lowest:
             was, now = number(highest, 2), number(lowest, 2)
             last, step = known[at - 1][0], known[at][0]
-            sentence = f"{own} is {was} at most up to step {last}, and {now} at least from step {step} on."
+            sentence = f"{own} is at most {was} up to step {last}, and at least {now} from step {step} on."
             return Sign("fell", sentence, "", step, last + 1)
     return None
 

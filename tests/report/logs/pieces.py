@@ -117,7 +117,7 @@ PIECES = {
     ),
     "NaN from the first row on": (
         "\n".join(TRAINER.format(l=value, n="nan", e=e) for value, e in ((344093.2, 0.0), (0.0, 0.0), (0.0, 0.01))),
-        {"kind": "lost", "advice": "a restart with the same settings repeats it", "worst": "danger"},
+        {"kind": "lost", "advice": "a restart with the same settings will repeat it", "worst": "danger"},
     ),
     "a loss alone, and an evaluation": (
         lines(NANOGPT, [(s, 4 + s / 1e5) for s in range(2920, 3000, 10)])
