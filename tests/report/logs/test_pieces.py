@@ -11,15 +11,10 @@ from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.health import judge
 from gradloc.report.runs.run import read_run
 from tests.report.builder import REPO
-from tests.report.logs.pieces import PIECES
 
 FOLDER = REPO / "tests" / "data" / "pieces"
 COLLECTED = json.loads((FOLDER / "answers.json").read_text(encoding="utf-8"))
 """Lines of ours in the shapes of public threads and of loggers, with the address of each thread."""
-
-
-def same(a, b):
-    return a == b or math.isnan(a) and math.isnan(b)
 
 
 def is_right(path, right):
@@ -39,7 +34,8 @@ def is_right(path, right):
     assert len(run.segments) == right.get("segments", len(run.segments))
     if "peak" in right:
         step, norm = right["peak"]
-        assert said.worst.peak.step == step and same(said.worst.peak.norm, norm)
+        peak = said.worst.peak
+        assert peak.step == step and (peak.norm == norm or norm == "nan" and math.isnan(peak.norm))
     if "first" in right:
         assert said.worst.first == right["first"]
     if "lost" in right:
@@ -54,13 +50,6 @@ def is_right(path, right):
     assert right.get("health", "") in headline
     assert "unsaid" not in right or right["unsaid"] not in about
     assert len(steps) > 10 or "No fault" not in headline
-
-
-@pytest.mark.parametrize("name", PIECES)
-def test_a_piece_of_a_log_is_answered_right(name, tmp_path):
-    text, right = PIECES[name]
-    (tmp_path / "piece.log").write_text(text + "\n", encoding="utf-8")
-    is_right(tmp_path / "piece.log", right)
 
 
 @pytest.mark.parametrize("name", COLLECTED)
