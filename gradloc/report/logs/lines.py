@@ -372,7 +372,8 @@ class Blocks(Grammar):
     @property
     def is_mixed(self) -> bool:
         """Whether lines below a headline may be of another step."""
-        return self.num_again > sum(map(len, self.rows.values())) / 10
+        num_back = sum(later[0] < row[0] for rows in self.rows.values() for row, later in pairwise(rows))
+        return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
 
     def below(self, process: str, step: int, values: dict[str, float]) -> bool:
         """Adds what a line below a headline says."""
@@ -457,7 +458,9 @@ class Labelled(Grammar):
             if len(known) < len(rows):
                 is_kept = 2 * len(known) > len(rows)
                 rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
-            if len(known) != len(rows) or len(set(known)) > 1 or known[0] and rows[0][0] > known[0]:
+                if not is_kept:
+                    continue
+            if len(set(known)) > 1 or known[0] and rows[0][0] > known[0]:
                 continue
             epochs, places = [int(values["epoch"]) for _, values in rows], [place for place, _ in rows]
             length = known[0] or max(places) + (min(places) == 0)
@@ -625,8 +628,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         )
     if isinstance(best, Blocks) and best.is_mixed:
         raise ReportError(
-            f"{source.name} has headlines with steps and the values below, and {best.num_again} come again below "
-            "one headline: headlines are missing or lines are out of order, so that a step would be wrong."
+            f"{source.name} has headlines with steps and the values below, and headlines are missing or lines are out "
+            "of order, so that a step would be wrong: name the file that one process wrote."
         )
     num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
     num_read += sum(grammar.num_drawn for grammar in grammars)

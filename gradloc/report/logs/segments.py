@@ -200,27 +200,37 @@ def _are_mixed(steps: Sequence[int]) -> bool:
 
 
 def _count_through_epochs(recording: Recording) -> None:
-    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises."""
+    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises, or
+    a run that was begun again is in an earlier one."""
     rows = recording.rows
     if all(before[0] < after[0] for before, after in pairwise(rows)):
         return
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
     made: list[Row] = []
     known: list[tuple[int, float]] = []
+    offsets: dict[float, int] = {}
     offset = 0
     for step, values in rows:
         if not has_norms or any(map(is_norm, values)):
             epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
-            is_whole = bool(known) and epoch > known[-1][1] and epoch.is_integer()
-            if known and (step < known[-1][0] or is_whole and step == known[-1][0]):
-                if not (is_whole and (step <= known[-1][0] / 2 or len(known) == 1)):
+            last, its_epoch = known[-1] if known else (-1, math.nan)
+            if math.isnan(epoch) and its_epoch == its_epoch:
+                if step < last:
+                    continue  # a row that does not say which epoch it is of
+                epoch = its_epoch
+            if epoch != its_epoch and epoch in offsets:
+                offset, known = offsets[epoch], []
+            elif known and (step < last or step == last and epoch > its_epoch and epoch.is_integer()):
+                is_next = epoch > its_epoch and epoch.is_integer() and (step <= last / 2 or len(known) == 1)
+                if not is_next:
                     return
-                apart = known[-1][0] - known[-2][0] if len(known) > 1 else 1
-                offset += known[-1][0] + (apart if step == 0 else 0)
+                apart = last - known[-2][0] if len(known) > 1 else 1
+                offset += last + (apart if step == 0 else 0)
                 known = []
+            offsets.setdefault(epoch, offset)
             known.append((step, epoch))
         made.append((step + offset, values))
-    if offset:
+    if any(offsets.values()):
         recording.rows, recording.is_counted = made, True
         recording.notes.append(f"The steps of {recording.source} begin anew in each epoch: they were counted on.")
 
