@@ -223,6 +223,13 @@ def _count_through_epochs(recording: Recording) -> None:
             elif known and (step < last or step == last and epoch > its_epoch and epoch.is_integer()):
                 is_next = epoch > its_epoch and epoch.is_integer() and (step <= last / 2 or len(known) == 1)
                 if not is_next:
+                    pairs = {(step, values.get("epoch")) for step, values in rows if values.get("epoch") is not None}
+                    if len({step for step, _ in pairs}) < len(pairs):
+                        recording.is_counted = True
+                        recording.notes.append(
+                            f"The steps of {recording.source} begin anew in each epoch, and some are out of order: they "
+                            "are places in an epoch, which were not counted on."
+                        )
                     return
                 apart = last - known[-2][0] if len(known) > 1 else 1
                 offset += last + (apart if step == 0 else 0)
