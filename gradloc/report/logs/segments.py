@@ -227,7 +227,7 @@ def _count_through_epochs(recording: Recording) -> None:
                     if len({step for step, _ in pairs}) < len(pairs):
                         recording.is_counted = True
                         recording.notes.append(
-                            f"The steps of {recording.source} begin anew in each epoch, and some are out of order: they "
+                            f"The steps of {recording.source} begin anew in each epoch, some out of order: they "
                             "are places in an epoch, which were not counted on."
                         )
                     return
