@@ -169,5 +169,6 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     assert " s at most" in said["stall"] and said["refused"].startswith("not known here")
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
+    assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")
     assert "has no override of verl's" in refused("check", tmp_path / "run.sh")
