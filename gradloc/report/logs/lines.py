@@ -514,7 +514,7 @@ class Headed(Blocks):
         return is_wanted and self.below(process, self._step[""], values)
 
 
-class Columns(Grammar):
+class ConsoleTable(Grammar):
     """A head of names and rows of numbers below it, with blanks between, as fastai and YOLO print them."""
 
     title = "columns of a console"
@@ -572,7 +572,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
     json_lines, printed, labelled = Json(), Printed(), Labelled()
     blocks = Blocks()
-    columns, headed = Columns(), Headed()
+    columns, headed = ConsoleTable(), Headed()
     grammars = [Console(), json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
