@@ -118,6 +118,8 @@ class Grammar:
         """Whether the lines do not say their step, so that steps were counted."""
         self.num_drawn = 0
         """Norms that stood for a step that has one already."""
+        self.num_again = 0
+        """Metrics that came again below one headline, as where headlines are missing."""
         self.last: tuple[str, int] | None = None
         """The process and the place of the row that was added last."""
 
@@ -133,6 +135,11 @@ class Grammar:
     def step_at(self, place: tuple[str, int] | None) -> int | None:
         """The step of a row by its place."""
         return None if place is None else self.rows[place[0]][place[1]][0]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether lines below a headline may be of another step."""
+        return self.num_again > sum(map(len, self.rows.values())) / 10
 
     @property
     def num_norms(self) -> int:
@@ -184,7 +191,7 @@ class Json(Grammar):
         if not line.lstrip().startswith(("{", "[{")):
             return False
         try:
-            entry = json.loads(line)
+            entry = json.loads(line.rstrip(" ,\r\n"))
         except (ValueError, RecursionError):
             return False
         if isinstance(entry, list):
@@ -319,8 +326,6 @@ class Blocks(Grammar):
         self._step: dict[str, int] = {}
         self._process = ""
         """Of the last headline: the lines below it may not say."""
-        self.num_again = 0
-        """Metrics that came again below one headline, as where headlines are missing."""
         self._is_fresh = False
 
     @property
@@ -330,7 +335,6 @@ class Blocks(Grammar):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether lines below a headline may be of another step."""
         num_back = sum(later[0] < row[0] for rows in self.rows.values() for row, later in pairwise(rows))
         return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
 
@@ -374,8 +378,16 @@ class Labelled(Grammar):
         """Of the rows that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
         self.is_late = False
         """Whether the first epoch of such lines may be any."""
+        self._above: str | None = None
+        """The process of the line above, where one that is indented may say more of its step."""
 
     def take(self, line: str, process: str) -> bool:
+        is_taken = self._take(line, process)
+        if is_taken or not line[:1].isspace():
+            self._above = process if is_taken else None
+        return is_taken or self._above is not None and self._goes_on(line, self._above)
+
+    def _take(self, line: str, process: str) -> bool:
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
         head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
         if not head:
@@ -405,6 +417,17 @@ class Labelled(Grammar):
             self.is_late = True
             step = float(step[:-1]) * (1e3 if step[-1] in "Kk" else 1e6)
         return self.add(process, int(step), values)
+
+    def _goes_on(self, line: str, process: str) -> bool:
+        """Adds what an indented line says of the step above it."""
+        values, above = pairs(line), self.rows[process][-1][1]
+        if not any(map(is_norm, values)):
+            return False
+        is_more = values.keys().isdisjoint(above)
+        self.num_again += not is_more
+        if is_more:
+            above.update(values)
+        return is_more
 
     def count_through_epochs(self) -> str:
         """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are.

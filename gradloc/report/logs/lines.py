@@ -125,7 +125,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             f"{source.name} says epoch and batch, not the step, and batches go back within an epoch: steps cannot "
             "be counted: log the step, or of one epoch, --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
         )
-    if isinstance(best, Blocks) and best.is_mixed:
+    if best.is_mixed:
         raise ReportError(
             f"{source.name} has headlines with steps and the values below, and headlines are missing or lines are out "
             "of order, so that a step would be wrong: name the file that one process wrote."
@@ -169,12 +169,14 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
     """The lines, those of a dict that pprint has printed over several put together."""
     parts: list[str] = []
     for line in lines:
-        if parts:
+        if parts and line[:1].isalpha():  # of another process
+            yield line
+        elif parts:
             parts.append(line.strip())
             if "}" in line or len(parts) > 200:
                 yield " ".join(parts)
                 parts = []
-        elif line[:2] == "{'" and _DICT_BEGINS.match(line):
+        elif line[:2] == "{'" and _DICT_BEGINS.match(line) or line.strip() == "{":
             parts = [line.rstrip()]
         else:
             yield line
