@@ -243,7 +243,7 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     for other in grammars:
         if other is not best and other.num_norms:
             notes.append(
-                f"{source.name} also holds {other.num_norms} rows with a gradient norm of another kind "
+                f"{source.name} also holds {plural(other.num_norms, 'row')} with a gradient norm of another kind "
                 f"({other.title}); {best.title} has more and was read."
             )
     if isinstance(best, Json) and num_bad == 1 and not source.ends_whole:

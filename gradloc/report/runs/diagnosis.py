@@ -74,7 +74,11 @@ class Diagnosis:
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
         skips = [plural(len(self.run.skips), "line") + " of skipped steps"] if self.run.skips else []
-        return f"Judged from {plural(count, 'row')} of {', '.join([*own, *skips]) or 'no metric that is known'}."
+        if skips and not own:
+            return f"Judged from {skips[0]}."
+        if not own:
+            return f"No metric of the {plural(count, 'row')} is one that can be judged."
+        return f"Judged from {plural(count, 'row')} of {', '.join([*own, *skips])}."
 
     @property
     def worst(self) -> Explosion | None:
@@ -340,7 +344,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
         return f"The resumed run got past step {peak}: continue{end}", on
     if worst.kind == "start":
-        return f"No need to resume{end}", on
+        return f"No need to resume. Continue{end}", on
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run)} held. Continue{end}", on
     if is_first and begin != "late" and worst.kind == "lost":

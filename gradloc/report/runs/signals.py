@@ -185,8 +185,9 @@ def _skipped(run: LoggedRun) -> Sign | None:
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     where = ""
     if known:
-        at = ["after " * skip.is_after + f"step {skip.step}" for skip in (known[0], known[-1])]
-        where = f", {at[0]}" if at[0] == at[1] else f", from {at[0]} to {at[1]}"
+        first, last = known[0].step, known[-1].step
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        where = f", {'after' if known[0].is_after else 'at'} {steps}"
     first = known[0].step if known else None
     if overflows:
         scales = [scale for skip in overflows for scale in (skip.before, skip.scale) if scale is not None]
@@ -207,7 +208,7 @@ def _skipped(run: LoggedRun) -> Sign | None:
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
     if all(skip.is_lost for skip in skips):
         sentence = f"{sentence[:-1]}, because the norm was not finite."
-        advice = "Nothing is learned in such a step. If they go on, look at its batch, and train in bf16, not fp16."
+        advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16, not fp16."
         return Sign("skipped", sentence, advice, first)
     is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
     if not is_all and len(skips) < 3 and (norms or loss_of(run.metrics)[1]):
