@@ -17,47 +17,40 @@ from gradloc.words.cures import MILDEST_FIRST, is_measured  # noqa: E402
 PAGE = """\
 # What to do now
 
-The page, the terminal and `--format md` give one thing to do: the first row of this table that an event's evidence
-fits. A setting that was [measured to heal the step](cures.md) comes before it. Settings already on, or missing from
-your verl, are skipped. Words in *italics* stand for the event's own.
+The page, the terminal and `--format md` give one thing to do: the first of these that an event's evidence fits.
+A setting that was [measured to heal the step](cures.md) comes before it. Settings already on, or missing from your
+verl, are skipped. Words in *italics* stand for the event's own.
 `python scripts/make_advice.py` makes this page from `gradloc/words`.
 
-| what is seen | do | why | right if |
-| --- | --- | --- | --- |
 {rules}
 
-"Did it hurt?" compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off
-by three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
-down) is a yes. Fewer than three steps
-after it are not yet an answer.
+## Did it hurt
+
+The page compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off by
+three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
+down) is a yes. Fewer than three steps after it are not yet an answer.
 
 ## Config lines
 
 Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on
-0.7, `tests/adapters/verl09/test_advice.py` on 0.9. A dash: that verl has none.
+0.7, `tests/adapters/verl09/test_advice.py` on 0.9.
 
-| do | verl 0.7 | verl 0.9 |
-| --- | --- | --- |
 {actions}
 
 ## Cures
 
 Settings that a search measures ([cures](cures.md)), in this order.
 
-| do | on | for |
-| --- | --- | --- |
 {cures}
 
 ## By cause
 
-| cause | what it means | what people do |
-| --- | --- | --- |
 {causes}
 
 ## By rule of health
 
-| [reason](health.md) | what people do |
-| --- | --- |
+What people do about each [reason](health.md).
+
 {reasons}
 """
 
@@ -83,23 +76,26 @@ def pages() -> dict[Path, str]:
     """The pages as they are to be."""
     rules = []
     for rule in RULES:
-        first = _italic(rule.say) or ACTIONS[rule.do[0]].do
-        then = f" Else: {_all(rule.do[1:])}" if len(rule.do) > 1 else ""
-        line = f"`{ACTIONS[rule.do[0]].line('0.9') or ACTIONS[rule.do[0]].line('0.7')}`"
-        rules.append(f"| {rule.seen} | {first} {line}{then} | {_italic(rule.why)} | {rule.check} |")
+        action = ACTIONS[rule.do[0]]
+        parts = [f"### {rule.seen}", _italic(rule.say) or action.do, f"    {action.line('0.9') or action.line('0.7')}"]
+        items = [("Else", _all(rule.do[1:])), ("Why", _italic(rule.why)), ("Fixed when", rule.check)]
+        rules.append("\n\n".join([*parts, "\n".join(f"- {name}: {text}" for name, text in items if text)]))
     actions = []
     for action in ACTIONS.values():
-        lines = [f"`{action.line(verl)}`" if action.line(verl) else "–" for verl in VERLS]
-        actions.append(f"| {action.do} | {' | '.join(lines if lines[0] != lines[1] else [lines[0], 'the same'])} |")
+        lines = {f"verl {verl}": action.line(verl) for verl in VERLS if action.line(verl)}
+        if len(lines) == len(VERLS) and len({*lines.values()}) == 1:
+            lines = {"both": lines.popitem()[1]}
+        known = "; ".join(f"{verl}: `{line}`" for verl, line in lines.items())
+        actions.append(f"- {action.do} {known}".rstrip())
     causes = [
-        f"| `{label}` | {found.title}. {found.means} | {'as above' if found.why else _all(found.do)} |"
+        f"- `{label}`: {found.title}. {found.means} {'' if found.why else 'People: ' + _all(found.do)}".rstrip()
         for label, found in MEANINGS.items()
     ]
-    reasons = [f"| `{name}` | {_all(names)} |" for name, names in ADVICE.items()]
-    cures = [f"| {ACTIONS[name].do} | {_trainers_of(name)} | {_causes_of(name)} |" for name in MILDEST_FIRST]
+    reasons = [f"- `{name}`: {_all(names)}" for name, names in ADVICE.items()]
+    cures = [f"- {ACTIONS[name].do} On {_trainers_of(name)}, for {_causes_of(name)}." for name in MILDEST_FIRST]
     return {
         ROOT / "docs" / "advice.md": PAGE.format(
-            rules=_italic("\n".join(rules)),
+            rules=_italic("\n\n".join(rules)),
             actions="\n".join(actions),
             causes="\n".join(causes),
             cures="\n".join(cures),

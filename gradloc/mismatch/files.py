@@ -85,7 +85,9 @@ def _columns(files: list[Path]) -> Columns:
     tables = []
     for file in files:
         if file.suffix not in READERS:
-            raise MismatchError(f"{file} is none of {', '.join(READERS)}.")
+            raise MismatchError(
+                f"{file} is none of {', '.join(READERS)}, and no log: name a file with both log-probs of each token."
+            )
         found = _whole(file, READERS[file.suffix], file)
         named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
         for what, known in TEXT_ONLY.items():

@@ -16,8 +16,8 @@ def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
     """
     kind = path.suffix.lower()
     if suffixes is not None and kind not in suffixes and not path.is_dir():
-        how = "open it in a browser and print it" if kind == ".pdf" else "the formats besides are those of --format"
-        raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}; {how}.")
+        how = "print it from a browser" if kind == ".pdf" else "see --format for other formats"
+        raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}, and {how}.")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
     folder = path.parent

@@ -61,7 +61,7 @@ def test_every_override_that_is_advised_is_one_that_verl_takes(composed):
 
 def test_the_docs_give_the_advice_that_is_given():
     _, advice = (ROOT / "docs" / "advice.md").read_text().split("## By rule of health")
-    told = dict(re.findall(r"^\| `([a-z_0-9]+)` \| ([A-Z][^|]+) \|$", advice, flags=re.M))
+    told = dict(re.findall(r"^- `([a-z_0-9]+)`: ([A-Z].+)$", advice, flags=re.M))
     assert told == {name: " ".join(ACTIONS[action].do for action in names) for name, names in ADVICE.items()}
 
 

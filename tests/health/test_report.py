@@ -36,12 +36,12 @@ def run_of(tmp_path):
 
 def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, shown):
     out = shown("health", run_of("spiking"))
-    assert "At the last step, 24: healthy. 1 of 24 steps was not healthy; the worst state" in out
+    assert "Step 24, the last: healthy. 1 of 24 steps was not healthy; the worst state" in out
     assert "step      1  ···················X····" in out
     assert "X gradient_jump  danger at step 20" in out
     assert "119 times its own median of 1.03 (limit 100 times)" in out
     assert "actor_rollout_ref.actor.gradloc.action.mode=mask" in out
-    assert "Not checked, their metrics are missing: head_norm, mismatch_weight" in out
+    assert "Not checked, as the run logs no metric for them: head_norm, mismatch_weight" in out
     assert "\x1b[" not in out
 
 
@@ -173,7 +173,7 @@ def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, page_of)
     notes = [note for _, _, _, note in bands if note]
     assert any(note.startswith("Steps 18-19: danger. no_gradient: ") for note in notes)
     assert len(notes) >= 7 and {state for _, _, state, _ in bands} == {"healthy", "warning", "danger"}
-    assert "At the last step, 30: danger. 23 of 30 steps were not healthy" in text
+    assert "Step 30, the last: danger. 23 of 30 steps were not healthy" in text
     assert "<code>data.max_response_length=4096</code>" in text
 
 

@@ -122,7 +122,7 @@ def test_the_price_of_a_search_is_the_record_s_on_every_page():
 
     one, eight = ([steps(name, dtype) for dtype in ("float32", "bfloat16")] for name in ("single_10", "eight"))
     said = f"one culprit costs {one[0]} training steps, eight cost {eight[0]} (bfloat16: {one[1]} and {eight[1]})"
-    for name in ("README.md", "docs/faq.md", "docs/benchmarks.md"):
+    for name in ("README.md", "docs/benchmarks.md"):
         assert said in page(name), name
     rows_of_all = record("cost")["rows"]
     whole = sum(row["cost_f"] for row in rows_of_all)

@@ -140,4 +140,4 @@ def test_cut_sampling_by_other_weights_cannot_be_told():
     made = generate(MODEL, sampler=Sampler(top_p=0.9))
     trainer = scored(made, moved(MODEL, 0.1))
     verdict = judge(columns(made.told, trainer, ids=made.ids, group=made.group))
-    assert verdict.name == "cannot tell" and "there is more" in verdict.why_not
+    assert verdict.name == "cannot tell" and "second cause" in verdict.why_not

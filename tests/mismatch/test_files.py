@@ -143,13 +143,13 @@ def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):
     prime_rl(tmp_path, shifted())
     assert main(["mismatch", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "step_4: a shift" in said and "ms-swift #8196" in said and "What helps" in said
+    assert "step_4: a shifted column" in said and "ms-swift #8196" in said and "What helps" in said
     assert main(["mismatch", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_4"]["evidence"]["shift"]["lag"] == 1
     page = tmp_path / "page.html"
     assert main(["mismatch", str(tmp_path), "-o", str(page)]) == 0
     text = page.read_text("utf-8")
-    assert "<title>GradLoc: A shift</title>" in text and text.count("<svg") == 3
+    assert "<title>GradLoc: A shifted column</title>" in text and text.count("<svg") == 3
     assert 'href="https://github.com/modelscope/ms-swift/issues/8196"' in text
     assert main(["mismatch", str(tmp_path), "--step", "step_9"]) == 2
 

@@ -119,7 +119,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.yaml"], "nowhere.yaml is no file: name the run's config"),
+        (["nowhere.yaml"], "nowhere.yaml does not exist: name the run's config"),
         (["LIST"], "is no YAML or JSON of settings by name"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
@@ -169,5 +169,6 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     assert " s at most" in said["stall"] and said["refused"].startswith("not known here")
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
+    assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")
     assert "has no override of verl's" in refused("check", tmp_path / "run.sh")

@@ -60,7 +60,7 @@ def test_where_two_logs_part(tmp_path, first, second, step):
     assert (found and found[1]) == step
     if step not in ("60", "1"):
         at = int(step) - 1
-        assert f"{number(first[at], 3)} and {number(second[at], 3)}" in compare(*runs).parted
+        assert f"{number(first[at], 3)} in the first and {number(second[at], 3)}" in compare(*runs).parted
 
 
 def test_settings_that_differ_are_listed_where_both_logs_hold_theirs(tmp_path):

@@ -6,7 +6,7 @@ nothing that a run has already, and no cut of the sampling; one that is on is to
 import json
 from pathlib import Path
 
-from gradloc.report.commands.health import HORIZON, lead
+from benchmarks.lead import HORIZON, lead, main
 from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of
 from gradloc.words.advice import actions_of
@@ -44,11 +44,11 @@ def test_one_that_speaks_at_the_explosion_or_long_before_does_not_warn_of_it():
     assert not early.ahead and early.num_false == 6
 
 
-def test_the_command_tells_all_rules_that_any_log_feeds(shown, refused):
-    found = json.loads(shown("health", *sorted(SERIES.glob("*.json")), "--lead", "--json"))
+def test_all_rules_are_told_that_any_log_feeds(capsys):
+    main([*map(str, sorted(SERIES.glob("*.json"))), "--json"])
+    found = json.loads(capsys.readouterr().out)
     assert found["runs"] == 3 and [step for _, step, _ in found["explosions"]] == [50, 54, 58, 70, 16, 23, 25]
     assert {row[0] for row in found["rules"]} == {"gradient_jump", "clip_share", "non_finite", "no_gradient"}
-    assert "health is of one run, found 2" in refused("health", *[SERIES / "verl-maze-actor.json"] * 2)
 
 
 def test_what_a_run_has_already_is_left_out():

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...record.store import plain
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
@@ -17,6 +18,7 @@ EPILOG = """\
 examples:
   gradloc-report buckets runs/demo-1 --list-steps
   gradloc-report buckets runs/demo-1 --step 1 51
+  gradloc-report buckets runs/demo-1 --json
   gradloc-report buckets --wandb-path ENTITY/PROJECT/RUN_ID --step 1
   gradloc-report buckets --mode ppo --step0-dir A --step20-dir B --step40-dir C --out ppo.png
 """
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
     parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
+    parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")
     three = parser.add_argument_group("one figure of three steps")
@@ -45,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
         name = args.run_dir.resolve().name
     else:
         analyses, notes, name = read_wandb(args.wandb_path, args.step)
+    if args.json:
+        steps = [
+            to_json(analysis) | {"groups": [{"bucket": bucket, "reward_std": std} for bucket, std in analysis.table]}
+            for analysis in chosen(analyses, args.step)
+        ]
+        print(json.dumps(plain({"steps": steps, "notes": notes}), indent=1, allow_nan=False))
+        return 0
     for note in notes:
         print(f"note: {note}")
     if args.list_steps:

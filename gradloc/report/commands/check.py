@@ -108,7 +108,10 @@ _WRONG_KINDS = (TypeError, AttributeError, ZeroDivisionError)
 def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
     is_file = "=" not in first or Path(first).is_file()
     if is_file and not Path(first).is_file():
-        raise ReportError(f"{first} is no file: name the run's config, or an override KEY=VALUE of verl's own.")
+        what = "is a folder" if Path(first).is_dir() else "does not exist"
+        raise ReportError(
+            f"{first} {what}: name the run's config, the script that starts it, or overrides such as trainer.nnodes=8."
+        )
     if is_file:
         import yaml
 
@@ -212,13 +215,21 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     try:
         config = OmegaConf.merge(config, OmegaConf.from_dotlist(dotted))
         settings, health = settings_in(config), health_in(config)
-        on = ["actor_rollout_ref.actor.gradloc.enable"] * settings.enable + ["trainer.health.enable"] * bool(health)
+        on = ["actor_rollout_ref.actor.gradloc.enable"] * bool(settings.enable) + ["trainer.health.enable"] * bool(
+            health
+        )
         why = (
             "not known here: verl is not installed, so its defaults are not known; the names of our settings are right"
         )
-        return Checked("verl, by its overrides alone", settings, on, "", plan_of(config), why)
-    except (ValueError, *_WRONG_KINDS) as error:
+    except ValueError as error:
         return Checked("verl", None, [], str(error), None)
+    except _WRONG_KINDS as error:
+        raise ReportError(f"the overrides have a setting that is missing, 0 or no number ({error}).") from None
+    try:
+        plan = plan_of(config)
+    except (ValueError, *_WRONG_KINDS):  # batch sizes that only verl's defaults say
+        plan = None
+    return Checked("verl, by its overrides alone", settings, on, "", plan, why)
 
 
 def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_log_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
     parser.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if len(r.runs) > 1
     ]
     if args.format == "json":
-        output.deliver(args.output, json.dumps(vars(comparison), indent=2) + "\n")
+        output.deliver(args.output, json.dumps(vars(comparison) | {"notes": notes}, indent=2) + "\n")
     elif args.format == "md":
         output.deliver(args.output, _markdown(comparison))
     elif args.output is not None:

@@ -77,7 +77,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 def _print_advice(folder: RunFolder) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
     console.print(
-        f"No setting was measured at the {events} (gradloc.search.max_cures was 0, or the events are older). "
+        f"No setting was measured at the {events}: gradloc.search.max_cures was 0, or an older version wrote them. "
         "What people do about their causes:"
     )
     for (do, line), count in advice(folder).most_common():

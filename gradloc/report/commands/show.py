@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from .. import output
+from ..errors import ReportError
 from ..pages import exports, page, terminal
 from ..runs.diagnosis import diagnose
 from ..runs.health import judge
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         for event in events:
             print(event.event_id)
+    elif args.format == "csv" and not events:
+        raise ReportError(f"{folder.path} has no event, and --format csv writes one line for each: use --json.")
     elif args.format or args.output:
         write = exports.FORMATS[args.format] if args.format else page.render
         output.deliver(args.output, write(folder, events))

@@ -9,7 +9,7 @@ from ...mismatch import Columns
 from .palette import LIGHT
 from .style import dress
 
-DOTS, BINS = 3000, 24
+DOTS, BINS = 1000, 24
 
 
 def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
@@ -27,7 +27,7 @@ def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
         figure.subplots()
         made.append((title, figure))
     both, place, likely = (figure.axes[0] for _, figure in made)
-    both.scatter(b[some], a[some], s=3, color=LIGHT.calm, alpha=0.4, linewidths=0, rasterized=True)
+    both.scatter(b[some], a[some], s=4, color=LIGHT.calm, alpha=0.5, linewidths=0)
     low = float(np.quantile(np.concatenate([a[some], b[some]]), 0.01))
     both.plot([low, 0], [low, 0], color=LIGHT.muted, linewidth=0.8)
     both.set(xlabel="rollout, nats", ylabel="trainer, nats", xlim=(low, 0.1), ylim=(low, 0.1))

@@ -162,7 +162,10 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         notes += source.notes
     what = _what_it_is(Source(path, name))
     what = f"; it {what}" if what else ""
-    refusal = f"{name} has no metrics that can be read{what}: name a log of training steps: {KNOWN}."
+    refusal = (
+        f"{name} has no metrics that can be read{what}. What can be read: {KNOWN}; lines of another form by "
+        "--pattern 'step (?P<step>\\d+).*norm (?P<value>\\S+)'."
+    )
     raise ReportError(" ".join([refusal, *notes]))
 
 

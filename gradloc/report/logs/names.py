@@ -12,7 +12,7 @@ from .recording import MAX, MEAN
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
     "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
-    "total_steps _step".split()
+    "n_updates total_steps total_timesteps _step".split()
 )
 """What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
@@ -25,7 +25,7 @@ ALIASES = {
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
     "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
-    "lm_loss_value",
+    "lm_loss_value xent cost",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
     "response_length/mean": "response_length response_len_mean response_length_mean completion_length "
     "completions_mean_length mean_generation_length mean_gen_tokens_per_sample",
@@ -57,7 +57,7 @@ _WRAPPED = re.compile(
     re.IGNORECASE,
 )
 _NORM = re.compile(
-    r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad"
+    r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
 _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad")
 """What the whole name is where it does not say that the norm is the gradient's."""

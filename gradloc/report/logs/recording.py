@@ -28,6 +28,8 @@ class Skip:
     """The loss scale at which it overflowed."""
     scale: float | None = None
     """The loss scale with which it went on."""
+    is_lost: bool = False
+    """Whether a norm that is not finite is given as the reason."""
     is_end: bool = False
     """Whether the loss scale can fall no further."""
 
@@ -143,7 +145,13 @@ class Metrics:
 
 
 def build(rows: dict[int, dict[str, float]], source: str) -> Metrics:
-    """Turns ``{step: {name: value}}`` into columns."""
+    """Turns ``{step: {name: value}}`` into columns, and empties ``rows``: a long log has no room for both."""
     steps = sorted(rows)
-    names = sorted({name for row in rows.values() for name in row})
-    return Metrics(source, steps, {name: [rows[step].get(name) for step in steps] for name in names})
+    series: dict[str, list[float | None]] = {
+        name: [] for name in sorted({name for row in rows.values() for name in row})
+    }
+    for step in steps:
+        row = rows.pop(step)
+        for name, values in series.items():
+            values.append(row.get(name))
+    return Metrics(source, steps, series)

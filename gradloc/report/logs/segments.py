@@ -148,10 +148,11 @@ def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) ->
     runs: list[LoggedRun] = []
     for chain in chains:
         runs += _linked(sorted(chain, key=lambda recording: recording.rows[0][0]))
+    own = {name for run in runs for name in run.parts[0].own_names}
     for run in runs:
         _use_known_names(run, metric)
     if metric is not None and not any(MEAN in part.series for run in runs for part in run.parts):
-        there = listed(sorted({name for run in runs for name in run.parts[0].own_names}))
+        there = listed(sorted(own))
         raise ReportError(f"{runs[0].name} has no metric {metric}: name one with --metric; there is {there}.")
     return runs
 
@@ -165,6 +166,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
         parts, notes = split(recording.rows, recording.source)
+        recording.rows.clear()
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source))
             segment.metrics.verdicts = recording.verdicts
@@ -198,25 +200,44 @@ def _are_mixed(steps: Sequence[int]) -> bool:
 
 
 def _count_through_epochs(recording: Recording) -> None:
-    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises."""
+    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises, or
+    a run that was begun again is in an earlier one."""
     rows = recording.rows
-    if all(before[0] <= after[0] for before, after in pairwise(rows)):
+    if all(before[0] < after[0] for before, after in pairwise(rows)):
         return
+    has_norms = any(any(map(is_norm, values)) for _, values in rows)
     made: list[Row] = []
     known: list[tuple[int, float]] = []
+    offsets: dict[float, int] = {}
     offset = 0
     for step, values in rows:
-        if any(map(is_norm, values)):
+        if not has_norms or any(map(is_norm, values)):
             epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
-            if known and step < known[-1][0]:
-                if not (epoch > known[-1][1] and epoch.is_integer() and step <= known[-1][0] / 2):
+            last, its_epoch = known[-1] if known else (-1, math.nan)
+            if math.isnan(epoch) and its_epoch == its_epoch:
+                if step < last:
+                    continue  # a row that does not say which epoch it is of
+                epoch = its_epoch
+            if epoch != its_epoch and epoch in offsets:
+                offset, known = offsets[epoch], []
+            elif known and (step < last or step == last and epoch > its_epoch and epoch.is_integer()):
+                is_next = epoch > its_epoch and epoch.is_integer() and (step <= last / 2 or len(known) == 1)
+                if not is_next:
+                    pairs = {(step, values.get("epoch")) for step, values in rows if values.get("epoch") is not None}
+                    if len({step for step, _ in pairs}) < len(pairs):
+                        recording.is_counted = True
+                        recording.notes.append(
+                            f"The steps of {recording.source} begin anew in each epoch, some out of order: they "
+                            "are places in an epoch, which were not counted on."
+                        )
                     return
-                apart = known[-1][0] - known[-2][0] if len(known) > 1 else 1
-                offset += known[-1][0] + (apart if step == 0 else 0)
+                apart = last - known[-2][0] if len(known) > 1 else 1
+                offset += last + (apart if step == 0 else 0)
                 known = []
+            offsets.setdefault(epoch, offset)
             known.append((step, epoch))
         made.append((step + offset, values))
-    if offset:
+    if any(offsets.values()):
         recording.rows, recording.is_counted = made, True
         recording.notes.append(f"The steps of {recording.source} begin anew in each epoch: they were counted on.")
 
@@ -273,7 +294,8 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
             f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."
         )
     if num_same:
-        notes.append(f"{plural(num_same, 'row')} of {source} repeat what the same step had logged.")
+        verb = "repeats" if num_same == 1 else "repeat"
+        notes.append(f"{plural(num_same, 'row')} of {source} {verb} what the same step had logged.")
     return [part.rows for part in parts], notes
 
 

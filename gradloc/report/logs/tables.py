@@ -22,6 +22,8 @@ SAMPLE = 200
 """Rows by which a table is understood."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
 """What a console prints and no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
+_CONTEXT = re.compile(r"\{['\"]\w+['\"]: ['\"]([^'\"]*)['\"]\}")
+"""Aim's {'subset': 'train'}."""
 _TAG = re.compile(r"(?:^|-)tag-(.+)$")
 
 
@@ -219,7 +221,8 @@ class _Table:
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
             if step is not None and value is not None:
-                name = "/".join(text for at in tags if (text := self._text(cells, at)))
+                texts = [_CONTEXT.sub(r"\1", self._text(cells, at)) for at in tags]
+                name = "/".join(filter(None, texts))
                 runs.setdefault(self._text(cells, run_at), []).append((step, name or alone, value))
         for found in () if is_named else runs.values():
             if 2 * len({step for step, *_ in found}) <= len(found):
@@ -297,9 +300,14 @@ _LINES = 400
 
 
 def is_boxed(source: Source) -> bool:
-    """Whether the first lines hold a framed table with a gradient norm."""
-    head = source.text_head.splitlines()[:_LINES]
-    return any(any(map(is_norm, cells)) for rows in _boxes(head) for cells in rows)
+    """Whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
+    boxes = [[cell for cells in rows for cell in cells] for rows in _boxes(source.text_head.splitlines()[:_LINES])]
+    return any(
+        any(map(is_norm, cells))
+        or any("loss" in cell.lower() for cell in cells)
+        and any(_spelled(cell) in STEPS for cell in cells)
+        for cells in boxes
+    )
 
 
 def read_boxes(source: Source) -> list[Recording]:

@@ -143,7 +143,7 @@ def diagnosis(folder: RunFolder) -> None:
     for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics.own_norm):
         out.print(line)
     health = judge(first.run.parts)
-    if health:
+    if health and (health.num_unwell or not first.kind):  # rules that saw nothing do not contradict the kind
         out.print(f"Health: {health.headline}")
         for finding in health.findings[:1]:
             out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
@@ -159,9 +159,10 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
     where = shlex.join(folder.named)
     if str(folder.path) != "-":
-        steps = {
-            "step by step, with what people do about it": f"gradloc-report health {where}",
-            "other settings of the trigger": f"gradloc-report trigger {where} --set cap=6",
+        steps = {"step by step, with what people do about it": f"gradloc-report health {where}"} if health else {}
+        if any(first.judged):
+            steps["other settings of the trigger"] = f"gradloc-report trigger {where} --set cap=6"
+        steps |= {
             "the page": f"gradloc-report {where} -o page.html",
         }
         _print_next(out, steps)

@@ -84,8 +84,8 @@ def _parted(first: Metrics, second: Metrics) -> str:
     step, a, b, name = min(differ, key=lambda entry: entry[0])
     if step > common[0]:
         return (
-            f"The two are the same until step {step}, where {name} is {number(a, 4)} and {number(b, 4)}: "
-            "data, weights and seed were the same until then."
+            f"The two are the same until step {step}, where {name} is {number(a, 4)} in the first and {number(b, 4)} "
+            "in the second: data, weights and seed were the same until then."
         )
     away = [
         (*pair, name) for name in names[:_NUM_SCATTERED] if (pair := _leaving(pairs[name], is_norm(name))) is not None
@@ -93,7 +93,10 @@ def _parted(first: Metrics, second: Metrics) -> str:
     if not away:
         return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
     step, a, b, name = min(away, key=lambda entry: entry[0])
-    return f"The two part at step {step}: {name} is {number(a, 3)} and {number(b, 3)}, beyond how they differed before."
+    return (
+        f"The two part at step {step}: {name} is {number(a, 3)} in the first and {number(b, 3)} in the second, further "
+        "apart than before."
+    )
 
 
 def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:

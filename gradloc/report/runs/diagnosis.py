@@ -17,6 +17,7 @@ from ...words.hurt import Aftermath
 from ...words.numbers import number
 from ...words.text import plural
 from ..logs.formats import LOGLIKE
+from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from .health import ranges
 from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, lost_loss, sound_loss, trainer_class
@@ -73,7 +74,11 @@ class Diagnosis:
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
         skips = [plural(len(self.run.skips), "line") + " of skipped steps"] if self.run.skips else []
-        return f"Judged from {plural(count, 'row')}: {', '.join([*own, *skips]) or 'no metric that is known'}."
+        if skips and not own:
+            return f"Judged from {skips[0]}."
+        if not own:
+            return f"No metric of the {plural(count, 'row')} is one that can be judged."
+        return f"Judged from {plural(count, 'row')} of {', '.join([*own, *skips])}."
 
     @property
     def worst(self) -> Explosion | None:
@@ -94,7 +99,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
         made.is_judged = bool(beyond) or max(counts) >= SHORT
         if beyond:
-            made.limits.insert(0, missing)
+            made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
             _say(made, beyond)
         return made
     judged = judge_run(run, settings)
@@ -137,12 +142,12 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     made.sentences.append(effects)
     made.sentences += [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
     if _is_overwritten(run, worst):
-        made.sentences.append("It was overwritten when the run was resumed: a plot shows the later values.")
+        made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
     if any(name.startswith("gradloc/") for name in run.metrics.series):
         tokens = "Which tokens: in the events that GradLoc wrote; name the folder that gradloc.dump_dir named."
     else:
-        tokens = "A log cannot show which tokens; turn GradLoc on."
+        tokens = "A log cannot show which tokens did it: train with GradLoc on."
     made.sentences.append(tokens)
     advice, made.command = _go_on(run, worst, is_hurt, bool(sound))
     made.sentences.append(advice)
@@ -166,7 +171,7 @@ def _unseen(run: LoggedRun) -> list[str]:
     apart = interval(run.metrics)
     if apart < 2:
         return []
-    return [f"One step in {apart} is logged: what happens between, and a spike there, is unseen."]
+    return [f"Only one step in {apart} is logged: a spike between them would not be seen."]
 
 
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
@@ -201,7 +206,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")
-        return [f"The log has {count}, fewer than the {warmup} that the rule learns from: {reported}."]
+        return [f"The log has {count}, and the trigger's rule learns from the first {warmup}: {reported}."]
     return [f"In the first {len(silent)} steps, {reported}."]
 
 
@@ -226,7 +231,8 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
         before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-AROUND:]
-        if before and logged[-1][0] == worst.first and logged[-1][1] > 1.3 * max(before) > 0:
+        is_last = before and logged[-1][0] == worst.first
+        if is_last and (logged[-1][1] > 1.3 * max(before) > 0 or not math.isfinite(logged[-1][1])):
             was, now = number(median(before), 3), number(logged[-1][1])
             return f"The log ends here; {name} is {now} at that step, and was {was} before.", True
         return "The log ends here, so its effect is unknown.", None
@@ -253,7 +259,10 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         when = "of it" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} {when}"
     else:
-        effects = "reward, entropy and loss are not in the log, or not for long enough: its effect is unknown"
+        is_logged = any(metrics.logged(name) for _, names, *_ in EFFECTS for name in names)
+        effects = "the log has no reward, entropy or loss, so its effect is unknown"
+        if is_logged:
+            effects = f"too few steps follow in the log to see what it did to {_deciding_of(metrics)}"
     return f"{effects[0].upper()}{effects[1:]}.", hurt
 
 
@@ -333,16 +342,16 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     peak, on = worst.peak.step, turn_on(run)
     end = ", with GradLoc on for the next one:" if on else "."
     if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
-        return f"The resumed run got past step {peak}. Continue{end}", on
+        return f"The resumed run got past step {peak}: continue{end}", on
     if worst.kind == "start":
-        return f"No need to resume{end}", on
+        return f"No need to resume. Continue{end}", on
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run)} held. Continue{end}", on
     if is_first and begin != "late" and worst.kind == "lost":
         start = "It is so from the first row on" if begin else "If this log begins with the run"
         return (
-            f"{start}: a restart with the same settings repeats it. Look at the precision, the learning rate, and the "
-            "first batch's data and labels."
+            f"{start}, so a restart with the same settings will repeat it. Look at the precision, the learning rate, "
+            "and the first batch's data and labels."
         ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
     verb = "rises" if _deciding(run) == "loss" else "falls"
@@ -356,7 +365,11 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
 
 def _deciding(run: LoggedRun) -> str:
     """What says whether the run is well: its reward, else its loss."""
-    return "loss" if loss_of(run.metrics)[1] else "reward"
+    return _deciding_of(run.metrics)
+
+
+def _deciding_of(metrics: Metrics) -> str:
+    return "loss" if loss_of(metrics)[1] else "reward"
 
 
 ON = "+gradloc=observe"

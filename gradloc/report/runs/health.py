@@ -74,7 +74,7 @@ class RunHealth:
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
         if not self.num_unwell and len(self.verdicts) <= self.warmup:
-            return f"Too short to judge: {steps}, and rules about a run's own history need {self.warmup + 1}."
+            return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell:
             names = ", ".join(self.metrics[:5]) + (
                 f" and {len(self.metrics) - 5} more" if len(self.metrics) > 5 else ""
@@ -83,7 +83,7 @@ class RunHealth:
         verb = "was" if self.num_unwell == 1 else "were"
         share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
-        return f"At the last step, {last.step}: {last.state}. {share}; {worst}."
+        return f"Step {last.step}, the last: {last.state}. {share}; {worst}."
 
     @property
     def findings(self) -> list[Finding]:

@@ -79,7 +79,8 @@ def sound_loss(metrics: Metrics, first: int) -> str:
     if not values or not all(map(math.isfinite, values)):
         return ""
     sizes = [abs(value) for value in values]
-    if len(values) > 1 and name != "actor/pg_loss" and max(sizes) > 100 * min(sizes):  # a Trainer writes 0 for a NaN
+    is_sure = name == "actor/pg_loss" or min(sizes) > 0 and max(sizes) <= 100 * min(sizes)
+    if len(values) > 1 and not is_sure:  # a Trainer writes 0 for a NaN
         return ""
     steps = [step for step, _ in metrics.logged(name)]
     if steps[-1] == first and len(steps) > 1:  # what this step did shows in the next one
@@ -166,7 +167,7 @@ def _repeats(title: str, begin: str) -> str:
         else f"how {title} is computed"
     )
     start = "It is so from the first row on" if begin else "Where this log begins with the run"
-    return f"{start}: a restart with the same settings repeats it. Look at {what}."
+    return f"{start}, so a restart with the same settings will repeat it. Look at {what}."
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
@@ -184,8 +185,9 @@ def _skipped(run: LoggedRun) -> Sign | None:
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     where = ""
     if known:
-        at = ["after " * skip.is_after + f"step {skip.step}" for skip in (known[0], known[-1])]
-        where = f", {at[0]}" if at[0] == at[1] else f", from {at[0]} to {at[1]}"
+        first, last = known[0].step, known[-1].step
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        where = f", {'after' if known[0].is_after else 'at'} {steps}"
     first = known[0].step if known else None
     if overflows:
         scales = [scale for skip in overflows for scale in (skip.before, skip.scale) if scale is not None]
@@ -194,6 +196,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
         count = sum(not skip.is_end for skip in overflows)
         end = ", and can fall no further: the run ends there" if is_end else ""
         sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
+        if not count:
+            sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
         if not is_end and count < 3:
             advice = "A few are how the scaler finds its scale: nothing to do, unless they go on."
         else:
@@ -202,8 +206,12 @@ def _skipped(run: LoggedRun) -> Sign | None:
     norms = run.metrics.norms
     span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
+    if all(skip.is_lost for skip in skips):
+        sentence = f"{sentence[:-1]}, because the norm was not finite."
+        advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16, not fp16."
+        return Sign("skipped", sentence, advice, first)
     is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
-    if not is_all and len(skips) < 3:
+    if not is_all and len(skips) < 3 and (norms or loss_of(run.metrics)[1]):
         return None
     advice = (
         "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit on "
@@ -241,7 +249,7 @@ def _height(metrics: Metrics) -> Sign | None:
     own = metrics.called.get(name, name)
     sentence = (
         f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and {own} is "
-        f"{number(median(losses), 2)}: that is no level to train at."
+        f"{number(median(losses), 2)}: no run trains at such a norm."
     )
     advice = (
         "Look whether the norm is logged before the division by the loss scale or the number of tokens; else one "
@@ -273,7 +281,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
             _, at, was, now = best
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
-        return _drift(metrics)
+        return _parted(metrics) or _drift(metrics)
     step, before_it, title, own, was, now = min(found)
     between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
     rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
@@ -281,6 +289,20 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _parted(metrics: Metrics) -> Sign | None:
+    """The loss of a short log, where every later value is above twice every earlier one."""
+    own, logged = loss_of(metrics)
+    known = [(step, value) for step, value in logged if math.isfinite(value)]
+    for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
+        highest, lowest = max(value for _, value in known[:at]), min(value for _, value in known[at:])
+        if 0 < 2 * highest < lowest:
+            was, now = number(highest, 2), number(lowest, 2)
+            last, step = known[at - 1][0], known[at][0]
+            sentence = f"{own} is at most {was} up to step {last}, and at least {now} from step {step} on."
+            return Sign("fell", sentence, "", step, last + 1)
+    return None
 
 
 def _drift(metrics: Metrics) -> Sign | None:

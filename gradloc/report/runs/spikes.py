@@ -55,8 +55,12 @@ def missing_norm(metrics: Metrics, name: str) -> str:
     if metrics.norm is not None:
         return ""
     known = [own for own in metrics.own_names if is_norm(own)]
-    why = "has several gradient norms" if known else f"has no gradient norm ({MEAN}, grad_norm or the like)"
-    return f"{name} {why}: name one with --metric; there is {listed(known or metrics.own_names)}."
+    if known:
+        return f"{name} has several gradient norms: name one with --metric; there is {listed(known)}."
+    return (
+        f"{name} has no gradient norm ({MEAN}, grad_norm or the like): if one of its metrics is one, name it with "
+        f"--metric; there is {listed(metrics.own_names)}."
+    )
 
 
 def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> list[list[Judged]]:

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from gradloc.report.cli import main
+from tests.mismatch.test_files import prime_rl, shifted
 from tests.report.browser.driving import shots, written
 from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, make_sequence, write_run
 
@@ -64,6 +66,14 @@ def largest_page(tmp_path_factory):
 def log_page(tmp_path_factory):
     """Of a log alone, with a spike that the run did not recover from."""
     return written(REPO / "tests/data/logs/console/ray.log", tmp_path_factory.mktemp("log"))
+
+
+@pytest.fixture(scope="session")
+def mismatch_page(tmp_path_factory):
+    """Of two columns, one of which is off by a token."""
+    folder = tmp_path_factory.mktemp("mismatch")
+    assert main(["mismatch", str(prime_rl(folder, shifted())), "-o", str(folder / "mismatch.html")]) == 0
+    return folder / "mismatch.html"
 
 
 @pytest.fixture(scope="session")

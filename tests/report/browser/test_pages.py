@@ -60,7 +60,7 @@ def test_every_control_can_be_reached_and_named(driver, demo_page, long_run_page
                 assert control.accessible_name or control.text, control.get_attribute("outerHTML")
 
 
-@pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page", "log_page"])
+@pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page", "log_page", "mismatch_page"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
 def test_the_page_is_quiet_requests_only_itself_and_never_scrolls_sideways(driver, request, name, width):
     path = request.getfixturevalue(name)

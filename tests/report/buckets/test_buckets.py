@@ -55,6 +55,9 @@ def test_the_guides_seven_files_are_written_for_each_step_the_same_bytes_each_ti
     with (out / "gradient_analysis_bucket_rv_table_step_51.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["bucket", "reward_std"] and len(rows) == 6
+    told = json.loads(shown("buckets", tmp_path, "--json"))["steps"]
+    assert [{name: step.pop(name) for name in data} for step in told] == [data]
+    assert [{name: str(value) for name, value in group.items()} for group in told[0]["groups"]] == rows
 
 
 def test_steps_are_listed_and_chosen_and_the_default_folder_is_the_guides(tmp_path, monkeypatch, shown):

@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 
 import pytest
@@ -19,20 +18,6 @@ NUM, AT = 60, 40
 def norms():
     """Of each step from 1: about a half, and 1,903 at step 40."""
     return [(step, 1903.0 if step == AT else 0.5 + (step * 7 % 11) / 100) for step in range(1, NUM + 1)]
-
-
-def evaluated(every, line):
-    """Lines of training, and the line of an evaluation after every so many."""
-    for step, norm in norms():
-        yield f"[train] step {step}/60 | loss: {3 - step / 60:.3f} | grad_norm: {norm}"
-        if step % every == 0:
-            yield line.format(step=step)
-
-
-def in_epochs(line, size=20):
-    for step, norm in norms():
-        epoch, at = divmod(step - 1, size)
-        yield line.format(epoch=epoch, at=at + 1, step=step, norm=norm, size=size)
 
 
 def by_ranks(line):
@@ -59,46 +44,6 @@ def runs_in(log, lines):
 
 
 LOSS = "step {step} | loss: 2.0 | grad_norm: {norm}"
-
-
-LINES = {
-    "an evaluation that calls its loss as training does": evaluated(10, "[eval] step {step}/60 | loss: 2.1"),
-    "an evaluation in batches": evaluated(20, "[eval] step 3/8 | loss: 2.1"),
-    "the best so far": evaluated(15, "new best at step 5: loss: 2.0"),
-    "commas in thousands": [f"step {100 * s:,} | loss: 2.6 | grad_norm: {n:,.4f}" for s, n in norms()],
-    "steps of each epoch and of all": in_epochs("epoch {epoch} step {at} global_step {step} loss 2.0 grad_norm {norm}"),
-    "steps of each epoch": in_epochs("Epoch [{epoch}/3], Step [{at}/{size}], Loss: 2.0, Grad Norm: {norm}"),
-    "rows of each epoch": in_epochs('{{"epoch": {epoch}, "step": {at}, "grad_norm": {norm}, "loss": 2.0}}'),
-    "a bar for each epoch": in_epochs(
-        "Epoch {epoch}: 9%|#| {at}/{size} [00:01<00:01, 1.0it/s, loss=2.0, grad_norm={norm}]"
-    ),
-    "rows with two counts": in_epochs('{{"step": {at}, "global_step": {step}, "grad_norm": {norm}}}'),
-    "ranks in brackets": by_ranks("[Rank {rank}] step {step} | loss: 2.0 | grad_norm: {norm}"),
-    "torchrun's ranks": by_ranks("[default{rank}]:step {step} | loss: 2.0 | grad_norm: {norm}"),
-    "a rank as a label": by_ranks("INFO rank={rank} step {step} | loss: 2.0 | grad_norm: {norm}"),
-    "a rank as a field": by_ranks('{{"rank": {rank}, "step": {step}, "grad_norm": {norm}}}'),
-    "a message beside numbers": plain('{{"msg": "train metrics", "step": {step}, "grad_norm": {norm}, "loss": 1.0}}'),
-    "the step last": plain("loss: 2.0 | grad_norm: {norm} | step: {step}"),
-    "Steps": plain("Steps: {step} | loss: 2.0 | grad_norm: {norm}"),
-    "train_step": plain("train_step: {step} | loss: 2.0 | grad_norm: {norm}"),
-    "updates": plain("update {step} | loss: 2.0 | grad_norm: {norm}"),
-    "OLMo's": plain(
-        "INFO [olmo.train:967, rank=0] [step={step}/600,epoch=0]\n    train/loss=2.0\n    optim/total_grad_norm={norm}"
-    ),
-    "mmengine's": plain("INFO - Iter(train) [ {step}/600]  lr: 1e-02  time: 0.5  grad_norm: {norm}  loss: 1.2"),
-    "a tensor's own words": plain("step {step} | loss: tensor(2.0) | grad_norm: tensor({norm}, device='cuda:0')"),
-    "a bar in steps": plain(" 9%|#| {step}/60 [00:01<00:01, 1.0step/s, loss=2.0, grad_norm={norm}]"),
-}
-
-
-@pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
-def test_it_is_one_run_with_its_spike_at_its_step(log, lines):
-    run, *others = runs_in(log, lines)
-    factor = 100 if "step 100 " in log.read_text() else 1
-    assert len(others) == bool(re.search(r"rank\W{1,3}1|default1", log.read_text(), re.IGNORECASE))
-    assert len(run.segments) == 1 and run.metrics.steps == [factor * step for step, _ in norms()]
-    (spike,) = diagnose(run).explosions
-    assert (spike.peak.step, spike.peak.norm) == (factor * AT, 1903.0)
 
 
 def test_ranks_that_do_not_say_who_they_are_are_one_run(log):

@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which trainers print a step: each grammar knows one, and takes a line or leaves it to the next."""
+
+import json
+import math
+import re
+from collections import defaultdict
+from itertools import pairwise
+from sys import intern
+
+from .names import as_step, is_norm, number, numbers, one_value, step_of
+from .recording import Row
+
+_CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
+_MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
+NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
+_BEFORE_DICT = re.compile(
+    r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
+)
+_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+_HEADED_BY_STEP = re.compile(
+    rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
+)
+_HEADED = re.compile(
+    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update|episode)\b(?:\(\w+\))?{_STEP}"
+    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
+    r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
+    r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
+    r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
+    r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
+    re.IGNORECASE,
+)
+HEADED_GLOBALLY = re.compile(
+    r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
+)
+_EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d+)", re.IGNORECASE)
+_NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
+_OPENED = r"(?:[\w.]+\(|[\['\"])*"
+"""What may open before a number: tensor( [ a quotation mark."""
+_PAIRS = re.compile(
+    rf"['\"]([^'\"]{{1,120}})['\"]\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.])"
+    # a name of at most eight words: a line may hold a whole answer
+    rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
+    rf"\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
+    # no sign between: the name is known, or the line's parts are set apart
+    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost))"
+    rf"\]?\s+(?:is\s+)?({NUMBER})(?![\w.]*\d)"
+    rf"|[|,;]\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|$|ms\b|s\b|%))",
+    re.IGNORECASE,
+)
+_INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
+"""A name and what is in braces after it."""
+
+
+def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]:
+    """Extracts names and numbers from a part of a line, whatever is between a name and its number.
+
+    Entries of a norm in braces, of one group of parameters each, add up to the norm of all.
+
+    >>> pairs("train loss 2.5 | norm 0.4812 | lr 3.00e-04 | (12 ms | 4242 tok/s)")
+    {'train loss': 2.5, 'norm': 0.4812, 'lr': 0.0003}
+    >>> pairs("{'loss': '0.1', 'kl': nan} gnorm=3.1 spiky (norm=2.2)")
+    {'loss': 0.1, 'kl': nan, 'gnorm': 3.1, 'norm': 2.2}
+    >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")
+    {'tgs': 7.0, 'grad_norm': 5.0}
+    """
+    text = text[start:end]
+    made: dict[str, float] = {}
+    norms = {}
+    for inner in _INNER.finditer(text) if "{" in text and "orm" in text else ():
+        if is_norm(inner[1]) and (parts := pairs(inner[2])):
+            norms[inner[1]] = math.sqrt(sum(part * part for part in parts.values()))
+            text = text.replace(inner[0], " ")
+    for found in _PAIRS.finditer(text):
+        name, value = (found[found.lastindex - 1], found[found.lastindex])
+        if name.count("(") > name.count(")"):  # behind a bracket that it does not close
+            name = name.rpartition("(")[2]
+        # a name as data.py:31 is where a line was printed
+        if not name.endswith(".py") and (name := name.strip(" |,-(")):
+            made[intern(name)] = as_float(value)
+    return made | norms
+
+
+_OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
+_BLOCK = re.compile(
+    r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
+    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
+)
+_CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
+_BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
+    r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
+)
+_HEADLINE = re.compile(
+    r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))(?:\s*/\s*\d+)?\W*$",
+    re.IGNORECASE,
+)
+_EPOCH_ALONE = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})(?:/\d+)?\b|^\s*(\d{1,9}) (?=[A-Za-z]\w* ?[:=])", re.IGNORECASE)
+_IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
+    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
+    r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
+    re.IGNORECASE,
+)
+_CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
+"""A dict whose beginning was not pasted."""
+_BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
+DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
+
+
+class Grammar:
+    """One way to print a step; ``take`` says whether a line was of it."""
+
+    title = ""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Row]] = defaultdict(list)
+        """By the process that printed them: several may print into one log."""
+        self.is_counted = False
+        """Whether the lines do not say their step, so that steps were counted."""
+        self.num_drawn = 0
+        """Norms that stood for a step that has one already."""
+        self.num_again = 0
+        """Metrics that came again below one headline, as where headlines are missing."""
+        self.last: tuple[str, int] | None = None
+        """The process and the place of the row that was added last."""
+
+    def take(self, line: str, process: str) -> bool:
+        raise NotImplementedError
+
+    def add(self, process: str, step: int, values: dict[str, float]) -> bool:
+        if values:
+            self.last = process, len(self.rows[process])
+            self.rows[process].append((step, values))
+        return bool(values)
+
+    def step_at(self, place: tuple[str, int] | None) -> int | None:
+        """The step of a row by its place."""
+        return None if place is None else self.rows[place[0]][place[1]][0]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether lines below a headline may be of another step."""
+        return self.num_again > sum(map(len, self.rows.values())) / 10
+
+    @property
+    def num_norms(self) -> int:
+        return sum(any(map(is_norm, values)) for rows in self.rows.values() for _, values in rows[:10000])
+
+
+class Console(Grammar):
+    """``step:7 - actor/grad_norm:0.31 - ...``, behind whatever Ray puts before it."""
+
+    title = "verl's console log"
+
+    def take(self, line: str, process: str) -> bool:
+        step = _CONSOLE.search(line)
+        if step is not None:
+            return self.add(process, int(step[1]), _dashed(step[2]))
+        more = _MORE_OF_CONSOLE.search(line) if self.rows.get(process) and line.lstrip().startswith("- ") else None
+        if more is not None:  # a line that a terminal or a mail has wrapped
+            self.rows[process][-1][1].update(_dashed(more[1]))
+        return more is not None
+
+
+def _dashed(text: str) -> dict[str, float]:
+    values = {}
+    for part in text.split(" - "):
+        name, _, value = part.rpartition(":")
+        try:
+            known: float | None = float(value)
+        except ValueError:
+            if value.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
+                before, bracket, inside = part.partition("(")
+                name, _, value = before.rpartition(":")
+                value += bracket + inside
+            known = number(value)
+        if known is not None and (name := name.strip()):
+            values[intern(name)] = known  # one text for all rows: of a long log they are most of the memory
+    return values
+
+
+class Json(Grammar):
+    """A JSON object on a line of its own: verl's ``file`` logger, or flat."""
+
+    title = "JSON lines"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdicts: list[str] = []
+
+    def take(self, line: str, process: str) -> bool:
+        if not line.lstrip().startswith(("{", "[{")):
+            return False
+        try:
+            entry = json.loads(line.rstrip(" ,\r\n"))
+        except (ValueError, RecursionError):
+            return False
+        if isinstance(entry, list):
+            return any([self._take(each, process) for each in entry if isinstance(each, dict)])
+        return self._take(entry, process)
+
+    def _take(self, entry: dict, process: str) -> bool:
+        data, step = entry.get("data"), as_step(number(entry.get("step")))
+        if isinstance(data, dict) and step is not None:
+            self.title = "verl's file logger"
+            verdict = data.get("gradloc/verdict")
+            self.verdicts += map(str, verdict if isinstance(verdict, list) else [])
+            self.add(process, step, numbers(data))
+            return True
+        if type(entry.get("rank")) is int:
+            process = process or str(entry["rank"])
+        values = numbers(entry)
+        step = step_of(values)
+        if step is not None and (one := one_value(entry)) is not None:
+            return self.add(process, step, one)
+        if step is None and any(map(is_norm, values)):
+            self.is_counted = True
+            step = len(self.rows[process]) + 1
+        elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
+            step = entry["epoch"]  # a row for each epoch; where there are more, an epoch is a fraction
+        return step is not None and self.add(process, step, values)
+
+
+class Printed(Grammar):
+    """``{'loss': 0.1, 'grad_norm': 0.31}``, as a Trainer, OpenRLHF (``Global step 7: {...}``) and slime print it."""
+
+    title = "a Trainer's printed dicts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars: dict[int, int] = {}
+        """By their totals, the counts of the progress bars, the one that was drawn last at the end."""
+        self._first: dict[int, int] = {}
+        self._pending: dict[str, float] = {}
+        self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
+        """The bars before the lines whose steps were counted."""
+
+    def draw(self, count: int, total: int) -> None:
+        """Takes the count of a progress bar."""
+        self.bars.pop(total, None)
+        if len(self.bars) < 8:
+            self.bars[total] = count
+        if any(self._bars.values()):
+            self._first.setdefault(total, count)
+
+    def take(self, line: str, process: str) -> bool:
+        start = 0 if _CUT_DICT.match(line) else line.find("{")
+        if start < 0 or line.find("}", start) < 0 or line[:start].rstrip().endswith("="):  # a value among others
+            return False
+        if line.count("grad_norm") > 1 and len(parts := re.findall(r"\{[^{}]*\}", line)) > 1:  # a pasted log_history
+            return any([self.take(part, process) for part in parts])
+        values = pairs(line, start)
+        if not values:
+            return False
+        head = _BEFORE_DICT.search(line[:start][-80:])
+        if head is not None:
+            kind = head[1].lower()
+            if kind in ("rollout", "perf"):  # slime: they belong to the step that follows
+                self._pending.update(values)
+                return True
+            is_slime = any(name.startswith("train/") for name in values)
+            self.title = "slime's log" if is_slime else "lines of `step N: {...}`"
+            if kind == "global step":
+                self.title = "OpenRLHF's log"
+            values = {**self._pending, **values}
+            self._pending = {}
+        step = int(head[2]) if head is not None else step_of(values)
+        if step is None:
+            rows = self.rows[process]
+            if not _is_training(values):  # an evaluation, or the end of training: of the last step
+                if rows:
+                    rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
+                return bool(rows)
+            self.is_counted = True
+            self._bars[process].append(dict(self.bars))
+            step = _next_step(rows, values.get("epoch"))
+        return self.add(process, step, values)
+
+    def count_by_bars(self) -> None:
+        """The steps of lines that do not say them, by the bar before each: a Trainer's counts its steps."""
+        counted = set(self._bars)
+        for process, bars in self._bars.items():
+            rows = self.rows[process]
+            for total in reversed(self.bars) if len(bars) == len(rows) else ():
+                steps = self._steps(total, [known.get(total) for known in bars])
+                if steps and all(before != after for before, after in pairwise(steps)):
+                    self.rows[process] = [(step, values) for step, (_, values) in zip(steps, rows, strict=True)]
+                    counted.remove(process)
+                    break
+        self.is_counted = bool(counted)
+
+    def _steps(self, total: int, counts: list[int | None]) -> list[int]:
+        """A bar's counts; of lines before the first bar as far apart as the next ones. Empty where not known."""
+        known = [count for count in counts if count is not None]
+        num_before = len(counts) - len(known)
+        if not known or not num_before:
+            return known
+        drawn_after = self._first.get(total, known[0])  # the bar is drawn again below a printed line
+        apart = known[0] - drawn_after if drawn_after < known[0] else known[1] - known[0] if len(known) > 1 else 0
+        before = [known[0] - apart * back for back in range(num_before, 0, -1)]
+        return before + known if apart > 0 and before[0] > 0 else []
+
+
+def _is_training(values: dict[str, float]) -> bool:
+    """Whether a printed dict is of training itself: it has a norm, or a loss and nothing of an evaluation."""
+    if any(map(is_norm, values)):
+        return True
+    return any("loss" in name and not name.startswith(("eval", "val", "test")) for name in values) and not any(
+        "runtime" in name for name in values
+    )
+
+
+def _next_step(rows: list[Row], epoch: float | None) -> int:
+    """The step of a line that does not say it: one more than the last, or where a resumed run's epoch is again."""
+    if rows and epoch is not None and epoch < rows[-1][1].get("epoch", epoch):
+        return next((step for step, values in rows if values.get("epoch", -1.0) >= epoch), 1)
+    return rows[-1][0] + 1 if rows else 1
+
+
+class Blocks(Grammar):
+    """A headline for each step, and below it bullets (NeMo-RL), the cells of a drawn table (AReaL) or lines (OLMo)."""
+
+    title = "NeMo-RL's log"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step: dict[str, int] = {}
+        self._process = ""
+        """Of the last headline: the lines below it may not say."""
+        self._is_fresh = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a headline."""
+        return bool(self._step)
+
+    @property
+    def is_mixed(self) -> bool:
+        num_back = sum(later[0] < row[0] for rows in self.rows.values() for row, later in pairwise(rows))
+        return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
+
+    def below(self, process: str, step: int, values: dict[str, float]) -> bool:
+        """Adds what a line below a headline says."""
+        rows = self.rows[process]
+        if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
+            rows[-1][1].update(values)
+            return True
+        self.num_again += not self._is_fresh
+        self._is_fresh = False
+        return self.add(process, step, values)
+
+    def take(self, line: str, process: str) -> bool:
+        if head := _BLOCK.search(line):
+            self._process, self._is_fresh = process, True
+            self._step[process] = int(next(filter(None, head.groups())))
+            others = "Composer's log" if "[batch=" in line else "OLMo's log"
+            self.title = (
+                "AReaL's log" if head[2] else others if head[3] else "blocks of lines" if head[4] else self.title
+            )
+            return True
+        process = process or self._process
+        step = self._step.get(process)
+        if step is None:
+            return False
+        values = {name: as_float(value) for name, value in _CELL.findall(line)}
+        if line[:1].isspace() and ("=" in line or ": " in line) and "•" not in line and "│" not in line:
+            values |= pairs(line)
+        return bool(values) and self.below(process, step, values)
+
+
+class Labelled(Grammar):
+    """``Step 7 | Loss: 0.1 | Grad. Norm: 0.31`` in any of its spellings: prime-rl, Megatron, torchtitan, own loops."""
+
+    title = "lines of `step N ... name: value`"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[str, dict[int, int]] = defaultdict(dict)
+        """Of the rows that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
+        self.is_late = False
+        """Whether the first epoch of such lines may be any."""
+        self._above: str | None = None
+        """The process of the line above, where one that is indented may say more of its step."""
+
+    def take(self, line: str, process: str) -> bool:
+        is_taken = self._take(line, process)
+        if is_taken or not line[:1].isspace():
+            self._above = process if is_taken else None
+        return is_taken or self._above is not None and self._goes_on(line, self._above)
+
+    def _take(self, line: str, process: str) -> bool:
+        head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
+        head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
+        if not head:
+            return False
+        values = pairs(line, head.end())
+        if not any(map(is_norm, values)):
+            if _NOT_TRAINING.search(line, 0, head.end()):
+                return False
+            before = pairs(line, 0, head.start())
+            is_last = not any(map(_OF_TRAINING.search, values))
+            values |= before if is_last or any(map(is_norm, before)) else {}
+        if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+            return False
+        if " | Grad. Norm:" in line:
+            self.title = "prime-rl's log"
+        elif line.lstrip().startswith("iteration") and "consumed samples" in line:
+            self.title = "Megatron's log"
+        if head.re in (_BATCH, _IN_EPOCH):
+            epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
+            values["epoch"] = float(epoch)
+            self.lengths[process][len(self.rows[process])] = int(length or 0)
+            return self.add(process, int(place), values)
+        if epoch := _EPOCH.search(line, 0, head.start()):
+            values.setdefault("epoch", float(epoch[1]))
+        step = next(filter(None, head.groups())).replace(",", "")
+        if step[-1] in "KMkm":  # 31K stands for a thousand steps
+            self.is_late = True
+            step = float(step[:-1]) * (1e3 if step[-1] in "Kk" else 1e6)
+        return self.add(process, int(step), values)
+
+    def _goes_on(self, line: str, process: str) -> bool:
+        """Adds what an indented line says of the step above it."""
+        values, above = pairs(line), self.rows[process][-1][1]
+        if not any(map(is_norm, values)):
+            return False
+        is_more = values.keys().isdisjoint(above)
+        self.num_again += not is_more
+        if is_more:
+            above.update(values)
+        return is_more
+
+    def count_through_epochs(self) -> str:
+        """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are.
+
+        Of rows that say a place and others that say a step the fewer are left out.
+        """
+        said = ""
+        for process, lengths in self.lengths.items():
+            rows, known = self.rows[process], [*lengths.values()]
+            if len(known) < len(rows):
+                is_kept = 2 * len(known) > len(rows)
+                rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
+                if not is_kept:
+                    continue
+            if len(set(known)) > 1 or known[0] and rows[0][0] > known[0]:
+                continue
+            epochs, places = [int(values["epoch"]) for _, values in rows], [place for place, _ in rows]
+            length = known[0] or max(places) + (min(places) == 0)
+            base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
+            self.is_late |= epochs[0] > 1
+            if max(epochs) > base and (known[0] or len(set(epochs)) > 1):
+                self.is_late |= not known[0]
+                self.rows[process] = [
+                    ((epoch - base) * length + place, values)
+                    for epoch, (place, values) in zip(epochs, rows, strict=True)
+                ]
+                said = f"The lines say epoch and batch: steps were counted, {length:,} an epoch, from epoch {base} on."
+        return said
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether batches go back within an epoch whose length is not known: then they are no steps."""
+        return any(
+            later[0] < row[0] and later[1].get("epoch") == row[1].get("epoch")
+            for process, lengths in self.lengths.items()
+            if not any(lengths.values())
+            for row, later in pairwise(self.rows[process])
+        )
+
+
+class Epochs(Labelled):
+    """Lines that say an epoch alone: ``epoch: 7 loss: 0.1``, or ``7 Loss : 0.1``."""
+
+    title = "a line for each epoch"
+
+    def take(self, line: str, process: str) -> bool:
+        head = _EPOCH_ALONE.search(line)
+        values = pairs(line, head.end()) if head else {}
+        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
+        return is_wanted and self.add(process, int(head[1] or head[2]), values)
+
+
+class Headed(Blocks):
+    """A line that says the step or epoch and nothing else, and lines with the values below it."""
+
+    title = "headlines of steps and values below"
+
+    def take(self, line: str, process: str) -> bool:
+        if head := _HEADLINE.search(line):
+            if head[1] or not self._process:  # epochs within an iteration are none of their own
+                self._step[""], self._is_fresh = int(head[1] or head[2]), True
+                self._process = "iterations" if head[1] else ""
+            return False
+        values = pairs(line) if self.is_open else {}
+        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
+        return is_wanted and self.below(process, self._step[""], values)
+
+
+class ConsoleTable(Grammar):
+    """A head of names and rows of numbers below it, with blanks between, as fastai and YOLO print them."""
+
+    title = "columns of a console"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a head."""
+        return bool(self._names)
+
+    def take(self, line: str, process: str) -> bool:
+        cells = line.split()
+        if len(cells) > 2 and cells[0].lower() in ("epoch", "step", "iter", "iteration") and "loss" in line:
+            self._names = cells if all(number(cell) is None for cell in cells) else []
+            return bool(self._names)
+        if len(cells) < len(self._names) or not self._names:
+            return False
+        step = as_step(number(cells[0]))
+        known = {name: number(cell.rstrip(":")) for name, cell in zip(self._names[1:], cells[1:], strict=False)}
+        values = {intern(name): value for name, value in known.items() if value is not None}
+        return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
+
+
+def as_float(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+class Bar(Grammar):
+    """What tqdm prints behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
+
+    title = "a progress bar's values"
+
+    def take(self, line: str, process: str) -> bool:
+        bar = _BAR.search(line) or (DRAWN.search(line) if "orm" in line else None)
+        values = {}
+        if bar is not None:  # behind the bar, or as its description
+            values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
+        if bar is None or not any(is_norm(name) or "loss" in name for name in values):
+            return False
+        if epoch := _EPOCH.search(line, 0, bar.start()):
+            values.setdefault("epoch", float(epoch[1]))
+        rows = self.rows[process]
+        is_drawn_again = rows and rows[-1][0] == int(bar[1]) and rows[-1][1].get("epoch") == values.get("epoch")
+        if is_drawn_again:  # the last one has the step's own values
+            rows[-1][1].update(values)
+            self.num_drawn += sum(map(is_norm, values))
+            return True
+        return self.add(process, int(bar[1]), values)
