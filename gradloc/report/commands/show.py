@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
     events = [folder.find(name) for name in args.event] if args.event else folder.events
     if args.list:
         for event in events:
-            print(event.event_id)
+            output.say(event.event_id)
     elif args.format or args.output:
         write = exports.FORMATS[args.format] if args.format else page.render
         output.deliver(args.output, write(folder, events))
         terminal.warn(folder.notes)
         if not args.format:
-            print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
+            output.say(f"Open it in a browser: {args.output.resolve().as_uri()}", sys.stderr)
     elif folder.events_root is None:
         terminal.diagnosis(folder)
     else:

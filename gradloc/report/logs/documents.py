@@ -5,25 +5,24 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...record.files import parse_json
+from ..errors import ReportError
 from .lines import literal, read_lines, texts_of
 from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Recording, gather
 from .source import Source
 from .tables import SAMPLE, read_columns
 
-LARGEST = 400_000_000
-"""Bytes of a document, which is held as a whole."""
-
 
 def is_document(source: Source) -> bool:
     """Whether a file is one JSON value, and not a value on each line."""
     head = source.text_head.lstrip()
-    if head[:1] not in ("{", "[") or source.path.stat().st_size > LARGEST:
+    if head[:1] not in ("{", "["):
         return False
     first, newline, rest = head.partition("\n")
     try:
-        json.loads(first)
-    except (ValueError, RecursionError):  # over several lines, beyond the head, or a Python literal
+        parse_json(first)
+    except ValueError:  # over several lines, beyond the head, or a Python literal
         return not newline or not rest.strip() or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
     return not rest.strip()
 
@@ -32,9 +31,11 @@ def read_document(source: Source) -> list[Recording]:
     """The rows of a document; none where it is something else."""
     text = source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff")
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse_json(text)
+    except json.JSONDecodeError:
         document = literal(text)
+    except ValueError as error:
+        raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)

@@ -6,7 +6,6 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
-import json
 import math
 import re
 from collections import defaultdict
@@ -17,6 +16,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
+from ...record.files import LITERAL, parse_json
 from ...words.text import plural
 from ..errors import ReportError
 from .names import as_step, is_norm, number, numbers, one_value, step_of
@@ -207,8 +207,8 @@ class Json(Grammar):
         if not line.lstrip().startswith(("{", "[{")):
             return False
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+            entry = parse_json(line)
+        except ValueError:
             return False
         if isinstance(entry, list):
             return any([self._take(each, process) for each in entry if isinstance(each, dict)])
@@ -724,9 +724,9 @@ def unwrapped(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if line[:1] == "{" and _WRAPS.search(line):
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 inner = [] if any(map(is_norm, entry)) else texts_of(entry)
-            except (ValueError, RecursionError):
+            except ValueError:
                 inner = []
             if inner:
                 yield from inner
@@ -776,6 +776,8 @@ def literal(text: str) -> Any:
 
 
 def _evaluated(text: str) -> Any:
+    if sum(map(text.count, ",([{-+")) > LITERAL:
+        return None
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
