@@ -115,8 +115,10 @@ class EventWriter:
                     made = complete_event(raw, name, self.run, driver, over_run, self.last_checkpoint, self._endings)
                     event = replace(made, time=now())
                     return self._keep(event, raw, driver), ""
-                except Exception as error:
+                except BaseException as error:  # also Ctrl-C
                     self.store.append(event)
+                    if not isinstance(error, Exception):
+                        raise
                     self._failed(step, error, "its line is written with what is known; training goes on")
                     return event, ""
         except Exception as error:
@@ -492,10 +494,11 @@ def _turn(mask: list[float], position: int) -> Turn | None:
 def _decoded(tokenizer: Any, ids: list[int], **how: Any) -> str:
     """Return the text of token ids: numbers where the tokenizer raises, and nothing that UTF-8 cannot hold."""
     try:
-        text = str(tokenizer.decode(ids, **how))
+        text = tokenizer.decode(ids, **how)
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
     except (Exception, SystemExit):
         return " ".join(f"<{token}>" for token in ids)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text[: 1000 * len(ids)].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Documents:

@@ -8,6 +8,7 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 import ast
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -779,6 +780,8 @@ def _evaluated(text: str) -> Any:
     if sum(map(text.count, ",([{-+")) > LITERAL:
         return None
     try:
-        return ast.literal_eval(text.strip())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of 65or, in what is no literal after all
+            return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return None
