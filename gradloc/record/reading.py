@@ -38,7 +38,7 @@ def read(kind: type[T], raw: Any, where: str = "") -> T:
         ValueError: names the field that is missing or of the wrong type.
     """
     try:
-        return _reader(kind)(raw)
+        return _reader(kind)(raw)  # type: ignore[arg-type]
     except _Wrong as error:
         place = (where + "".join(reversed(error.where))).lstrip(".")
         raise ValueError(f"{place or 'the file'} {error.said}") from None
