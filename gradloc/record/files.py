@@ -24,7 +24,7 @@ VALUES = 6 * MB
 """Values in a document."""
 LITERAL = MB // 2
 """Values in a Python literal, which takes ten times the memory of JSON."""
-RATIO, FREE = 100, 32 * MB
+RATIO, FREE = 40, 32 * MB
 """Bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one."""
 UNPACKED = 4_000 * MB
 """Bytes that an archive, a packed file or a pipe may hold."""

@@ -164,8 +164,8 @@ def load_states(parts: Mapping[str, Any], folder: str) -> None:
         return
     try:
         states = dict(read_json(Path(path)))
-    except (OSError, ValueError, TypeError):
-        logger.exception("gradloc: %s could not be read; what it remembered is learned again", path)
+    except (OSError, ValueError, TypeError) as error:
+        logger.error("gradloc: %s could not be read (%s); what it remembered is learned again", path, error)
         return
     for name, part in parts.items():
         if name not in states:

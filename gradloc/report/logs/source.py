@@ -201,10 +201,11 @@ def unpack(path: Path, until: ExitStack) -> Path:
             if notes:
                 raise EOFError(notes[0])
             return folder
-    except (zipfile.BadZipFile, tarfile.TarError, RuntimeError, EOFError, ValueError, NotImplementedError) as error:
-        raise ReportError(f"{path.name} cannot be unpacked ({error}): {advice}") from None
-    except OSError as error:  # a full disk, a name that is too long
-        raise ReportError(f"{path.name} cannot be unpacked ({error.strerror or error}): {advice}") from None
+    except ReportError:
+        raise
+    except Exception as error:  # a full disk, a name that is too long; each format's library has kinds of its own
+        said = getattr(error, "strerror", None) or error
+        raise ReportError(f"{path.name} cannot be unpacked ({said}): {advice}") from None
     return path
 
 

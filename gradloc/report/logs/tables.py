@@ -245,7 +245,8 @@ class _Table:
         num_bad = num_rows = 0
         for cells in self.rows:
             num_rows += 1
-            step = as_step(self._number(cells, self.step_at))
+            is_short = 2 * len(cells) < len(self.names) > SAMPLE  # cut off, or made to cost much
+            step = None if is_short else as_step(self._number(cells, self.step_at))
             if step is None and self.step_at is not None:
                 is_rule = all(_FRAME.fullmatch(cell or " ") for cell in cells)
                 num_rows -= is_rule

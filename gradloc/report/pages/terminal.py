@@ -167,7 +167,7 @@ def diagnosis(folder: RunFolder) -> None:
     if len(others) > RUNS:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
     where = shlex.join(folder.named)
-    if str(folder.path) != "-":
+    if str(folder.path) != "-" and not folder.path.is_fifo():
         steps = {
             "step by step, with what people do about it": f"gradloc-report health {where}",
             "other settings of the trigger": f"gradloc-report trigger {where} --set cap=6",

@@ -37,6 +37,8 @@ from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """How many folders down events are looked for."""
+MOST_RUNS = 400
+"""Runs of a log that are looked into: those with the highest norms."""
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
 _RECORDS = ("meta", "event")
@@ -161,6 +163,9 @@ def read_logs(
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
     run.runs.sort(key=lambda logged: logged.peak, reverse=True)
+    if len(run.runs) > MOST_RUNS:
+        run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
+        del run.runs[MOST_RUNS:]
     own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].parts[0].source)
     run.named = [str(next(own, run.path))]
     for option, given in (("--metric", metric), ("--pattern", pattern)):
