@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -225,8 +226,10 @@ def _call(reader: str, folder: Path, name: str, content: bytes, choice: int) -> 
         commands = [["check", str(path)]]
     else:
         commands = (_of_events if reader == "events" else _shown)(folder, name, content)
-    with _captured() as (out, err):
+    with _captured() as (out, err), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         code = command.main(commands[choice % len(commands)])
+    assert not [each for each in warned if issubclass(each.category, RuntimeWarning | SyntaxWarning)], warned
     said, wrong = out.getvalue(), err.getvalue()
     assert code in (0, 1, 2), code
     assert code != 2 or said or wrong.startswith("gradloc-report: ") and wrong.count("\n") == 1, (code, wrong)
