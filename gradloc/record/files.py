@@ -14,32 +14,19 @@ from pathlib import Path
 from typing import Any
 
 MB = 1_000_000
-DOCUMENT = 48 * MB
-"""Bytes of a document that is held as a whole."""
-NESTED = 64
-"""Levels of lists and objects in a document."""
-OPENED = 1 * MB
-"""Lists and objects in a document."""
-VALUES = 6 * MB
-"""Values in a document."""
-LITERAL = MB // 2
-"""Values in a Python literal, which takes ten times the memory of JSON."""
-RATIO, FREE = 40, 32 * MB
-"""Bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one."""
-UNPACKED = 4_000 * MB
-"""Bytes that an archive, a packed file or a pipe may hold."""
-MEMBERS = 10_000
-"""Files in an archive."""
-RECORD = 8 * MB
-"""Bytes of a record in a stream of records."""
-LINE = 1 << 22
-"""Characters of a line that are read as one; a longer line is no log's."""
-SHEET = 48 * MB
-"""Bytes of a spreadsheet unpacked."""
-COLUMNS = 4096
-"""Columns of a table."""
-QUERY_SECONDS = 8.0
-"""Seconds between two rows of a database."""
+DOCUMENT = 48 * MB  # bytes of a document that is held as a whole
+NESTED = 64  # levels of lists and objects in a document
+OPENED = 1 * MB  # lists and objects in a document
+VALUES = 6 * MB  # values in a document
+LITERAL = MB // 2  # values in a Python literal, which takes ten times the memory of JSON
+RATIO, FREE = 40, 32 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
+UNPACKED = 4_000 * MB  # bytes that an archive, a packed file or a pipe may hold
+MEMBERS = 10_000  # files in an archive
+RECORD = 8 * MB  # bytes of a record in a stream of records
+LINE = 1 << 22  # characters of a line that are read as one; a longer line is no log's
+SHEET = 48 * MB  # bytes of a spreadsheet unpacked
+COLUMNS = 4096  # columns of a table
+QUERY_SECONDS = 8.0  # seconds between two rows of a database
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -13,17 +13,6 @@ _SPELLED = ("NaN", "Infinity", "-Infinity")
 _SIMPLE = {int: "an integer", bool: "true or false", str: "text"}
 
 
-class _Wrong(Exception):
-    """What is wrong, and the place as far as it is known, from the inside out."""
-
-    def __init__(self, said: str, *where: str):
-        self.said, self.where = said, [*where]
-
-    def within(self, part: str) -> "_Wrong":
-        self.where.append(part)
-        return self
-
-
 def read(kind: type[T], raw: Any, where: str = "") -> T:
     """Turn parsed JSON into a dataclass.
 
@@ -37,109 +26,84 @@ def read(kind: type[T], raw: Any, where: str = "") -> T:
     Raises:
         ValueError: names the field that is missing or of the wrong type.
     """
-    try:
-        return _reader(kind)(raw)  # type: ignore[arg-type]
-    except _Wrong as error:
-        place = (where + "".join(reversed(error.where))).lstrip(".")
-        raise ValueError(f"{place or 'the file'} {error.said}") from None
+    return _reader(kind)(raw, where)  # type: ignore[arg-type]
+
+
+Reader = Callable[[Any, str], Any]
 
 
 @functools.cache  # an event has hundreds of fields, and a run may have 100,000 events
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What turns a value of parsed JSON into one of this type."""
+def _reader(hint: Any) -> Reader:
+    """What turns a value of parsed JSON, and where it was, into one of this type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _reader(args[0])
     if origin in (typing.Union, types.UnionType):
         inner = _reader(args[0])
-        return lambda raw: None if raw is None else inner(raw)
+        return lambda raw, where: None if raw is None else inner(raw, where)
     if is_dataclass(hint):
         return _object(hint)
     if origin is tuple:
-        return _list(args[0]) if args[-1] is ... else functools.partial(_tuple, [*map(_reader, args)])
+        is_any_length = args[-1] is ...
+        return functools.partial(_tuple, [_reader(arg) for arg in args if arg is not ...], is_any_length and args[0])
     if origin is dict:
         return functools.partial(_dict, _reader(args[1]))
     if hint is float:
         return _float
-    return functools.partial(_simple, hint) if hint in _SIMPLE else lambda raw: raw
+    return functools.partial(_simple, hint) if hint in _SIMPLE else lambda raw, where: raw
 
 
-def _object(kind: Any) -> Callable[[Any], Any]:
+def _object(kind: Any) -> Reader:
     hints = typing.get_type_hints(kind, include_extras=True)
     parts = [
         (field.name, _reader(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
         for field in fields(kind)
     ]
 
-    def make(raw: Any) -> Any:
+    def make(raw: Any, where: str) -> Any:
         if not isinstance(raw, dict):
-            raise _wrong("an object", raw)
+            raise _wrong(where, "an object", raw)
         found = {}
         for name, read_field, is_required in parts:
             if name in raw:
-                try:
-                    found[name] = read_field(raw[name])
-                except _Wrong as error:
-                    raise error.within(f".{name}") from None
+                found[name] = read_field(raw[name], f"{where}.{name}")
             elif is_required:
-                raise _Wrong("is missing", f".{name}")
+                raise ValueError(f"{f'{where}.{name}'.lstrip('.')} is missing")
         return kind(**found)
 
     return make
 
 
-def _list(hint: Any) -> Callable[[Any], Any]:
-    inner, simple = _reader(hint), {hint}
-
-    def make(raw: Any) -> Any:
-        if not isinstance(raw, list | tuple):
-            raise _wrong("a list", raw)
-        if set(map(type, raw)) <= simple:  # of a response's tokens there are many
-            return tuple(raw)
-        return _tuple([inner] * len(raw), raw)
-
-    return make
+def _tuple(readers: list[Reader], item: Any, raw: Any, where: str) -> Any:
+    """``item``: the type of each, where there may be any number; else False."""
+    if not isinstance(raw, list | tuple) or not item and len(raw) != len(readers):
+        raise _wrong(where, "a list" if item else f"a list of {len(readers)}", raw)
+    if item and set(map(type, raw)) <= {item}:  # of a response's tokens there are many
+        return tuple(raw)
+    pairs = enumerate(zip(readers * len(raw) if item else readers, raw, strict=True))
+    return tuple(read_item(value, f"{where}[{number}]") for number, (read_item, value) in pairs)
 
 
-def _tuple(readers: list[Callable[[Any], Any]], raw: Any) -> Any:
-    if not isinstance(raw, list | tuple) or len(raw) != len(readers):
-        raise _wrong(f"a list of {len(readers)}", raw)
-    made: list[Any] = []
-    try:
-        made.extend(read_item(item) for read_item, item in zip(readers, raw, strict=True))
-    except _Wrong as error:
-        raise error.within(f"[{len(made)}]") from None
-    return tuple(made)
-
-
-def _dict(inner: Callable[[Any], Any], raw: Any) -> Any:
+def _dict(inner: Reader, raw: Any, where: str) -> Any:
     if not isinstance(raw, dict):
-        raise _wrong("an object", raw)
-    made: dict[str, Any] = {}
-    for key, item in raw.items():
-        try:
-            made[key] = inner(item)
-        except _Wrong as error:
-            raise error.within(f".{key}") from None
-    return made
+        raise _wrong(where, "an object", raw)
+    return {key: inner(item, f"{where}.{key}") for key, item in raw.items()}
 
 
-def _float(raw: Any) -> float:
-    if type(raw) is float:
-        return raw
+def _float(raw: Any, where: str) -> float:
     if isinstance(raw, bool) or not (isinstance(raw, int | float) or raw in _SPELLED):
-        raise _wrong("a number", raw)
+        raise _wrong(where, "a number", raw)
     try:
         return float(raw)
     except OverflowError:
-        raise _wrong("a number that a float can hold", raw) from None
+        raise _wrong(where, "a number that a float can hold", raw) from None
 
 
-def _simple(hint: type, raw: Any) -> Any:
+def _simple(hint: type, raw: Any, where: str) -> Any:
     if not isinstance(raw, hint) or (hint is int and isinstance(raw, bool)):
-        raise _wrong(_SIMPLE[hint], raw)
+        raise _wrong(where, _SIMPLE[hint], raw)
     return raw
 
 
-def _wrong(expected: str, raw: Any) -> _Wrong:
-    return _Wrong(f"must be {expected}, found {raw!r:.80}")
+def _wrong(where: str, expected: str, raw: Any) -> ValueError:
+    return ValueError(f"{where.lstrip('.') or 'the file'} must be {expected}, found {raw!r:.80}")

@@ -324,7 +324,7 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
         if known & {place, folder.name}:
             continue
         try:
-            event = read(Event, _read_record(folder, root).get("event") or _read_record(folder, root, "event"))
+            event = read(Event, _read_record(folder, root).get("event") or _read_record(folder, root, "event") or None)
         except ValueError:
             lost.append(folder.name)
             continue
