@@ -192,6 +192,7 @@ def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_S
         batch=_typical(parts, certificate.norm_after, None if history is None else history.spread),
         shares=shared,
         cause=finding.source,
+        fault=finding.fault,
         rerun=finding.rerun,
         first_not_finite=finding.first_not_finite,
         consequence=_consequence(context, culprits),

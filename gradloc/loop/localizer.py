@@ -20,9 +20,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,6 +38,9 @@ from ..core.ranks import LostRank, Ranks
 from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
+from ..fault.find import Clues, judge
+from ..fault.reference import ReferenceKeeper
+from ..fault.updates import Updates
 from ..record import Action
 from ..search.beside import parted_replicas
 from ..search.cures import records_under
@@ -93,6 +97,9 @@ class Localizer:
         ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
+        self.updates = Updates()
+        """What the optimizer's steps did."""
+        self._keeper = ReferenceKeeper()
         self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
@@ -124,6 +131,7 @@ class Localizer:
             are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
         """
         self._policy, self._space, self._device = policy, space, space.device
+        self.updates.follow(self.powers.optimizer, space)
         self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
@@ -133,6 +141,7 @@ class Localizer:
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
         self._step = step
+        self._keeper.begin(step)
         self._tracker.begin_mini_batch()
         self.begin_passes()
 
@@ -144,6 +153,7 @@ class Localizer:
     def after_backward(self) -> None:
         """Note the norms of what ``.grad`` has accumulated so far."""
         self._tracker.after_backward(self._space)
+        self._keeper.after_backward(self._space)
 
     def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
@@ -164,13 +174,18 @@ class Localizer:
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
         policy, spike = self._policy, None
+        self.updates.ask()
+        self.updates.number = policy.global_step if policy is not None else self.updates.number + 1
         if policy is not None:
             self._first_step = self._step if len(self.norms) == 1 else self._first_step
             spike = self._find_spike(policy, norm)
+            if spike is not None:
+                self._learn_of_updates(to_host(self.updates.open))
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
+        self._keeper.end(self._step, norm, self.updates.number, is_spike)
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
@@ -185,10 +200,13 @@ class Localizer:
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
         """
+        heads = len(self.head_squares)
+        read = to_host([*self.head_squares, *self.updates.open])
+        self._learn_of_updates(read[heads:])
         report = RankReport(
             self.ranks.process,
             tuple(self.norms),
-            tuple(float(square) for square in self.head_squares),
+            tuple(float(square) for square in read[:heads] if square is not None),
             self.coefficient,
             self.num_failures,
             peak_bytes=self._peak.most(self._device),
@@ -232,6 +250,12 @@ class Localizer:
                 )
         if problem and self.ranks.is_first:
             logger.error("gradloc: %s", problem)
+
+    def _learn_of_updates(self, noted: Sequence[torch.Tensor | None]) -> None:
+        """Warn of an update that went far, and of weights that something else changed."""
+        for warning in self.updates.learn(noted):
+            if self.ranks.is_first:
+                logger.warning("gradloc: %s; the next norms show what that does", warning)
 
     def _clip_scale(self, norm: float) -> float:
         """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
@@ -386,7 +410,15 @@ class Localizer:
         clip_scale = self._clip_scale(spike.grad_norm)
         typical, groups = policy.typical, policy.groups
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            return localize(step, space, ranks, spike, clip_scale, increments, typical, groups=groups, **way)
+            clues = Clues(
+                self._keeper.reference,
+                self.updates,
+                policy.global_step,
+                getattr(self._step, "backward_factor", None),
+                getattr(self._step, "anew", None),
+            )
+            way = {**way, "groups": groups, "judge": partial(judge, clues)}
+            return localize(step, space, ranks, spike, clip_scale, increments, typical, **way)
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)

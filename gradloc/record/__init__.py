@@ -38,7 +38,7 @@ def optional() -> Any:
 
 _PHASES = (
     *("micro_batch", "rank", "token", "share", "verify", "residual", "sketch", "coefficients", "bisect"),
-    *("transient", "weights", "scale", "others"),
+    *("transient", "weights", "scale", "others", "fault"),
 )
 _PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", *VERDICTS)
 
@@ -168,9 +168,11 @@ CAUSES = (
     *("spurious_token", "loss_weight", "unexpected_token", "odd_document", "duplicate_document", "shifted_labels"),
     *("padding_trained", "not_sampled", "shifted_log_probs", "non_finite_forward", "non_finite_backward"),
     *("non_finite_padding", "non_finite_weights", "replicas_differ", "batch_scale", "not_tokens", "transient"),
+    *("gradient_changed", "gradient_scaled", "update_too_large", "learning_rate_jumped", "weight_decay"),
+    *("second_moments", "moments_lost", "weights_changed", "weights_grown"),
     "unknown",
 )
-"""From ``non_finite_padding`` to ``transient`` they are of the whole step, and no token's: see StepCause."""
+"""From ``non_finite_padding`` to ``weights_grown`` they are of the whole step, and no token's: see StepCause."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,27 @@ class StepCause:
     """Rows of the trainer's batch and response positions, where it is about a few."""
 
 
+FAULTS = ("batch", "last_update", "weights", "after_backward", "undecided")
+"""The links of a step: the batch, the update before it, the weights, what changes a gradient before the optimizer."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Which link of the step broke."""
+
+    at: Annotated[str, ("enum", FAULTS)] = "undecided"
+    label: Annotated[str, ("enum", CAUSES)] | None = None
+    """The cause; null where the batch is at fault, whose culprits have causes of their own."""
+    parameters: tuple[str, ...] = ()
+    """The most suspect first."""
+    step: Count | None = None
+    """The step whose update it was, or from which on the weights are so."""
+    evidence: dict[str, float | None] = field(default_factory=dict)
+    """Norms that were measured, and ratios to what is usual in this run."""
+    reason: str = ""
+    """In words."""
+
+
 @dataclass(frozen=True)
 class Rerun:
     """The spike's micro-batches run again as they were."""
@@ -558,6 +581,8 @@ class Event:
     """Null where a log-prob of the two is not known, or the shares are not, or cannot be trusted."""
     batch: BatchStatistics = BatchStatistics()
     cause: StepCause | None = optional()
+    fault: Fault | None = optional()
+    """Null in records from before faults were looked for."""
     rerun: Rerun | None = optional()
     """Null where it was not asked for."""
     first_not_finite: FirstNotFinite | None = optional()

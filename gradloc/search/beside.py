@@ -26,7 +26,7 @@ from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
 from ..core.step import typical_sizes
 from ..core.tracker import median_size
-from ..record import Certificate, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..words.text import plural
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
@@ -68,23 +68,61 @@ def _again(task: Task) -> tuple[float, float]:
     return norm, prober.space.norm() / task.spike.grad_norm
 
 
-def triage(task: Task, typical: Mapping[str, tuple[float, float]], reran: Rerun | None) -> SearchResult | None:
-    """What made the spike, if no token did; None if only a search can tell.
+def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
+    """Return why a spike does not come back: two further runs that are alike say that its gradient was changed after
+    the backward, and others that the machine does not repeat itself. One gradient more is held."""
+    prober, space = task.prober, task.prober.space
+    everything = range(prober.step.num_micro_batches)
+    if not task.can_afford(backwards=2 * len(everything), is_certificate=True):
+        return StepCause("transient", TRANSIENT, numbers)
+    prober.compute((index, None) for index in everything)
+    first, norm = space.keep(), 0.0
+    prober.compute((index, None) for index in everything)
+    prober.add(first, alpha=-1.0)
+    apart = space.norm()
+    space.put(first)
+    norm = space.norm()
+    if not apart <= _REPEATS * norm:
+        return StepCause("transient", TRANSIENT, numbers)
+    again, given = space.squares(), space.squares(task.gradient) / task.scale**2
+    ratios = (given / again.clamp(min=_TINY)).sqrt()
+    off = (given.sqrt() - again.sqrt()).square()
+    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE_SHARE * off.sum()]
+    names = tuple(space.names[index] for index in order[:_MOST_NAMES])
+    factor = float(ratios[order[0]]) if order else 1.0
+    numbers = {**numbers, "factor": factor}
+    if len(order) == len(space.params) or float(ratios.max()) <= _STABLE * float(ratios[again > 0].min()):
+        why = f"every gradient was multiplied by {factor:.3g} after the backward"
+        return StepCause("gradient_scaled", why, {**numbers, "factor_times": factor})
+    why = f"two further runs give the same gradient, and the optimizer got another: {names[0]}'s {factor:.3g} times"
+    return StepCause("gradient_changed", why, {**numbers, "difference": numbers.get("rerun_difference")}, names)
 
-    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`; ``reran`` the spike run again, None if that was not
-    asked for.
+
+def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None:
+    """Return what made the spike whatever the batch: replicas or weights that are broken, or a machine; else None.
+
+    Args:
+        task: the spike.
+        reran: the spike run again; None if that was not asked for.
     """
     parted = parted_replicas(task.prober.space, task.prober.ranks)
     if parted:
         return _by_weights(task, "replicas_differ", parted, ("has", "have"), "other weights on some replicas")
     if reran is not None and not reran.is_reproduced:
-        return _result(task, "transient", StepCause("transient", TRANSIENT, {"rerun_norm": reran.norm}))
+        return _result(task, "transient", _not_reproduced(task, {"rerun_norm": reran.norm}))
     if not math.isfinite(task.spike.grad_norm):
         bad = non_finite_weights(task.prober.space)
         if bad:
             return _by_weights(task, "non_finite_weights", bad, ("holds", "hold"), "weights that are not finite")
-        return _padding(task)
-    return scaled_batch(task, typical)
+    return None
+
+
+def whole_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+    """Return what made the spike, if the loss of the whole batch or of padding did; else None.
+
+    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
+    """
+    return scaled_batch(task, typical) if math.isfinite(task.spike.grad_norm) else _padding(task)
 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
@@ -199,6 +237,13 @@ def unsearched(task: Task, why: str) -> SearchResult:
     return SearchResult(path=path, stop_reason=why, certificate=nothing_found(task, why))
 
 
+def fault_result(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResult:
+    """Return the result of a step whose batch is not at fault: no token is named."""
+    cause = StepCause(fault.label or "unknown", fault.reason, dict(fault.evidence), fault.parameters)
+    certificate = nothing_found(task, fault.reason)
+    return SearchResult(path=path, stop_reason=fault.reason, certificate=certificate, source=cause)
+
+
 def nothing_found(task: Task, reason: str) -> Certificate:
     """The certificate if no token is named, for this reason."""
     return replace(task.certify([]), reason=reason)
@@ -259,7 +304,7 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     norm, difference = _again(task) if known is None or None in known else known
     assert norm is not None and difference is not None
     if difference > _REPEATS:
-        return StepCause("transient", TRANSIENT, {"rerun_norm": norm, "rerun_difference": difference}), norm
+        return _not_reproduced(task, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if shares.unseen or not task.can_afford(forwards=2 * len(everything)):
         return None
     readouts = prober.ranks.agree(lambda: task.readouts([]))

@@ -7,7 +7,7 @@ had looked.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.certificate import judge
@@ -16,9 +16,9 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
-from ..record import Certificate
+from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
-from .beside import first_not_finite, rerun, scaled_batch, triage, unsearched
+from .beside import apart_from_any_batch, fault_result, first_not_finite, rerun, scaled_batch, unsearched, whole_loss
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
@@ -26,11 +26,13 @@ from .overflow import in_training_unit, rescaled
 from .sketch import sketch
 from .task import SearchResult, Task
 
+Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
 _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
 """What may have made a spike instead of its tokens, and yet be the loss's doing."""
+_AFTER_BACKWARD = ("gradient_changed", "gradient_scaled")
 _REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the norm that their weight predicts, or more
 
 
@@ -51,6 +53,7 @@ def localize(
     reruns: bool = False,
     max_cures: int = MAX_CURES,
     groups: Groups | None = None,
+    judge: Judge | None = None,
 ) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
@@ -70,6 +73,7 @@ def localize(
         reruns: run the spike again first, and search nothing if it does not come back.
         max_cures: measure so many other settings at most; 0: none, and nothing of them is looked at.
         groups: how the batch's advantages were made, for settings that change them.
+        judge: finds which link broke, and gives a result where that is not the batch; None: the batch is taken for it.
     """
     started = time.perf_counter()
     rng = space.forward_state()
@@ -87,7 +91,9 @@ def localize(
         objection = getattr(held, "objection", "")
         reran = rerun(task) if reruns and not objection else None
         task = replace(task, reran=reran)
-        result, first = unsearched(task, objection) if objection else triage(task, typical or {}, reran), None
+        first = None
+        result, fault = _link(task, objection, reran, judge)
+        result = result or whole_loss(task, typical or {})
         if result is None and not math.isfinite(spike.grad_norm):
             overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
             if overflow is None:
@@ -119,11 +125,33 @@ def localize(
         finally:
             space.put(saved)
             rng.restore()
+    result.fault = _fault_with(result, fault)
     result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _link(
+    task: Task, objection: str, reran: Rerun | None, judge: Judge | None
+) -> tuple[SearchResult | None, Fault | None]:
+    """Return which link of the step broke; and the result, where that is not the batch."""
+    if objection:
+        fault: Fault | None = getattr(task.prober.step, "fault", None)
+        result = unsearched(task, objection)
+        return (fault_result(task, fault, result.path) if fault is not None and fault.label else result), fault
+    broken = apart_from_any_batch(task, reran)
+    return judge(task) if broken is None and judge is not None else (broken, None)
+
+
+def _fault_with(result: SearchResult, found: Fault | None) -> Fault | None:
+    """Return the fault with what the search itself found out after it was looked for."""
+    source = result.source
+    if source is None or source.label not in _AFTER_BACKWARD or (found is not None and found.at == "after_backward"):
+        return found
+    step = None if found is None else found.step
+    return Fault("after_backward", source.label, source.names, step, dict(source.numbers), source.reason)
 
 
 def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certificate:

@@ -14,7 +14,7 @@ from ..core.probe import Prober
 from ..core.selection import Token
 from ..core.step import only
 from ..core.trigger import Spike
-from ..record import Certificate, Cured, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..record import Certificate, Cured, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from .limit import Limit
 from .share import Readout, ShareMap
 
@@ -181,7 +181,8 @@ class SearchResult:
     """The gradient without the culprits, where a certificate has left it; let go of when the search is over."""
     source: StepCause | None = None
     """What made the spike, if its tokens did not."""
-
+    fault: Fault | None = None
+    """Which link of the step broke; None where that was not asked."""
     strategy: str = ""
     tau: float = math.nan
     num_forwards: int = 0

@@ -110,6 +110,24 @@ class MovedWeights:
         space.shift = Shift(shifts, step)
         return total
 
+    @torch.no_grad()
+    def assign(self, made: Callable[[int, torch.Tensor], torch.Tensor | None]) -> bool:
+        """Set this process' part of each parameter to what ``made`` gives for its number and its original part.
+
+        :meth:`~..core.gradients.GradientSpace.publish` has to follow, on all ranks together.
+
+        Returns:
+            Whether all were given. At the first None the rest is left as it is; leaving the context restores all.
+        """
+        self._space.reshard()
+        for index, (param, saved) in enumerate(zip(self._space.params, self._saved, strict=True)):
+            shard = local_shard(param)
+            value = made(index, saved.to(shard.device))
+            if value is None:
+                return False
+            shard.copy_(value)
+        return True
+
     def move_randomly(self, seed: int, step: float) -> None:
         """Set the weights to original + dither + step * v, with v standard normal, of this seed, different by shard."""
         self._space.agree(lambda: self._move_randomly(seed, step))

@@ -9,7 +9,7 @@ from ..record import Culprit, Event
 from ..words.culprits import by_size, carried, trusted_share
 from ..words.cures import healer
 from ..words.numbers import bounded, number
-from ..words.story import headline, pronoun, quote, step_cause
+from ..words.story import headline, pronoun, quote, says_reason, step_cause
 
 COLUMNS = (
     *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
@@ -39,7 +39,7 @@ def announcement(event: Event) -> str:
         doubt = "" if certificate.verdict == "explained" else f", {certificate.verdict.replace('_', ' ')}"
         numbers = f"{_who(event)}, norm {norm} ({after} without {pronoun(event)}{doubt})"
     else:
-        numbers = f"{cause.reason}, norm {norm}" if cause else f"norm {norm}"
+        numbers = f"{cause.reason}, norm {norm}" if cause and not says_reason(cause) else f"norm {norm}"
     scale = event.consequence.clip_scale if event.consequence is not None else None
     clipped = ", clipped" if scale is not None and scale < 1 else ""
     cured = healer(event)

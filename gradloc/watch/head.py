@@ -15,6 +15,8 @@ import torch
 
 from ..core.precise import precise_linear
 
+SMALL = 32
+"""Outputs of a head up to which dL/dz is found as a whole, by the pseudo-inverse."""
 _CHUNK = 2**24  # logits in float32 at a time: 64 MiB
 _FITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 5e-3}
 """Residual over the norm of dL/dh below which a position has the form; half precision rounds dL/dh itself."""

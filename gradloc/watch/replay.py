@@ -13,6 +13,7 @@ import torch
 
 from ..core.gradients import Gradient, GradientSpace, in_parts, total_of
 from ..core.sharding import local_shard
+from ..record import Fault
 from ..words.text import plural
 from .clips import Clip, ClipTap
 from .tap_step import TapStep
@@ -21,6 +22,7 @@ SAME = {torch.float32: 3e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
 """Of the norm: two runs of a step differ by less, by the precision of the forward."""
 _ROUNDING = 1e-3  # relative: a factor that is measured is off by less
 _MOST_NAMES = 3  # parameters named in the sentence
+_MOST_FAULTY = 8  # parameters of a fault
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
@@ -29,8 +31,8 @@ def hold_against(
 ) -> None:
     """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
 
-    ``.grad`` is left holding it in the unit in which it was clipped, and ``step.factor`` says by what it was scaled.
-    ``step.objection`` says what does not hold, if anything. All ranks call this together.
+    ``.grad`` is left holding it in the unit in which it was clipped; ``step.backward_factor`` says by what it was
+    scaled, and ``step.objection`` says what does not hold, if anything. All ranks call this together.
 
     Args:
         step: settled.
@@ -48,19 +50,22 @@ def hold_against(
     again[outside] = dots[outside] = given[outside] = 0.0
     is_by_value = any(call.is_by_value for call in clips)
     ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    step.factor = _exact(_weighted_median(ratios, again) or 1.0)
+    step.backward_factor = _exact(_weighted_median(ratios, again) or 1.0)
     if is_by_value:
-        step.factor = _exact(_factor_of_small(space, before, min(call.limit for call in clips if call.is_by_value)))
-        off = _after_clips(space, before, clips, step.factor, tap)
+        step.backward_factor = _exact(
+            _factor_of_small(space, before, min(call.limit for call in clips if call.is_by_value))
+        )
+        off = _after_clips(space, before, clips, step.backward_factor, tap)
     else:
-        off = _differences(space, before, step.factor * factors)
+        off = _differences(space, before, step.backward_factor * factors)
     off[outside] = 0.0
     total = float(given.sum())
     apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((off / factors**2).sum()))
     if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
-        step.objection = _sentence(space, off, ratios / step.factor, apart)
-    space.scale(step.factor)
+        step.objection = _sentence(space, off, ratios / step.backward_factor, apart)
+        step.fault = _fault(space, off, ratios / step.backward_factor, apart, step.objection)
+    space.scale(step.backward_factor)
 
 
 def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None) -> torch.Tensor:
@@ -154,6 +159,15 @@ def _after_clips(
         return space.squares()
     finally:
         space.put(kept)
+
+
+def _fault(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float, why: str) -> Fault:
+    """Return the fault of a gradient that differs: after the backward where a few parameters' gradients do."""
+    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
+    names = tuple(space.names[index] for index in order[:_MOST_FAULTY])
+    evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
+    at = "undecided" if len(order) > len(space.params) / 2 else "after_backward"
+    return Fault(at, "gradient_changed" if at == "after_backward" else None, names, None, evidence, why)
 
 
 def _sentence(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float) -> str:

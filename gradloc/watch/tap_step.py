@@ -23,28 +23,17 @@ import torch
 from ..core.precise import precise_linear
 from ..core.ranks import Ranks
 from ..core.step import Numerics, Outputs, Recorded
-from .head import Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
+from ..record import Fault
+from .anew import AnewStep, TapRecorded, kept, present
+from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
 from .step import LoopMicroBatch, LoopStep, brief_of
 from .taps import Forwarded, Graph, ModelTap, Zero
 
 FORMS = ("log_probs", "logits", "hidden")
-SMALL = 32
-"""Outputs of a head up to which dL/dz is found as a whole, by the pseudo-inverse."""
 _PROBED = 64  # positions by which labels are told from other inputs
 _BETTER = 0.9  # of a residual's square: later labels have to fit by so much better
 _TIMES = 3.0  # a position's tolerance: a residual of the whole step up to which its loss has the form
 _TINY = 1e-30  # in place of a size of 0
-
-
-@dataclass
-class TapRecorded(Recorded):
-    """What a search knows of a micro-batch; its gradient begins at dL/dh."""
-
-    backward: Any = None
-    """Called with a selection, the outputs of a forward with a graph, and a unit."""
-
-    def pull(self, selected: torch.Tensor | None) -> Any:
-        return partial(self.backward, selected)
 
 
 @dataclass
@@ -88,10 +77,12 @@ class TapStep(LoopStep):
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap.outer, ranks.size, lambda: 1.0)
         self.tap, self.ranks, self.form = tap, ranks, FORMS[0]
-        self.factor = 1.0
+        self.backward_factor = 1.0
         """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
         self.objection = ""
         """Why no search may trust the gradient that is run again; empty where it may."""
+        self.fault: Fault | None = None
+        """Which link broke, where the objection says it."""
         self.apart = 0.0
         """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
@@ -141,7 +132,12 @@ class TapStep(LoopStep):
     def numerics(self) -> Numerics:
         """In the unit of the gradient as it was clipped."""
         found = super().numerics
-        return Numerics(found.dtype, 1.0 / self.factor, self.factor / self.num_ranks, reduces_once=found.reduces_once)
+        return Numerics(
+            found.dtype,
+            1.0 / self.backward_factor,
+            self.backward_factor / self.num_ranks,
+            reduces_once=found.reduces_once,
+        )
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
         made = self.micro_batches[micro_batch]
@@ -165,6 +161,20 @@ class TapStep(LoopStep):
         """The logits in float32, and as much again; of a head that is not known nothing."""
         width = max((getattr(head, "out_features", 0) for head in self.tap.heads), default=0)
         return 8 * width * max(rows * length for rows, length in (e.forwarded.positions for e in self.micro_batches))
+
+    # ---- at other weights
+
+    def prepare_to_keep(self) -> None:
+        """Have the next forward's logits kept until the step is taken, as far as there is room."""
+        self.tap.keeps_logits = True
+
+    def kept(self) -> AnewStep:
+        """Return the first micro-batch, to be run again at the weights of a later step."""
+        return kept(self)
+
+    def anew(self) -> AnewStep:
+        """Return the settled step as one whose loss follows the weights."""
+        return present(self)
 
     # ---- before a search
 

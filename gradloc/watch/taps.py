@@ -75,6 +75,8 @@ class Forwarded:
         """Of dL/dh at each position, float32 (B, T)."""
         self.head_pulls: list[torch.Tensor | None] = []
         """dL/dz of each call of a head; None where it was too large to keep."""
+        self.head_outputs: list[torch.Tensor | None] = []
+        """z of each call of a head; None unless :attr:`ModelTap.keeps_logits` was set."""
         self.head_calls: list[tuple[torch.nn.Module, Place]] = []
         """Each head that was called on h, and on which of its rows."""
         self.is_body_alone = False
@@ -201,6 +203,8 @@ class ModelTap:
         self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
+        self.keeps_logits = False
+        """Whether the next forward keeps z beside dL/dz, as far as there is room; it resets this."""
         self._is_measured = False
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
@@ -218,6 +222,7 @@ class ModelTap:
         self._kept = 0
         self._reader: Reader | None = None
         self._graph: Graph | None = None
+        self._is_cut = True
         self._is_queued = False
         self._hook_handles: list[Any] = []
         """On tensors of the present forward."""
@@ -283,6 +288,7 @@ class ModelTap:
         forwarded.is_head_inlined = True
         forwarded.head_calls.append((self._declared_head, whole_of(forwarded.shape)))
         forwarded.head_pulls.append(None)
+        forwarded.head_outputs.append(None)
         if self._declared_head not in self.heads:
             self.heads.append(self._declared_head)
 
@@ -300,13 +306,19 @@ class ModelTap:
         finally:
             self._reader = None
 
-    def graph(self, forwarded: Forwarded) -> Graph:
-        """Run a forward with a graph, cut behind h and behind each head's output."""
-        self._graph = found = Graph()
+    def graph(self, forwarded: Forwarded, is_cut: bool = True) -> Graph:
+        """Run a forward with a graph, cut behind h and behind each head's output.
+
+        Args:
+            forwarded: to be run.
+            is_cut: if False, a gradient of the heads' outputs flows on into h.
+        """
+        self._graph, self._is_cut = Graph(), is_cut
+        found = self._graph
         try:
             given = forwarded.run()
         finally:
-            self._graph = None
+            self._graph, self._is_cut = None, True
         if found.hidden is None:
             raise RuntimeError("the forward, run again, came to no hidden state")
         if forwarded.is_body_alone or forwarded.is_head_inlined:
@@ -373,7 +385,7 @@ class ModelTap:
             if self._graph is None or self._graph.hidden is None:
                 return (self._meet(given), *args[1:])
             if _is_view(given, self._graph.hidden):  # of a further head
-                return (_Cut.apply(given), *args[1:])
+                return (self._without_gradient(given), *args[1:])
         return None
 
     def _after_head(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -383,7 +395,7 @@ class ModelTap:
             if self._graph is not None and module in self.heads and self._graph.hidden is not None:
                 if self._graph.cut is not None and _is_view(args[0], self._graph.cut):
                     self._graph.heads.append(output)
-                    return _Cut.apply(output)
+                    return self._without_gradient(output)
             return None
         if self._present is not None and self._is_searching:
             self._called.append((module, args[0], output))
@@ -401,7 +413,10 @@ class ModelTap:
         if not self._is_measured:
             self._measure(module, given)
         present.head_pulls.append(None)
+        present.head_outputs.append(None)
         size = output.numel() * output.element_size()
+        if self.keeps_logits and self._kept + 2 * size <= self.keep_bytes:
+            present.head_outputs[-1], self._kept = output.detach(), self._kept + size
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
             handle = output.register_hook(_Hook(self, "_keep_head", present, len(present.head_pulls) - 1))
@@ -428,7 +443,7 @@ class ModelTap:
     # ---- inside
 
     def _close(self) -> None:
-        present = self._present
+        present, self.keeps_logits = self._present, False
         if present is not None and present.shape is not None:
             self.forwards.append(present)
 
@@ -443,6 +458,7 @@ class ModelTap:
             self._present.shape = None
             self._present.head_calls.clear()
             self._present.head_pulls.clear()
+            self._present.head_outputs.clear()
             for handle in self._hook_handles:
                 handle.remove()
 
@@ -491,8 +507,11 @@ class ModelTap:
         assert self._graph is not None
         if self._graph.hidden is not None:
             return hidden
-        self._graph.hidden, self._graph.cut = hidden, _Cut.apply(hidden)
+        self._graph.hidden, self._graph.cut = hidden, self._without_gradient(hidden)
         return self._graph.cut
+
+    def _without_gradient(self, value: torch.Tensor) -> torch.Tensor:
+        return _Cut.apply(value) if self._is_cut else value
 
     def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
         """Whether the model's own head is called on something else than its body's output."""

@@ -31,6 +31,7 @@ from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks, host_group
 from ..core.sharding import compute_device, local_shard
 from ..core.trigger import Spike
+from ..fault.updates import Undo
 from ..loop.batch import Rows, at_first
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.wire import Policy
@@ -71,6 +72,9 @@ class Watch(Colocated):
         keep_gb: what may be kept on the device in a step, in GiB. Beyond it dL/dh waits in the host's memory, and
             dL/dlogits is recovered from it at a spike.
         metrics: write ``metrics.jsonl``; False where the loop writes its own there.
+        undo: for an optimizer whose last step cannot be undone from its state by the rules of torch's Adam, AdamW and
+            SGD with momentum: called with a parameter's local shard, its state and its group's hyperparameters, returns
+            the shard before the step, or None.
         settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
 
     Raises:
@@ -88,6 +92,7 @@ class Watch(Colocated):
         hidden: torch.nn.Module | str | None = None,
         keep_gb: float = 0.25,
         metrics: bool = True,
+        undo: Undo | None = None,
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
@@ -117,6 +122,8 @@ class Watch(Colocated):
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
+        if self.localizer is not None:
+            self.localizer.updates.undo = undo
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
         self._has_written = False
         if kept is not None:

@@ -14,6 +14,7 @@ from .causes import APART, NOTABLE, RULES, Meaning
 from .culprits import again, group, leader
 from .cures import healer, how_healed, said_of
 from .documents import document_words
+from .faults import fault_sentences
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
 from .text import listed, one_line
@@ -109,6 +110,8 @@ class Evidence:
             "target": first.value_target,
             "teacher": first.teacher_log_prob,
             "threshold": certificate.threshold,
+            "undone": self.number("norm_without_update"),
+            "unchanged": self.number("norm_without_change"),
         }
         return {name: number(value, 3) for name, value in numbers.items()} | {
             "names": ", ".join(names) or "the batch's tensors",
@@ -122,6 +125,8 @@ class Evidence:
             "probability": number(probability, 2),
             "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
             "more": number(event.search.num_more),
+            "since": str(event.fault.step) if event.fault and event.fault.step is not None else "this one",
+            "fault": " ".join(fault_sentences(event)) or "It was measured when the gradient was run again.",
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),

@@ -13,6 +13,7 @@ from .causes import NOTABLE, meaning_of
 from .culprits import again, carried, engine_words, group, leader, trusted_share
 from .cures import healer
 from .documents import document_words
+from .faults import fault_sentences
 from .numbers import bounded, number, percent
 from .text import one_line, plural, times, visible
 
@@ -114,7 +115,8 @@ def headline(event: Event) -> str:
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     if not event.culprits and cause:
-        return meaning_of(cause.label).headline.format(step=step, spike=what, Spike=what[0].upper() + what[1:])
+        named = {"step": step, "spike": what, "Spike": what[0].upper() + what[1:], "reason": cause.reason}
+        return meaning_of(cause.label).headline.format(**named)
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
     who = culprits(event)
@@ -125,6 +127,11 @@ def headline(event: Event) -> str:
         return f"{who} made part of {what}; {rest}"
     did = "may have made" if event.certificate.verdict == "undecided" and is_finite else "made"
     return f"{who} {did} {what}"
+
+
+def says_reason(cause: StepCause) -> bool:
+    """Return whether the headline has the cause's reason in it."""
+    return "{reason}" in meaning_of(cause.label).headline
 
 
 def culprits(event: Event) -> str:
@@ -148,6 +155,8 @@ def lede(event: Event) -> str:
     first, cause, search = leader(event.culprits), step_cause(event), event.search
     other = _cause_in_words(cause) if cause else ""
     if first is None:
+        if cause and says_reason(cause):
+            other = " ".join(fault_sentences(event))
         other = other or (f"The search stopped because {search.stop_reason}." if search.stop_reason else "")
         return " ".join(filter(None, (other, first_place(event))))
     share = carried(event, event.culprits)

@@ -20,6 +20,7 @@ RANKS = {
     "record": 0,
     "core": 1,
     "search": 2,
+    "fault": 3,
     "words": 1,
     "tell": 3,
     "mismatch": 2,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix of spikes against causes: each kind of spike gets its own cause, its near neighbours theirs."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -203,6 +204,12 @@ def corrupted(case: Case) -> Case:
     return case
 
 
+def unsteady(case: Case) -> Case:
+    factors = itertools.count(1)
+    case.model.head.weight.register_hook(lambda grad: grad * 1e4 / next(factors) ** 3)
+    return case
+
+
 def scaled_on_its_way(case: Case) -> Case:
     case.model.head.weight.register_hook(lambda grad: grad * 1e4)
     return case
@@ -263,8 +270,9 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "a router's loss": (lambda: with_router(plain(), 3e4), "not_tokens"),
     "a gradient scaled on its way": (lambda: scaled_on_its_way(plain()), "not_tokens"),
     "a router's loss, run again": (lambda: with_router(plain(reruns=True), 3e4), "not_tokens"),
-    "a gradient element that no computation gives": (lambda: corrupted(plain()), "transient"),
-    "such an element, run again": (lambda: corrupted(plain(reruns=True)), "transient"),
+    "a gradient element that no computation gives": (lambda: corrupted(plain()), "gradient_changed"),
+    "such an element, run again": (lambda: corrupted(plain(reruns=True)), "gradient_changed"),
+    "another gradient each time": (lambda: unsteady(plain(reruns=True)), "transient"),
     "a threshold that a healthy step is over": (unremarkable, "unknown"),
 }
 
@@ -305,11 +313,14 @@ def test_the_first_module_that_is_not_finite_is_named_where_it_is_the_model_s(ma
 def test_every_cause_is_in_the_matrix():
     # The critic's and the teacher's have tests of their own, below; replicas take several ranks, see tests/adapters.
     elsewhere = {"value_outlier", "teacher_gap", "replicas_differ"} | OF_DOCUMENTS  # these in tests/watch/test_words.py
+    elsewhere |= OF_UPDATES  # in tests/fault
     assert {cause for _, cause in CASES.values()} | elsewhere == set(CAUSES)
 
 
 OF_DOCUMENTS = {"loss_weight", "unexpected_token", "odd_document", "duplicate_document", "shifted_labels"}
 OF_DOCUMENTS |= {"padding_trained"}
+OF_UPDATES = {"gradient_scaled", "update_too_large", "learning_rate_jumped", "weight_decay", "second_moments"}
+OF_UPDATES |= {"moments_lost", "weights_changed", "weights_grown"}
 SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
 
 

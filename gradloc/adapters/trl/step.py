@@ -7,6 +7,7 @@ forward; where TRL's own loss is asked for, it gives the recorded values instead
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,13 @@ class FusedStep(LoopStep):
             is_deferred=is_reduction_deferred(self.module),
         )
 
+    def kept(self) -> "FusedStep":
+        """Return the first micro-batch alone, to be run again at the weights of a later step."""
+        found = copy.copy(self)
+        found.micro_batches = [copy.copy(self.micro_batches[0])]
+        found.micro_batches[0].recorded = copy.copy(self.micro_batches[0].recorded)
+        return found
+
     @property
     def num_positions(self) -> int:
         """Of the largest micro-batch's forward."""
@@ -115,6 +123,11 @@ class TrlStep(FusedStep, OwnLoss):
         self._given: Forwarded | None = None
         self.is_asking = False
         """Whether the loss that runs is recorded, or asked for here."""
+
+    def kept(self) -> "TrlStep":
+        found: Any = super().kept()
+        found.inputs, found._entropy_masks = self.inputs[:1], self._entropy_masks[:1]
+        return found
 
     # ---- what the trainer's methods go through
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -45,6 +46,12 @@ class VerlStep(OwnLoss, ByRow):
     def after_forward(self, outputs: Outputs) -> None:
         """After it; changes nothing."""
         record(self._recorded[-1], outputs)
+
+    def kept(self) -> "VerlStep":
+        """Return the first micro-batch alone, to be run again at the weights of a later step."""
+        found = copy.copy(self)
+        found.micro_batches, found._recorded = [self.micro_batches[0]], [self._recorded[0]]
+        return found
 
     @property
     def num_micro_batches(self) -> int:

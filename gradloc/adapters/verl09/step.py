@@ -8,6 +8,7 @@ weights on its tokens, and one stage of Lopti's.
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -127,6 +128,13 @@ class EngineStep(OwnLoss, ByRow):
                 packed[name] = value.detach().values()
                 if value.requires_grad:
                     value.register_hook(partial(_keep, packed, f"{name}_coefficient"))
+
+    def kept(self) -> "EngineStep":
+        """Return the first micro-batch alone, to be run again at the weights of a later step."""
+        found = copy.copy(self)
+        found.micro_batches, found._recorded = [self.micro_batches[0]], [self._recorded[0]]
+        found._packed, found._layouts = [self._packed[0]], {}
+        return found
 
     # ---- what the search may ask
 

@@ -14,6 +14,7 @@ from ...words.advice import replay_line
 from ...words.causes import Meaning, meaning_of
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
+from ...words.faults import LINKS, fault_sentences
 from ...words.hurt import did_it_hurt
 from ...words.next_step import next_step
 from ...words.numbers import number, percent, with_error
@@ -152,6 +153,9 @@ class EventView:
         ]
         self.over_run = _over_run(event)
         self.again = _again(event)
+        self.fault = " ".join(fault_sentences(event))
+        self.link = LINKS.get(event.fault.at, "") if event.fault is not None else ""
+        """Which one broke, in words; empty in records from before that was asked."""
         self.shares = shares_sentence(event)
         self.parts = _parts(event)
         """By kind a table's cells: what each row, prompt and data source carries."""

@@ -27,6 +27,7 @@ EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "mini_batch": lambda event: event.step.mini_batch,
     "grad_norm": lambda event: event.trigger.grad_norm,
     "threshold": lambda event: event.trigger.threshold,
+    "fault": lambda event: None if event.fault is None else _quoted(event.fault.at),
     "certificate": lambda event: _quoted(event.certificate.verdict),
     "norm_after": lambda event: event.certificate.norm_after,
     "action": lambda event: _quoted(event.action.taken),
@@ -128,7 +129,7 @@ def issue(view: EventView) -> tuple[str, str]:
     after = "".join(bounded(certificate.norm_after, certificate.error_bound, 3))
     lines = [f"### {escape(story.headline)}", "", escape(story.lede), ""]
     lines += [f"- Norm {norm} ({over}), {after} without the culprits: {view.certificate}."]
-    lines += [f"- {escape(sentence)}" for sentence in (view.shares, given(event, view.clip)) if sentence]
+    lines += [f"- {escape(sentence)}" for sentence in (view.fault, view.shares, given(event, view.clip)) if sentence]
     lines += [f"- Action: {view.action}."]
     lines += [f"- Did it hurt? {view.hurt.answer.capitalize()}. {escape(view.hurt.why)}"]
     lines += [f"- Search: {escape(event.search.strategy)}; {view.search_cost}."]

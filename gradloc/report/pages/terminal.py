@@ -106,8 +106,9 @@ def _print_event(out: Console, view: EventView) -> None:
         table.add_row(f'"{one_line(culprit.text, 24)}"', where, *entry.cells)
     if view.culprits:
         out.print(table)
-    if view.shares:
-        out.print(view.shares, style="dim")
+    for sentence in (view.fault if view.event.culprits else "", view.shares):
+        if sentence:
+            out.print(sentence, style="dim")
     if view.tried:
         out.print(f"Tried, and no help: {' '.join(view.tried)}", style="dim")
     if len(view.event.culprits) > CULPRITS:

@@ -295,6 +295,38 @@ def train(
     }
 
 
+def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bool = False) -> dict[str, Any]:
+    """Updates of which one is at fault, and the one after it; the harness' batches are alike enough to be healthy.
+
+    ``fault``: ``weight_decay`` and ``second_moments`` are the optimizer's, ``norm_scale`` the final norm's weight,
+    ``batch`` the next batch's advantages.
+    """
+    made = make_trainer(overrides, model_dir, stock=stock)
+    optimizer, norms, num_steps = made.engine.optimizer, [], 24
+    for step in range(1, num_steps + 1):
+        batch, (group,) = make_batch(seed=step % 7), optimizer.param_groups
+        is_last, decay = step == num_steps, group["weight_decay"]
+        if is_last and fault == "batch":
+            batch.batch["advantages"] *= 1e3
+        if is_last and fault == "norm_scale":
+            with torch.no_grad():
+                _final_norm(made.engine.module).mul_(50.0)
+        if step == num_steps - 1 and fault == "weight_decay":
+            group["weight_decay"] = 5 / group["lr"]  # weights change sign, and grow
+        if step == num_steps - 1 and fault == "second_moments":
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].mul_(1e-12)
+        norms.append(float(made.update(batch)["actor/grad_norm"]))
+        group["weight_decay"] = decay
+    return {"weights": made.weights_hash(), "norms": norms}
+
+
+def _final_norm(module: torch.nn.Module) -> torch.Tensor:
+    """This rank's part of the final norm's weight."""
+    (found,) = (param for name, param in module.named_parameters() if name.endswith("model.norm.weight"))
+    return found._local_tensor if hasattr(found, "_local_tensor") else found
+
+
 CYCLE = [
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=3",

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of each link of a step, planted in runs drawn from a seed: does the event's ``fault`` name the right one?
+
+    python -m benchmarks.links                       # ten fresh seeds of each, about 25 minutes on two cores
+    python -m benchmarks.links --seeds 2 --model gpt
+    python -m benchmarks.links --seed 123 --fault second_moments
+    python -m benchmarks.links --healthy 10000       # early warnings in that many steps without a fault
+
+A run trains on the text of Python's own help pages. After a healthy beginning a fault is planted, at once or spread
+over ten steps; the first event after that is judged. Runs that never spike are counted apart. Writes links.json.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import logging
+import multiprocessing
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradloc
+from benchmarks.run import Progress, Record, as_typed, digest, finish, parser, table
+
+MODELS = ("gpt", "llama")
+FAULTS = {
+    "token": "batch",
+    "row": "batch",
+    "batch": "batch",
+    "one_gradient": "after_backward",
+    "all_gradients": "after_backward",
+    "learning_rate": "last_update",
+    "weight_decay": "last_update",
+    "second_moments": "last_update",
+    "lost_moments": "last_update",
+    "flipped_weight": "weights",
+    "norm_scale": "weights",
+    "head_scale": "weights",
+}
+"""Each planted fault, and the link that it breaks."""
+_GRADUAL = frozenset({"learning_rate", "weight_decay", "second_moments"})
+"""Over ten steps these are both: the last of several updates, and weights that several updates made."""
+_ONE_PARAMETER = frozenset({"one_gradient", "flipped_weight", "norm_scale", "head_scale"})
+HEALTHY = 48  # steps before the fault
+_SPREAD = 10  # steps that a gradual fault takes
+_AFTER = 4  # steps after it
+_LENGTH = 48
+_TEXT = torch.tensor(list("\n".join(topics.topics.values()).encode()))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.first(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """A byte-level GPT of no library's."""
+
+    def __init__(self, width: int, depth: int, heads: int):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(_LENGTH, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.05)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed draws."""
+
+    model: str
+    seed: int
+    width: int
+    depth: int
+    rate: float
+    decay: float
+    second_beta: float
+    micro_batches: int
+    rows: int
+
+    @classmethod
+    def of(cls, model: str, seed: int) -> "Plan":
+        """Draw it."""
+        rng = random.Random(f"{model} {seed}")
+        return cls(
+            model,
+            seed,
+            rng.choice((32, 64, 96)),
+            rng.choice((2, 3, 4)),
+            rng.choice((5e-4, 1e-3, 2e-3)),
+            rng.choice((0.0, 0.01, 0.1)),
+            rng.choice((0.95, 0.99, 0.999)),
+            rng.choice((1, 2, 4)),
+            rng.choice((2, 4, 8)),
+        )
+
+
+class Run:
+    """One run: a model, its optimizer and its batches, with a fault from some step on."""
+
+    def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
+        torch.manual_seed(plan.seed)
+        self.plan, self.fault, self.steps = plan, fault, _SPREAD if is_gradual else 1
+        self.model = _model(plan)
+        betas = (0.9, plan.second_beta)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), plan.rate, betas, weight_decay=plan.decay)
+        self.watch = gradloc.Watch(self.model, self.optimizer, folder, **given) if folder else None
+        self._rng = torch.Generator().manual_seed(plan.seed + 1)
+        self._picked = random.Random(plan.seed + 2)
+        named = [name for name, param in self.model.named_parameters() if param.dim() == 2 and "head" not in name]
+        self.parameter = {
+            "one_gradient": self._picked.choice(named),
+            "flipped_weight": self._picked.choice([name for name in named if "blocks" in name or "layers" in name]),
+            "norm_scale": "norm.weight" if plan.model == "gpt" else "model.norm.weight",
+            "head_scale": "head.weight" if plan.model == "gpt" else "lm_head.weight",
+        }.get(fault, "")
+        self.step = 0
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the step's micro-batches: ids and the weights of their tokens."""
+        part, plan = self._part(), self.plan
+        for number in range(plan.micro_batches):
+            starts = torch.randint(len(_TEXT) - _LENGTH - 1, (plan.rows,), generator=self._rng)
+            ids = torch.stack([_TEXT[start : start + _LENGTH + 1] for start in starts])
+            weights = torch.ones(plan.rows, _LENGTH)
+            if part and number == plan.micro_batches - 1:
+                if self.fault == "token":
+                    weights[0, 7] = 3e3**part
+                if self.fault == "row":
+                    weights[0] = 300.0**part
+            if part and self.fault == "batch":
+                weights *= 40.0**part
+            yield ids, weights
+
+    def _part(self) -> float:
+        """How far the fault has come in this step, in (0, 1]; 0 without."""
+        return min((self.step - HEALTHY + 1) / self.steps, 1.0) if 0 <= self.step - HEALTHY < self.steps else 0.0
+
+    def take(self) -> None:
+        """Take one step."""
+        part, each = self._part(), 1 / self.steps
+        if part:
+            self._before_forward(each)
+        self.optimizer.zero_grad()
+        for ids, weights in self.batches():
+            given = self.model(ids[:, :-1])
+            logits = given if isinstance(given, torch.Tensor) else given.logits
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+        if part:
+            self._after_backward(each, part)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with self._optimizer_at_fault(part):
+            self.optimizer.step()
+        self.step += 1
+
+    @torch.no_grad()
+    def _before_forward(self, each: float) -> None:
+        weights = dict(self.model.named_parameters())
+        if self.fault == "flipped_weight":
+            weight = weights[self.parameter]
+            row, column = (self._place % size for size in weight.shape)
+            weight[row, column] += 300.0 * each
+        if self.fault in ("norm_scale", "head_scale"):
+            weights[self.parameter].mul_(20.0**each)
+
+    _place = 1_000_003
+
+    @torch.no_grad()
+    def _after_backward(self, each: float, part: float) -> None:
+        if self.fault == "one_gradient":
+            dict(self.model.named_parameters())[self.parameter].grad.mul_(200.0**part)
+        if self.fault == "all_gradients":
+            for param in self.model.parameters():
+                param.grad.mul_(50.0**part)
+
+    @contextlib.contextmanager
+    def _optimizer_at_fault(self, part: float) -> Iterator[None]:
+        """The step before the one that spikes is the optimizer's: its fault begins with the first step."""
+        (group,), each = self.optimizer.param_groups, 1 / self.steps
+        rate, decay = group["lr"], group["weight_decay"]
+        if part and self.fault == "learning_rate":
+            group["lr"] = rate * (1 + 300.0 * each)
+        if part and self.fault == "weight_decay":
+            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
+        for state in self.optimizer.state.values() if part else ():
+            if self.fault == "second_moments":
+                state["exp_avg_sq"].mul_(1e-6**each)
+            if self.fault == "lost_moments":
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        yield
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+def _model(plan: Plan) -> nn.Module:
+    if plan.model == "gpt":
+        return Gpt(plan.width, plan.depth, 4)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": plan.width, "intermediate_size": 3 * plan.width, "num_hidden_layers": plan.depth}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=2 * _LENGTH, pad_token_id=0, **sizes, **heads)
+    return LlamaForCausalLM(config)
+
+
+def measure(model: str, seed: int, fault: str, is_gradual: bool) -> Record:
+    """Return what the first event of one run says."""
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp()
+    logging.getLogger("gradloc").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = Run(Plan.of(model, seed), fault, is_gradual, folder)
+            for _ in range(HEALTHY + run.steps + _AFTER):
+                run.take()
+            run.watch.close()
+        lines = Path(folder, "gradloc", "events.jsonl")
+        events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    finally:
+        shutil.rmtree(folder)
+    return {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual} | _judged(run, events)
+
+
+def _judged(run: Run, events: list[Record]) -> Record:
+    early = [event for event in events if event["step"]["global_step"] <= HEALTHY]
+    first = next((event for event in events if event not in early), None)
+    if first is None:
+        return {"at": "no spike", "right": None, "early": len(early)}
+    found, truth = first["fault"], FAULTS[run.fault]
+    right = {truth, "weights"} if run.steps > 1 and run.fault in _GRADUAL else {truth}
+    return {
+        "at": found["at"],
+        "label": found["label"],
+        "right": found["at"] in right,
+        "named": run.parameter in found["parameters"][:3] if run.fault in _ONE_PARAMETER else None,
+        "accused": len(first["culprits"]) if truth != "batch" else 0,
+        "step": first["step"]["global_step"],
+        "cost": first["search"]["forwards"] + 2 * first["search"]["backwards"],
+        "reason": found["reason"],
+        "evidence": found["evidence"],
+        "early": len(early),
+    }
+
+
+def _measured(cell: tuple[str, int, str, bool]) -> Record:
+    return measure(*cell)
+
+
+def warnings(model: str, seed: int, steps: int) -> Record:
+    """Return how many early warnings a run without a fault gives."""
+    torch.set_num_threads(1)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: heard.append(entry.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradloc")
+    logger.handlers, logger.propagate = [handler], False
+    folder = tempfile.mkdtemp()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = Run(Plan.of(model, seed), folder=folder)
+            for _ in range(steps):
+                run.take()
+            run.watch.close()
+    finally:
+        shutil.rmtree(folder)
+    early = [line for line in heard if "as usual" in line or "outside of the optimizer" in line]
+    return {"model": model, "seed": seed, "steps": steps, "warnings": early}
+
+
+def _warned(cell: tuple[str, int, int]) -> Record:
+    return warnings(*cell)
+
+
+def summary(rows: list[Record]) -> str:
+    """Return the confusion matrix, and what share is right."""
+    ats = ("batch", "last_update", "weights", "after_backward", "undecided", "no spike")
+    counts: dict[tuple[str, bool], Counter[str]] = {}
+    for row in rows:
+        counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
+    body = [
+        (f"{fault}{', over ten steps' if is_gradual else ''}", FAULTS[fault], *(count[at] or "" for at in ats))
+        for (fault, is_gradual), count in sorted(
+            counts.items(), key=lambda each: (list(FAULTS).index(each[0][0]), each[0][1])
+        )
+    ]
+    judged = [row for row in rows if row["right"] is not None]
+    named = [row for row in judged if row["named"] is not None]
+    lines = [
+        table([("planted", "truth", *ats), *body]),
+        "",
+        f"{sum(row['right'] for row in judged)} of {len(judged)} spikes have the right link; the parameter is among "
+        f"the first three in {sum(row['named'] for row in named)} of {len(named)}; innocents accused in "
+        f"{sum(row['accused'] > 0 for row in judged)}; events before the fault: {sum(row['early'] for row in rows)}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    made = parser("links", __doc__)
+    made.add_argument("--seeds", type=int, default=10, help="fresh seeds of each fault and model")
+    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    made.add_argument("--model", choices=MODELS, action="append")
+    made.add_argument("--fault", choices=FAULTS, action="append")
+    made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
+    made.add_argument("--processes", type=int, default=2)
+    args = made.parse_args()
+    fresh = random.SystemRandom()
+    models = args.model or MODELS
+    rows: list[Record] = []
+    if args.healthy:
+        count = max(args.healthy // 500, 1)
+        cells: Iterable[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
+        work: Any = _warned
+    else:
+        seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
+        cells = list(itertools.product(models, seeds, args.fault or FAULTS, (False, True)))
+        work = _measured
+    progress = Progress(len(list(cells)))
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for row in pool.imap_unordered(work, cells):
+            rows.append(row)
+            progress.step(" ".join(str(row[name]) for name in ("model", "seed")))
+    if args.healthy:
+        total = sum(len(row["warnings"]) for row in rows)
+        text = f"{total} early warnings in {sum(row['steps'] for row in rows):,} healthy steps"
+    else:
+        text = summary(rows)
+    record = {"command": as_typed("links"), "sources": digest(), "rows": rows}
+    finish(record, args.out, "links", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

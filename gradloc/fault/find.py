@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which link broke, by the norms of two batches at two sets of weights.
+
+With S the spike's norm, N an ordinary step's and J = S / N, a reference micro-batch whose norm rose by a factor j is
+*loud* from j >= sqrt(J) on: half of the way on a logarithmic scale, so neither side is favoured and no unit matters.
+
+- quiet at these weights: the **batch** is at fault, and its tokens are searched;
+- loud, and with the last update undone the step has at most sqrt(N S): the **last update**;
+- loud, and it still has more: the **weights**.
+
+Before that the gradient that the taps give is held against ``.grad``: where they differ the fault is **after the
+backward**. All numbers are the same on every rank, so all decide alike.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.probe import Prober
+from ..core.sharding import local_shard
+from ..record import Fault, PathEntry
+from ..search.beside import fault_result
+from ..search.task import SearchResult, Task
+from ..search.weights import MovedWeights
+from ..words.text import listed, plural
+from .reference import Reference
+from .updates import FAR, Updates
+
+_GROWTH = 0.75  # M micro-batches' gradients add up to between sqrt(M) and M times one: the middle of the exponents
+_FACTOR = 2.5  # times the usual factor between backward and step; a loss scale that is halved makes 2
+_MOST_NAMES = 8
+_NOTABLE = 3.0  # times usual: parameters that moved by less are not named
+_DECAYED = 0.5  # of a step's movement: weight decay made it from here on
+_ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
+_SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
+_SINCE = 16  # steps over which weights may have grown, where none of their updates was far from usual
+_ELEMENT = 0.5  # of a weight's squared norm that a single element holds
+
+
+@dataclass(frozen=True)
+class Clues:
+    """What a trainer's process knows of the steps before: what :func:`find_fault` decides by."""
+
+    reference: Reference | None
+    updates: Updates
+    number: int
+    """The trainer's number of the step that spikes."""
+    factor: float | None = None
+    """What the gradient was multiplied by between backward and step; None where that is not known."""
+    again: Callable[[], Any] | None = None
+    """Makes the present step as one whose loss follows the weights; None: the step itself does."""
+
+
+@dataclass
+class _Case:
+    """One spike's measurements."""
+
+    task: Task
+    clues: Clues
+    evidence: dict[str, float | None] = field(default_factory=dict)
+    path: list[PathEntry] = field(default_factory=list)
+
+    @property
+    def usual(self) -> float:
+        """N, the norm of the step that the reference is of."""
+        assert self.clues.reference is not None
+        return self.clues.reference.norm
+
+    @property
+    def middle(self) -> float:
+        """sqrt(N S); N without a finite S."""
+        spike = self.task.spike.grad_norm
+        return math.sqrt(self.usual * spike) if math.isfinite(spike) else self.task.reference
+
+    def note(self, words: str, norm: float) -> None:
+        self.path.append(PathEntry("fault", verdict="measured", norm=norm, note=words))
+
+
+def judge(clues: Clues, task: Task) -> tuple[SearchResult | None, Fault]:
+    """Find the link that broke; and the result, which names no token, where that is not the batch.
+
+    Args:
+        clues: what is known of the steps before.
+        task: the spike. All ranks call this together.
+    """
+    fault, path = find_fault(task, clues)
+    return (None if fault.at in ("batch", "undecided") else fault_result(task, fault, path)), fault
+
+
+def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
+    """Measure which link broke. All ranks call this together; weights come back bit for bit.
+
+    Returns:
+        The fault, ``undecided`` where nothing can be compared with, and the stages that found it.
+    """
+    case, spike, reference = _Case(task, clues), task.spike.grad_norm, clues.reference
+    case.evidence["norm"] = spike
+    why = _why_not(case)
+    if why or reference is None:
+        return Fault("undecided", step=clues.number, evidence=case.evidence, reason=why), case.path
+    case.evidence["usual_norm"] = case.usual
+    first = _first_norm(case)
+    scaled = _scaled_after_backward(case)
+    if scaled is not None:
+        return scaled, case.path
+    norm = _run(task.prober, reference.step)
+    times = norm / first if first > 0 else math.inf
+    case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
+    case.note(f"a micro-batch of step {reference.number} at these weights; {first:.3g} at its own", norm)
+    least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
+    found = _weights_fault(case, times >= least)
+    if found is not None:
+        return found, case.path
+    why = f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights: they are healthy"
+    return Fault("batch", None, (), clues.number, case.evidence, why), case.path
+
+
+def _why_not(case: _Case) -> str:
+    """Return why nothing can be compared with, the same on all ranks; mostly ""."""
+    task, reference = case.task, case.clues.reference
+    if task.spike.threshold is None:
+        return "a rehearsal: nothing spiked"
+    has, is_fresh = reference is not None, not getattr(getattr(reference, "step", None), "is_stale", False)
+    if not task.prober.ranks.all(has):
+        return "no micro-batch of an earlier step is known to compare with"
+    if not task.prober.ranks.all(is_fresh):
+        return "the inputs of an earlier step were written over, so it cannot be run again; give the model a copy"
+    assert reference is not None
+    if math.isfinite(task.spike.grad_norm) and task.spike.grad_norm <= reference.norm:
+        return f"step {reference.number} had as large a norm"
+    return "" if task.can_afford(backwards=2) else "max_steps allows no comparison with an earlier step"
+
+
+# ---- the reference
+
+
+def _first_norm(case: _Case) -> float:
+    """Return the norm of the reference's own gradient when its step was taken, in the unit that a probe gives it in."""
+    reference, prober = case.clues.reference, case.task.prober
+    assert reference is not None
+    count = reference.num_micro_batches
+    squares = reference.squares
+    if prober.ranks.all(squares is not None) and squares is not None:
+        first, last = prober.space.reduce(lambda: torch.stack(squares).double()).tolist()
+        if case.clues.factor is not None and last > 0:
+            case.evidence["usual_factor"] = reference.norm / math.sqrt(last)
+        if first > 0:
+            return math.sqrt(first) / reference.step.numerics.loss_scale
+    return reference.norm / count**_GROWTH / (case.clues.factor or 1.0)
+
+
+def _run(prober: Prober, step: Any) -> float:
+    """Return the norm of this step's gradient at the present weights; ``.grad`` is left holding it."""
+    other = Prober(step, prober.space, prober.ranks)
+    try:
+        other.compute((index, None) for index in range(step.num_micro_batches))
+        return prober.space.norm()
+    finally:
+        prober.num_forwards += other.num_forwards
+        prober.num_backwards += other.num_backwards
+
+
+def _scaled_after_backward(case: _Case) -> Fault | None:
+    """Return the fault where the whole gradient was multiplied between the backward and the step."""
+    usual, factor = case.evidence.get("usual_factor"), case.clues.factor
+    if usual is None or factor is None or not math.isfinite(case.task.spike.grad_norm):
+        return None
+    times = factor / usual
+    if times < max(_FACTOR, math.sqrt(case.task.spike.grad_norm / case.usual)):
+        return None
+    why = f"every gradient was multiplied by {factor:.3g} after the backward, {times:.3g} times as much as usual"
+    evidence = case.evidence | {"factor": factor, "factor_times": times}
+    return Fault("after_backward", "gradient_scaled", (), case.clues.number, evidence, why)
+
+
+# ---- the weights
+
+
+def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
+    """Return the fault of a spike that any batch would have made: the last update, or the weights as they are.
+
+    Where the reference is quiet, weights that changed by far more than usual are asked all the same: then what takes
+    the change back has to heal the step, else None is returned.
+    """
+    updates, ranks = case.clues.updates, case.task.prober.ranks
+    ratios, outside = updates.ratios(ranks), updates.outside(ranks)
+    last = case.clues.number - 1 if updates.last is None else updates.last.number
+    is_far = ratios is not None and float(ratios.median()) >= FAR
+    changed = None if outside is None else _change_fault(case, *outside)
+    is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
+    if is_healed and not is_far:
+        return changed
+    if is_loud or is_far:
+        undone = _with_update(case, 0.0)
+        if undone is not None:
+            case.evidence["norm_without_update"] = undone
+            case.note("this step with the last update undone", undone)
+        if undone is not None and undone <= case.middle or undone is None and is_far:
+            return _update_fault(case, ratios, last)
+    if changed is not None and (is_loud or is_healed):
+        return changed
+    return _growth_fault(case) if is_loud else None
+
+
+def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
+    """Return the step's norm with this part of the last update made: 0 for none of it, 1 for all.
+
+    Only the first half of ``max_steps`` is spent on it; None where the update cannot be undone, or that does not
+    suffice. Weights come back bit for bit.
+    """
+    task, updates = case.task, case.clues.updates
+    prober = task.prober
+    step = prober.step if case.clues.again is None else case.clues.again()
+    if not task.can_afford(backwards=step.num_micro_batches):
+        return None
+    prober.space.clear()
+    with MovedWeights(prober.space, torch.float32) as moved:
+
+        def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
+            if only is not None and index not in only:
+                return saved
+            there = updates.before_last(index, saved)
+            if there is None or not updates.is_undone(index, saved, there):
+                return None
+            return there if part == 0.0 else torch.lerp(there.float(), saved.float(), part)
+
+        if not prober.ranks.all(prober.ranks.agree(lambda: moved.assign(before))):
+            return None
+        prober.space.publish()
+        return _run(prober, step)
+
+
+def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
+    """Return the fault of the last update: which parameters it moved too far, and why."""
+    updates, evidence = case.clues.updates, case.evidence
+    names: tuple[str, ...] = ()
+    label, how = "update_too_large", f"the update of step {last} is at fault"
+    if ratios is not None:
+        order = [int(index) for index in ratios.argsort(descending=True) if ratios[index] >= _NOTABLE]
+        names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
+        times = float(ratios.median()) if len(order) > len(ratios) / 2 else float(ratios.max())
+        evidence["moved_times"] = times
+        who = "all parameters" if len(order) > len(ratios) / 2 else listed([f"{name}" for name in names[:3]])
+        if order:
+            how = f"the update of step {last} moved {who} {times:.3g} times as far as usual"
+        label, more = _mechanism(case, times)
+        how += more
+        if times > 1:
+            usual = _with_update(case, 1.0 / times)
+            if usual is not None:
+                evidence["norm_under_usual_update"] = usual
+                case.note(f"this step had the last update been {times:.3g} times smaller", usual)
+        if order and len(order) <= len(ratios) / 2:
+            alone = _with_update(case, 0.0, frozenset(order[:_MOST_NAMES]))
+            if alone is not None:
+                evidence["norm_with_those_undone"] = alone
+                case.note(f"this step with the last update of {listed(names[:3])} undone alone", alone)
+    return Fault("last_update", label, names, last, evidence, how)
+
+
+def _mechanism(case: _Case, times: float) -> tuple[str, str]:
+    """Return the label of what made the last update this large, and the end of the sentence that says so."""
+    updates, evidence = case.clues.updates, case.evidence
+    rates = [*updates.movements.rates]
+    usual_rate = sorted(rates[:-1])[len(rates[:-1]) // 2] if len(rates) > 1 else 0.0
+    rate_times = rates[-1] / usual_rate if rates and usual_rate > 0 else 1.0
+    evidence |= {"learning_rate": rates[-1] if rates else None, "learning_rate_times": rate_times}
+    if rate_times >= _NOTABLE and times / rate_times < _SPREAD:
+        return "learning_rate_jumped", f": the learning rate was {rates[-1]:.3g}, {rate_times:.3g} times the usual"
+    decayed, lost, small = _moments(case)
+    evidence |= {"decay_share": decayed, "square_over_moment": small}
+    if decayed >= _DECAYED:
+        return "weight_decay", f": weight decay made {100 * decayed:.0f} % of it"
+    if lost:
+        return "moments_lost", ": the optimizer's moments hold a single gradient, as after a resume that lost them"
+    if small is not None:
+        return "second_moments", ": the second moments are too small for the gradients that they divide"
+    return "update_too_large", ""
+
+
+def _moments(case: _Case) -> tuple[float, bool, float | None]:
+    """Return weight decay's part of the last movement, whether both moments are of one gradient, and the root mean
+    square of m / sqrt(v), None where it is at most about 1, as where second moments fit their gradients.
+
+    From the first process' shards, for all.
+    """
+    updates, ranks = case.clues.updates, case.task.prober.ranks
+
+    def local() -> tuple[float, bool, float | None]:
+        optimizer, update = updates.optimizer, updates.last
+        if optimizer is None or update is None:
+            return 0.0, False, None
+        decay = moved = ratio = one = 0.0
+        count = 0
+        for group, kept in zip(optimizer.param_groups, update.groups, strict=True):
+            is_apart = kept.get("decoupled_weight_decay", "adamw" in type(optimizer).__name__.lower())
+            rate, weight = float(kept["lr"]), float(kept.get("weight_decay", 0.0)) if is_apart else 0.0
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                if "exp_avg_sq" not in state or not local_shard(param).numel():
+                    continue
+                m, v = (local_shard(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
+                step = float(state["step"])
+                first, second = (float(each) for each in kept["betas"])
+                hat = (m / (1 - first**step)) / ((v / (1 - second**step)).sqrt() + float(kept["eps"]))
+                moved += float((rate * hat).square().sum())
+                decay += float((rate * weight * local_shard(param.detach()).float().to(m.device)).square().sum())
+                ratio += float(hat.square().sum())
+                single = m.square() * ((1 - second) / (1 - first) ** 2)
+                is_one = (single - v).abs() <= _ONE_GRADIENT * v
+                one += float(is_one.sum())
+                count += m.numel()
+        if not count:
+            return 0.0, False, None
+        mean = math.sqrt(ratio / count)
+        return decay / max(decay + moved, 1e-60), one > 0.9 * count, mean if mean > _SPREAD else None
+
+    return ranks.sent_by(0, ranks.agree(local))
+
+
+def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
+    """Return the fault of weights that something else than the optimizer changed; verified by taking it back."""
+    order = sorted(changed, key=lambda name: -abs(math.log(max(changed[name], 1e-60))))
+    names = tuple(order[:_MOST_NAMES])
+    factor, evidence = changed[names[0]], case.evidence
+    evidence |= {"norm_times": factor, "parameters": float(len(changed))}
+    element = _loudest_element(case, names[0])
+    what = f"its norm is {factor:.3g} times what the optimizer left"
+    if element is not None:
+        what += f", and one element, {element[0]}, is {element[1]:.4g}"
+        evidence["element_value"] = element[1]
+    healed = _with_changed(case, changed, names[0] if element is not None else "")
+    if healed is not None:
+        evidence["norm_without_change"] = healed
+        case.note("this step with that change taken back", healed)
+    more = f" and {plural(len(changed) - 1, 'other parameter')}" if len(changed) > 1 else ""
+    why = f"{names[0]}{more} changed after step {since}, outside of the optimizer: {what}"
+    return Fault("weights", "weights_changed", names, since, evidence, why)
+
+
+def _loudest_element(case: _Case, name: str) -> tuple[list[int], float] | None:
+    """Return where and how large one element is that holds most of this parameter's squared norm; None without one.
+
+    Of sharded parameters nothing is said.
+    """
+    space = case.task.prober.space
+    param = space.params[space.names.index(name)]
+    if local_shard(param) is not param and local_shard(param).shape != param.shape:
+        return None
+    shard = local_shard(param.detach()).double()
+    if shard.numel() < 2 or not float(shard.square().max()) >= _ELEMENT * float(shard.square().sum()):
+        return None
+    place = int(shard.flatten().abs().argmax())
+    return [int(each) for each in torch.unravel_index(torch.tensor(place), shard.shape)], float(shard.flatten()[place])
+
+
+def _with_changed(case: _Case, changed: dict[str, float], element_in: str) -> float | None:
+    """Return the step's norm with those weights scaled back, or their loudest element set to 0."""
+    task, prober = case.task, case.task.prober
+    step = prober.step if case.clues.again is None else case.clues.again()
+    if not task.can_afford(backwards=step.num_micro_batches):
+        return None
+    names = prober.space.names
+    prober.space.clear()
+    with MovedWeights(prober.space, torch.float32) as moved:
+
+        def before(index: int, saved: torch.Tensor) -> torch.Tensor:
+            name = names[index]
+            if name not in changed:
+                return saved
+            if name == element_in:
+                there = saved.clone().flatten()
+                there[int(there.abs().argmax())] = 0.0
+                return there.view_as(saved)
+            return saved / max(changed[name], 1e-60)
+
+        moved.assign(before)
+        prober.space.publish()
+        return _run(prober, step)
+
+
+def _growth_fault(case: _Case) -> Fault:
+    """Return the fault of weights that came to be so over several steps: since when, and which moved furthest."""
+    updates, reference = case.clues.updates, case.clues.reference
+    assert reference is not None
+    since, names = reference.number, tuple[str, ...]()
+    usual, steps = updates.movements.usual(), [*updates.movements.steps]
+    why = f"at these weights any batch spikes; at step {since} it did not, and undoing the last update is not enough"
+    if usual is not None:
+        ratios = torch.stack([moved for _, moved in steps]) / usual.clamp(min=1e-60)
+        sizes = ratios.median(1).values
+        far = [index for index, size in enumerate(sizes.tolist()) if size >= _NOTABLE]
+        if far:
+            since, times = steps[far[0]][0], float(sizes[far].max())
+            updates_of = (
+                f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
+            )
+            why = f"any batch spikes at the weights that {updates_of} left, {times:.3g} times as far as usual"
+            case.evidence["moved_times"] = times
+        total = ratios[far[0] if far else -_SINCE :].mean(0)
+        order = [int(index) for index in total.argsort(descending=True) if total[index] >= _NOTABLE]
+        names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
+    since, why, names = case.task.prober.ranks.sent_by(0, (since, why, names))
+    return Fault("weights", "weights_grown", names, since, case.evidence, why)

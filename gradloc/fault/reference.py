@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A micro-batch of an ordinary step, kept to be run at a spike's weights: its inputs, and what its loss asked for."""
+
+import statistics
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.gradients import GradientSpace
+from ..core.step import TrainingStep
+
+_EVERY = 8  # optimizer steps between two references
+_WINDOW = 32  # norms by which a step is known to be ordinary
+_ORDINARY = 1.5  # times their median: a step of a larger norm gives no reference
+
+
+class Reference(NamedTuple):
+    """One micro-batch of an earlier step."""
+
+    step: TrainingStep
+    """With this micro-batch alone."""
+    number: int
+    """The trainer's number of the step."""
+    norm: float
+    """Of the step's gradient."""
+    num_micro_batches: int
+    """Of the step."""
+    squares: tuple[torch.Tensor, torch.Tensor] | None
+    """This process' part of the squared norm in ``.grad`` after the first and after the last backward; None where
+    ranks had not summed it by then."""
+
+
+class ReferenceKeeper:
+    """Keeps the first micro-batch of an ordinary step every few steps. It holds no gradient and no activation.
+
+    :attr:`is_wanted` is set before a step's first forward; the step has to leave what it is run again from.
+    """
+
+    def __init__(self) -> None:
+        self.reference: Reference | None = None
+        self.is_wanted = False
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._num_steps = 0
+        self._squares: list[torch.Tensor] = []
+
+    def begin(self, step: Any) -> None:
+        """Begin a step: decide whether its first micro-batch is to be kept."""
+        self.is_wanted = self._num_steps % _EVERY == 0 or self.reference is None
+        if self.is_wanted and hasattr(step, "prepare_to_keep"):
+            step.prepare_to_keep()
+        self._num_steps += 1
+        self._squares = []
+
+    def after_backward(self, space: GradientSpace) -> None:
+        """Note the norm of what ``.grad`` holds; nothing is read from the device."""
+        if self.is_wanted:
+            try:
+                self._squares = [*self._squares[:1], space.local_squares().sum()]
+            except (torch.OutOfMemoryError, MemoryError):  # training itself has room
+                self.is_wanted = False
+
+    def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
+        """Keep the first micro-batch where the step was ordinary. Steps that cannot be kept have no ``kept``."""
+        make = getattr(step, "kept", None)
+        is_ordinary = not self._norms or norm <= _ORDINARY * statistics.median(self._norms)
+        if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
+            kept = make()
+            if kept is not None:
+                is_whole = not step.numerics.reduces_once and bool(self._squares)
+                squares = (self._squares[0], self._squares[-1]) if is_whole else None
+                self.reference = Reference(kept, number, norm, step.num_micro_batches, squares)
+        if not is_spike:
+            self._norms.append(norm)
+        self._squares = []

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer's steps do to the weights: how far each goes, and how the last one is undone.
+
+A healthy step costs one norm of all weights and a sample of their elements, a few kernels on the device; nothing is
+communicated and nothing is read until the next step. From the samples before and after a step follows how far it moved
+each parameter, whatever the optimizer. From the norms follows whether something else changed the weights since.
+"""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.gradients import GradientSpace
+from ..core.ranks import Ranks
+from ..core.sharding import local_shard
+
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any]], torch.Tensor | None]
+"""Called with a parameter's local shard, its optimizer state, and its group's hyperparameters as they were in the last
+step; returns the shard before that step, or None where it cannot be known."""
+
+_SAMPLE = 2**11  # elements of a parameter whose movement is measured
+_WINDOW = 64  # steps whose movements are remembered
+_LEAST = 16  # steps before a movement is judged
+FAR = 8.0
+"""Times the usual movement from which a healthy step's is announced. Adam's own vary within a factor of 2."""
+_OUTSIDE = 1e-4  # relative change of a weight's norm between two steps; sums on two devices differ by less
+_OFF = 0.05  # of the sampled movement: an undo that is off by more is none
+_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a weight, that its own precision may hide
+_TINY = 1e-60  # in place of 0, where it divides
+_KEPT = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "decoupled_weight_decay")
+
+
+@dataclass
+class OptimizerStep:
+    """One step of the optimizer."""
+
+    number: int
+    """The trainer's number of the step."""
+    groups: list[dict[str, Any]]
+    """Each group's hyperparameters, as the step used them."""
+    moved: torch.Tensor
+    """L2 norms of the sampled movement and of the sampled weights, float32 (2, num_params); on the device."""
+    norms: torch.Tensor
+    """Norm of this process' part of each parameter after it, float32 (num_params,); on the device."""
+    skipped: frozenset[int] = frozenset()
+    """Numbers of the parameters without a gradient, which it left alone."""
+
+
+@dataclass
+class Movements:
+    """How far the steps so far went, on this process."""
+
+    steps: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Of each step its number and |dw| / |w| of each parameter, float64 (num_params,)."""
+    sizes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """The same of all parameters together."""
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Their largest learning rates."""
+    outside: deque[tuple[int, list[tuple[int, float]]]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Of each step: which parameters' norms changed before it, outside of the optimizer, and by which factor."""
+
+    def usual(self) -> torch.Tensor | None:
+        """Return the median movement of each parameter over the steps before the last; None without enough."""
+        before = [moved for _, moved in self.steps][:-1]
+        return torch.stack(before).median(0).values if len(before) >= _LEAST else None
+
+
+class Updates:
+    """Follows the steps of one optimizer.
+
+    Args:
+        undo: for optimizers that :func:`undone` does not know.
+    """
+
+    def __init__(self, undo: Undo | None = None):
+        self.undo = undo
+        self.number = 0
+        """Of the step that is being made."""
+        self.last: OptimizerStep | None = None
+        self.movements = Movements()
+        self.names: list[str] = []
+        self._params: list[torch.nn.Parameter] = []
+        self._places: list[slice] = []
+        self._pointers: list[int] = []
+        self._shards: list[torch.Tensor] = []
+        self._runs: list[torch.Tensor] = []
+        """Views of the sampled elements in the weights themselves."""
+        self._sample: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+        """Copies of them, float32, after the last step and before it."""
+        self._pending: OptimizerStep | None = None
+        self._open: list[tuple[OptimizerStep, torch.Tensor]] = []
+        self._optimizer: Any = None
+        self._handle: Any = None
+        self.has_failed = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that is followed; None before one is."""
+        return self._optimizer
+
+    def follow(self, optimizer: Any, space: GradientSpace) -> None:
+        """Follow this optimizer's steps of these parameters from here on; called again, it changes nothing."""
+        if self.has_failed or type(space) is not GradientSpace:
+            return
+        plain = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
+        if plain is None or not hasattr(plain, "register_step_post_hook"):
+            return
+        if plain is not self._optimizer or [*map(id, space.params)] != [*map(id, self._params)]:
+            self.close()
+            self._optimizer, self._params, self.names = plain, list(space.params), list(space.names)
+            self._places, self._pointers = [_place(param) for param in self._params], []
+            self._look_up()
+            self._before, self._sample = _copies(self._runs), _copies(self._runs)
+            self._handle = plain.register_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        """Follow nothing any more."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._optimizer = self._handle = self.last = self._pending = None
+        self._params, self._shards, self._open, self.movements = [], [], [], Movements()
+
+    # ---- a healthy step
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.has_failed:
+            return
+        try:
+            self._note()
+        except Exception as error:  # training must not hear of it
+            self.has_failed = True
+            self.close()
+            logger.warning(
+                "gradloc: the optimizer's steps cannot be followed (%s); faults of an update stay unnamed", error
+            )
+
+    def _note(self) -> None:
+        self._before, self._sample = self._sample, self._before
+        self._read()
+        moved = torch.stack(torch._foreach_norm(torch._foreach_sub(self._sample, self._before)))
+        sizes = torch.stack([moved, torch.stack(torch._foreach_norm(self._before))])
+        skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
+        groups = [
+            {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
+        ]
+        self.last = self._pending = OptimizerStep(self.number, groups, sizes, self._norms(), skipped)
+
+    def _read(self) -> None:
+        """Copy the sampled elements as they are now."""
+        self._look_up()
+        torch._foreach_copy_(self._sample, self._runs)
+
+    def _norms(self) -> torch.Tensor:
+        self._look_up()
+        return torch.stack(torch._foreach_norm(self._shards, dtype=torch.float32))
+
+    def _look_up(self) -> None:
+        """Find the weights where they are now: a trainer may have moved them to another device and back."""
+        shards = [local_shard(param) for param in self._params]
+        pointers = [shard.data_ptr() for shard in shards]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._shards = [shard.detach() if shard.numel() else shard.new_zeros(1) for shard in shards]
+            self._runs = [
+                shard.view(-1)[place] if shard.is_contiguous() and place.stop > place.start else shard.new_zeros(1)
+                for shard, place in zip(self._shards, self._places, strict=True)
+            ]
+
+    @torch.no_grad()
+    def ask(self) -> None:
+        """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
+        done, self._pending = self._pending, None
+        if done is not None and self._params:
+            self._open.append((done, torch.cat([done.moved, torch.stack([done.norms, self._norms()])])))
+
+    @property
+    def open(self) -> list[torch.Tensor]:
+        """What was noted and not learned yet, on the device, float32 (4, num_params) each."""
+        return [noted for _, noted in self._open]
+
+    def learn(self, noted: Sequence[torch.Tensor | None]) -> list[str]:
+        """Learn what the steps did.
+
+        Args:
+            noted: :attr:`open`, on the host.
+
+        Returns:
+            Warnings, of steps that went far and of weights that something else changed; mostly none.
+        """
+        steps, self._open = [done for done, _ in self._open], []
+        pairs = zip(steps, noted, strict=True)
+        return [said for done, answer in pairs if answer is not None and (said := self._learn(done, answer))]
+
+    def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
+        moved, weights, then, now = answer.double()
+        movements, known = self.movements, [*self.movements.sizes]
+        relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
+        pairs = zip(then.tolist(), now.tolist(), strict=True)
+        changed = ((index, pair) for index, pair in enumerate(pairs) if abs(pair[1] - pair[0]) > _OUTSIDE * pair[0])
+        outside = [(index, after / before if before > 0 else math.inf) for index, (before, after) in changed]
+        are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
+        movements.steps.append((done.number, relative))
+        movements.sizes.append(size)
+        movements.rates.append(max((_number(group.get("lr", 0.0)) for group in done.groups), default=0.0))
+        movements.outside.append((done.number, outside))
+        if outside:
+            with torch.no_grad():
+                self._read()  # so that the next step's movement is the optimizer's alone
+        if outside and are_rare and len(known) >= _LEAST:
+            index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
+            return (
+                f"the weights of {self.names[index]} changed after step {done.number}, outside of the optimizer: "
+                f"their norm is {factor:.3g} times as large"
+            )
+        usual = statistics.median(known) if len(known) >= _LEAST else None
+        if usual is not None and size > FAR * usual > 0:
+            return f"step {done.number} moved the parameters {size / usual:.3g} times as far as usual"
+        return ""
+
+    # ---- at a spike
+
+    def ratios(self, ranks: Ranks) -> torch.Tensor | None:
+        """Return how many times as far as usual the last step moved each parameter, float64 (num_params,).
+
+        Medians over the ranks' own parts; None where too few steps are known. All ranks call this together.
+        """
+        usual = self.movements.usual()
+        if not ranks.all(usual is not None):
+            return None
+        assert usual is not None
+        last = self.movements.steps[-1][1]
+        mine = torch.where(usual > 0, last / usual.clamp(min=_TINY), torch.ones_like(last))
+        by_rank = torch.stack([torch.tensor(each, dtype=torch.float64) for each in ranks.gather(mine.tolist())])
+        return by_rank.median(0).values
+
+    def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
+        """Return since which step which parameters' norms were changed outside of the optimizer, and by which factors.
+
+        None where nothing was, or where that is usual in this run. All ranks call this together.
+        """
+        known = [*self.movements.outside]
+        rare = sum(bool(each) for _, each in known[:-_LEAST]) * 4 <= max(len(known) - _LEAST, 0)
+        found: dict[int, float] = {}
+        first = -1
+        for number, each in known[-_LEAST:] if rare else []:
+            for index, factor in each:
+                first = number if first < 0 else first
+                found[index] = found.get(index, 1.0) * factor
+        gathered = ranks.gather((first, found))
+        joined: dict[str, float] = {}
+        for _, part in gathered:
+            for index, factor in part.items():
+                name = self.names[index]
+                joined[name] = max(joined.get(name, 1.0), factor, key=lambda value: abs(math.log(max(value, _TINY))))
+        firsts = [number for number, part in gathered if part]
+        return (min(firsts), joined) if joined else None
+
+    @torch.no_grad()
+    def before_last(self, index: int, saved: torch.Tensor) -> torch.Tensor | None:
+        """Return a parameter's local shard before the last step, from the optimizer's state; None where it cannot be.
+
+        Args:
+            index: of the parameter.
+            saved: its local shard as it is now.
+        """
+        if self.last is None or self._optimizer is None:
+            return None
+        if index in self.last.skipped:
+            return saved
+        param = self._params[index]
+        for group, kept in zip(self._optimizer.param_groups, self.last.groups, strict=True):
+            if any(param is each for each in group["params"]):
+                state = self._optimizer.state.get(param, {})
+                held = {name: _local(value, saved) for name, value in state.items()}
+                is_apart = "adamw" in type(self._optimizer).__name__.lower()
+                return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **kept})
+        return saved  # of another optimizer
+
+    def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> bool:
+        """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then."""
+        if not saved.numel() or (self.last is not None and index in self.last.skipped):
+            return True
+        place, was = self._places[index], self._before[index]
+        if place.stop - place.start != len(was):
+            return False
+        moved = self._sample[index] - was
+        off = (saved.flatten()[place].float() - before.flatten()[place].float()) - moved
+        rounding = _ROUNDING.get(saved.dtype, 0.0) * was
+        return float(off.norm()) <= _OFF * float(moved.norm()) + float(rounding.norm())
+
+
+def undone(weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return a weight before the last step of torch's Adam, AdamW or SGD with momentum; None for other steps.
+
+    AdamW: w_before = (w + lr m_hat / (sqrt(v_hat) + eps)) / (1 - lr * weight_decay), with both moments of after the
+    step; Adam the same without the division; SGD: w_before = w + lr * buffer, where nothing looks ahead (Nesterov).
+
+    Args:
+        weight: any shape, after the step; the result is in float32.
+        state: of the optimizer, after the step.
+        group: hyperparameters of the step.
+    """
+    rate = _number(group["lr"])
+    if "exp_avg" in state and "exp_avg_sq" in state:
+        step = _number(state["step"])
+        (first, second), epsilon = (_number(each) for each in group["betas"]), float(group["eps"])
+        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        scale = (square.float() / (1 - second**step)).sqrt_().add_(epsilon)
+        moved = state["exp_avg"].float() / scale * (rate / (1 - first**step))
+        decay = rate * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
+        return (weight.float() + moved) / (1 - decay) if decay != 1 else None
+    if state.get("momentum_buffer") is not None and not group.get("nesterov"):
+        return weight.float() + rate * state["momentum_buffer"].float()
+    return None
+
+
+def _local(value: Any, like: torch.Tensor) -> Any:
+    """Return an entry of an optimizer's state on this process and the weight's device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shard = local_shard(value)
+    return shard.to(like.device) if shard.dim() else shard
+
+
+def _place(param: torch.nn.Parameter) -> slice:
+    """Return the run of elements that is sampled of a parameter's local shard: its middle."""
+    count = local_shard(param).numel()
+    first = max(count - _SAMPLE, 0) // 2
+    return slice(first, min(first + _SAMPLE, count))
+
+
+def _copies(runs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [run.detach().float().clone() for run in runs]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which link of a step broke, in sentences. Pure, standard library only."""
+
+import math
+
+from ..record import Event
+from .numbers import number
+
+LINKS = {
+    "batch": "the batch",
+    "last_update": "the last update",
+    "weights": "the weights",
+    "after_backward": "the code between backward and step",
+    "undecided": "not decided",
+}
+"""What each link is called."""
+
+
+def fault_sentences(event: Event) -> list[str]:
+    """Return what was measured to find the link that broke; empty where it was not looked for."""
+    fault = event.fault
+    if fault is None:
+        return []
+    known = {name: value for name, value in fault.evidence.items() if value is not None and math.isfinite(value)}
+    made = []
+    if {"reference_norm", "reference_usual_norm"} <= known.keys():
+        at, own = number(known["reference_norm"], 3), number(known["reference_usual_norm"], 3)
+        made.append(f"A micro-batch of an earlier step has norm {at} at these weights, and had {own} at its own.")
+    if "norm_without_update" in known:
+        made.append(f"With the last update undone this step's norm is {number(known['norm_without_update'], 3)}.")
+    if "norm_under_usual_update" in known:
+        made.append(f"Had that update been of its usual size, it is {number(known['norm_under_usual_update'], 3)}.")
+    if "norm_with_those_undone" in known:
+        made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
+    if "norm_without_change" in known:
+        made.append(f"With that change taken back it is {number(known['norm_without_change'], 3)}.")
+    if fault.at == "batch":
+        made.append("So the weights are healthy, and the batch is at fault.")
+    if not made and fault.reason and fault.at == "undecided":
+        made.append(f"Which link broke is not decided: {fault.reason}.")
+    return made
