@@ -41,6 +41,7 @@ FOUND = {
     "a name of two lines": ("streams", "a.jsonl", b'{"step": 1, "lo\\nss": 2}\n' * 40),
     "a packed part that is damaged": ("archives", "a.zip", None),
     "log-probs that are not finite": ("mismatch", "a.safetensors", None),
+    "a path that a pattern read again and again": ("settings", "run.sh", b"+gradloc=on trainer" + b"../" * 300),
     "an escape in a script": ("settings", "run.sh", b"python -m verl.trainer.main_ppo trainer.nnodes='\x1b[2J'\n"),
 }
 
