@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..record import analysis
+from ..record.files import write_whole
 from ..record.store import plain
 from ..rollout_filter.groups import groups_of
 from .actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY
@@ -228,15 +229,11 @@ def write_record(root: str, name: str, record: analysis.GradientAnalysis | analy
         writer = csv.DictWriter(table, [field.name for field in fields(analysis.Group)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(vars, record.groups))
-        _replace(folder / f"group_rv_table_step_{record.global_step}.csv", table.getvalue())
+        write_whole(folder / f"group_rv_table_step_{record.global_step}.csv", table.getvalue())
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, indent=1)
-    return _replace(folder / f"step_{record.global_step}.json", text + "\n")
-
-
-def _replace(path: Path, text: str) -> Path:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
+    path = folder / f"step_{record.global_step}.json"
+    write_whole(path, text + "\n")
+    return path
 
 
 def log_group_table(trackers: Mapping[str, Any], record: analysis.GradientAnalysis) -> None:

@@ -28,16 +28,16 @@ class RngState:
 
     Args:
         device: of the model.
-        generators: of the model's own, as some modules draw their noise from.
+        generators: of the model's own, as some modules draw their noise from: torch's, Python's or NumPy's.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()):
+    def __init__(self, device: torch.device, generators: Sequence[Any] = ()):
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
         self.cpu = torch.get_rng_state()
         self.accelerator = None if self._module is None else self._module.get_rng_state()
         self._python = random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._own = [(generator, generator.get_state()) for generator in generators]
+        self._own = [(generator, _state_of(generator)) for generator in generators]
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -47,12 +47,27 @@ class RngState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         for generator, state in self._own:
-            generator.set_state(state)
+            _state_of(generator, state)
 
 
-def generators_in(model: torch.nn.Module) -> list[torch.Generator]:
-    """Return the generators that modules keep as attributes."""
-    return [value for owner in model.modules() for value in vars(owner).values() if isinstance(value, torch.Generator)]
+def _state_of(generator: Any, *new: Any) -> Any:
+    """Return a generator's state, or set it."""
+    for get, put in (("get_state", "set_state"), ("getstate", "setstate")):  # torch and NumPy's old one, Python
+        if hasattr(generator, get):
+            return getattr(generator, put if new else get)(*new)
+    if new:
+        generator.bit_generator.state = new[0]
+    return generator.bit_generator.state
+
+
+def generators_in(model: torch.nn.Module) -> list[Any]:
+    """Return the generators that modules keep as attributes, or their code as globals."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
+    files = {type(owner).__module__ for owner in model.modules()}
+    homes = [vars(sys.modules[file]) for file in files if file in sys.modules and not file.startswith("torch.")]
+    known = (value for home in [*map(vars, model.modules()), *homes] for value in home.values())
+    return list({id(value): value for value in known if isinstance(value, kinds)}.values())
 
 
 class OwnAttributes:

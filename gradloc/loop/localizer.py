@@ -299,6 +299,7 @@ class Localizer:
         if prepared is None:
             return grad_norm
         before, room = prepared
+        is_settled = False
 
         def story(way: dict[str, Any]) -> tuple[HostStep, SearchResult, torch.Tensor, Action, torch.Tensor]:
             step = HostStep(self._step, self._space.device, self.ranks.size)
@@ -315,8 +316,8 @@ class Localizer:
             way = self._safely(lambda: self._make_room(room))
             told = None if way is None else self._safely(lambda: story(way))
             if told is None:
-                self._space.put(before)
                 return grad_norm
+            is_settled = True
             before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
             step, finding, squares, action, grad_norm = told
             if is_written:
@@ -327,6 +328,8 @@ class Localizer:
                 is_written = event is not None
                 self.events += [each for each in event or () if each is not None]
         finally:
+            if not is_settled:  # it failed, or Ctrl-C
+                self._space.put(before)
             self._safely(lambda: self._take_back(room))
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
         return grad_norm

@@ -108,17 +108,28 @@ class EventWriter:
         """
         event, step = raw.event, raw.event.step
         try:
-            driver = DriverSide(batch, self.tokenizer, self.evidence.context_tokens)
-            name = self.store.new_id(step.global_step, step.epoch, step.mini_batch, self.model)
-            made = complete_event(raw, name, self.run, driver, over_run, self.last_checkpoint, self._endings)
-            event = replace(made, time=now())
-            return self._keep(event, raw, driver), ""
+            with self.store.new_event(step.global_step, step.epoch, step.mini_batch, self.model) as name:
+                event = replace(event, event_id=name, run=self.run, time=now())
+                try:
+                    driver = DriverSide(batch, self.tokenizer, self.evidence.context_tokens)
+                    made = complete_event(raw, name, self.run, driver, over_run, self.last_checkpoint, self._endings)
+                    event = replace(made, time=now())
+                    return self._keep(event, raw, driver), ""
+                except BaseException as error:  # also Ctrl-C
+                    self.store.append(event)
+                    if not isinstance(error, Exception):
+                        raise
+                    self._failed(step, error, "its line is written with what is known; training goes on")
+                    return event, ""
         except Exception as error:
-            self.num_failures += 1
-            what = "gradloc: writing an event of step %s to %s failed (%s); training goes on"
-            is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
-            logger.error(what, step.global_step, self.store.root, said_of(error), exc_info=not is_known)
+            self._failed(step, error, "training goes on")
             return event, said_of(error)
+
+    def _failed(self, step: Any, error: Exception, then: str) -> None:
+        self.num_failures += 1
+        what = "gradloc: writing an event of step %s to %s failed (%s); %s"
+        is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
+        logger.error(what, step.global_step, self.store.root, said_of(error), then, exc_info=not is_known)
 
     def _keep(self, event: Event, raw: RawEvent, driver: "DriverSide") -> Event:
         album = Album()
@@ -132,6 +143,8 @@ class EventWriter:
         elif has_bundle:
             tensors, layout, note = bundle_tensors(raw, driver.batch)
             documents["meta"] = replace(raw.meta, actor=self.trained, layout=layout, event=event, multi_modal_note=note)
+        if "meta" not in documents:  # a run that is killed before the line is written loses nothing
+            documents["event"] = event
         event = replace(event, folder=self.store.write_folder(event.event_id, tensors, documents, album.files))
         self.store.append(event)
         return event
@@ -481,10 +494,11 @@ def _turn(mask: list[float], position: int) -> Turn | None:
 def _decoded(tokenizer: Any, ids: list[int], **how: Any) -> str:
     """Return the text of token ids: numbers where the tokenizer raises, and nothing that UTF-8 cannot hold."""
     try:
-        text = str(tokenizer.decode(ids, **how))
-    except Exception:
+        text = tokenizer.decode(ids, **how)
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+    except (Exception, SystemExit):
         return " ".join(f"<{token}>" for token in ids)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text[: 1000 * len(ids)].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Documents:

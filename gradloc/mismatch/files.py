@@ -5,17 +5,17 @@ and tables (CSV, JSON lines, npz, parquet where pyarrow is there)."""
 from __future__ import annotations
 
 import csv
-import json
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..record.files import MB, is_bomb, parse_json
 from .columns import Columns, MismatchError, columns
 
 Made = TypeVar("Made")
@@ -116,7 +116,8 @@ def _columns(files: list[Path]) -> Columns:
 def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
     """What a reader makes of what the file gives, or in a sentence why nothing."""
     try:
-        return reader(given)
+        with np.errstate(all="ignore"):
+            return reader(given)
     except MismatchError:
         raise
     except (ValueError, TypeError, LookupError, OSError, EOFError, BadZipFile, zlib.error, csv.Error) as error:
@@ -161,7 +162,7 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
 def _json_lines(file: Path) -> Mapping[str, Any]:
     """A row on each line."""
     with file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [parse_json(line) for line in lines if line.strip()]
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -174,6 +175,10 @@ def _csv(file: Path) -> Mapping[str, Any]:
 
 
 def _npz(file: Path) -> Mapping[str, Any]:
+    with ZipFile(file) as packed:
+        size = sum(entry.file_size for entry in packed.infolist())
+        if is_bomb(size, file.stat().st_size):
+            raise ValueError(f"it becomes {size / MB:,.0f} MB, as no log-probs do")
     with np.load(file, allow_pickle=False) as found:
         return {name: found[name] for name in found.files}
 
@@ -194,7 +199,7 @@ def _safetensors(file: Path) -> Mapping[str, Any]:
     begins = 8 + int.from_bytes(data[:8], "little")
     return {
         name: np.frombuffer(data[begins:][slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in json.loads(data[8:begins]).items()
+        for name, entry in parse_json(data[8:begins]).items()
         if entry.get("dtype") in types
     }
 

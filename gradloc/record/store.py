@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it; states beside checkpoints.
 
-One process writes. A crash while writing leaves the earlier events readable: a bundle is renamed into place when it
-is whole, and a line that was cut off is closed before the next one is added.
+A process that is killed while it writes leaves the earlier events readable: a folder is renamed into place when it is
+whole, and a line that was cut off is closed before the next one is added. Two processes may write into one folder.
 """
 
 import json
@@ -10,12 +10,14 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import SCHEMA_VERSION, Event
+from .files import read_json, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +53,38 @@ class EventStore:
     def __init__(self, root: str):
         self.root = Path(root)
 
-    def new_id(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> str:
-        """A name for an event; a run that was resumed may pass the same step again, so names are made unique."""
+    @contextmanager
+    def new_event(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> Iterator[str]:
+        """Take a name for an event, which no other process gets; :meth:`write_folder` follows, or the name is free.
+
+        A run that was resumed may pass the same step again, so names are made unique.
+        """
         base = f"step{global_step:06d}-epoch{epoch}-mini{mini_batch}" + (f"-{model}" if model != "actor" else "")
         number, name = 1, base
-        while (self.root / "events" / name).exists():
+        while not self._take_name(name):
             number += 1
             name = f"{base}-{number}"
-        return name
+        try:
+            yield name
+        finally:  # a full disk, Ctrl-C
+            shutil.rmtree(self._partial(name), ignore_errors=True)
+
+    def _partial(self, name: str) -> Path:
+        return self.root / "events" / f".{name}.partial"
+
+    def _take_name(self, name: str) -> bool:
+        """Whether this process is the one that makes the folder in which an event of this name is written."""
+        partial = self._partial(name)
+        if partial.with_name(name).exists():
+            return False
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        if not partial.with_name(name).exists():
+            return True
+        partial.rmdir()  # another process was just done with it
+        return False
 
     def size_gb(self) -> float:
         """How much the folder holds, checkpoints included."""
@@ -71,15 +97,13 @@ class EventStore:
         documents: dict[str, Any],
         files: dict[str, bytes] | None = None,
     ) -> str:
-        """Write an event's folder: ``batch.safetensors`` if there are tensors, a JSON file per document, other files.
+        """Write the folder of an event whose name :meth:`new_event` gave: ``batch.safetensors`` if there are tensors, a
+        JSON file per document, other files.
 
         Returns:
             The folder, relative to the store.
         """
-        folder = self.root / "events" / event_id
-        partial = folder.with_name(f".{event_id}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial = self._partial(event_id)
         if tensors:
             from safetensors.torch import save_file
 
@@ -90,19 +114,23 @@ class EventStore:
                 shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
-        partial.rename(folder)
+        partial.rename(self.root / "events" / event_id)
         return f"events/{event_id}"
 
     def append(self, event: Event) -> None:
         """Add one event to ``events.jsonl`` and flush it to the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / "events.jsonl"
-        line = _dumps(event, sort_keys=True) + "\n"
+        line = (_dumps(event, sort_keys=True) + "\n").encode("utf-8")
         with open(path, "ab+") as file:
-            if file.tell():
+            with suppress(ImportError, OSError):  # a file system without locks
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else "\n" + line
-            file.write(line.encode("utf-8"))
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
@@ -122,9 +150,7 @@ def save_states(parts: Mapping[str, Any], folder: str) -> bool:
         return False
     path = os.path.join(folder, _STATES)
     try:
-        with open(f"{path}.partial", "w", encoding="utf-8") as file:
-            json.dump({"schema_version": SCHEMA_VERSION, **state}, file)
-        os.replace(f"{path}.partial", path)
+        write_whole(Path(path), json.dumps({"schema_version": SCHEMA_VERSION, **state}))
     except OSError:
         logger.exception("gradloc: %s could not be written; a resumed run will learn its history again", path)
         return False
@@ -137,10 +163,9 @@ def load_states(parts: Mapping[str, Any], folder: str) -> None:
     if not parts or not os.path.exists(path):
         return
     try:
-        with open(path, encoding="utf-8") as file:
-            states = dict(json.load(file))
-    except (OSError, ValueError, TypeError):
-        logger.exception("gradloc: %s could not be read; what it remembered is learned again", path)
+        states = dict(read_json(Path(path)))
+    except (OSError, ValueError, TypeError) as error:
+        logger.error("gradloc: %s could not be read (%s); what it remembered is learned again", path, error)
         return
     for name, part in parts.items():
         if name not in states:

@@ -8,6 +8,7 @@ by a backward of its own. Exit code 0: the same culprits; 1: different ones; 2: 
 
 import argparse
 import json
+import logging
 import math
 import sys
 import warnings
@@ -22,11 +23,14 @@ from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.trigger import Spike, spike_kind
 from ..record import SCHEMA_VERSION, Search, Trigger
+from ..record.files import write_whole
 from ..record.store import plain
 from ..search.find import localize
 from ..search.limit import BUDGET, MAX_CULPRITS, STRATEGIES, Limit
 from ..search.task import Task
+from ..tell.background import said_of
 from ..words.numbers import bounded, number
+from ..words.text import printable
 from . import comparison
 from .bundle import ReplayError, check, read_bundle
 from .model import load
@@ -42,8 +46,7 @@ def replay(bundle_path: str, model_path: str, strategy: str | None, oracle: bool
     settings = {"strategy": strategy or recorded, "budget": budget or search.budget or BUDGET}
     known = f"is not known; there are {', '.join(STRATEGIES)}."
     check(settings["strategy"] in STRATEGIES, f"The strategy {settings['strategy']!r} {known}")
-    run_search = ((bundle.meta.actor or {}).get("gradloc") or {}).get("search") or {}
-    max_culprits = run_search.get("max_culprits") or MAX_CULPRITS
+    max_culprits = bundle.max_culprits or MAX_CULPRITS
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model, ranks = load(model_path, bundle, device), Ranks(device=device)
     with tqdm(disable=None, leave=False) as bar:  # None: it draws only in a terminal
@@ -160,16 +163,21 @@ def main(argv: list[str] | None = None) -> int:
         check(has_folder, f"--json {args.json}: there is no such folder.")
         check(args.budget is None or args.budget > 0, f"--budget {args.budget}: must be at least 1.")
         record = plain(replay(args.bundle, args.model, args.strategy, args.oracle, args.budget))
-    except (ReplayError, MemoryError, RuntimeError) as error:
-        is_memory = any(said in repr(error) for said in ("MemoryError", "allocate memory"))
-        if not is_memory and not isinstance(error, ReplayError):
-            raise
-        said = "The memory ran out: use a larger machine." if is_memory else error
-        print(f"replay: {said}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+    except Exception as error:  # never 1, which says that the culprits are others
+        said = str(error)
+        if any(sign in repr(error) for sign in ("MemoryError", "allocate memory")):
+            said = "The memory ran out: use a larger machine."
+        elif not isinstance(error, ReplayError):
+            said = f"{args.bundle} cannot be replayed on {args.model}: {said_of(error)}."
+            logging.getLogger(__name__).debug("the error", exc_info=True)
+        print(f"replay: {printable(said)}", file=sys.stderr)
         return 2
-    print(render(record))
+    print(printable(render(record)))
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(Path(args.json), json.dumps(record, indent=2, allow_nan=False) + "\n")
     return 1 if record["verdict"] == "different" else 0
 
 

@@ -6,9 +6,10 @@ docs/bundle.md describes it key by key. Only what a replay uses is required, so 
 Shapes: R rows (sequences), P prompt positions, T response positions.
 """
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from ..record import Event
 from ..record.bundle import BUNDLE_VERSION, BundleEntry, BundleMeta
+from ..record.files import is_inside, read_json
 from ..record.reading import read
 
 _LONG = ("input_ids", "attention_mask", "position_ids")  # (R, P + T)
@@ -51,6 +53,14 @@ class Bundle:
     num_tokens: int
     """Response tokens of the whole step, as far as it is known."""
 
+    @property
+    def max_culprits(self) -> int | None:
+        """As the run's own config has it."""
+        found: Any = self.meta.actor
+        for name in ("gradloc", "search", "max_culprits"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if type(found) is int and found > 0 else None
+
     def token_mask(self, entry: BundleEntry) -> torch.Tensor:
         """bool (B, T): the response tokens of one micro-batch."""
         return self.tensors["response_mask"][slice(*entry.rows)]
@@ -79,6 +89,7 @@ def read_bundle(path: str) -> Bundle:
     folder = Path(path)
     for name in ("meta.json", "batch.safetensors"):
         check((folder / name).is_file(), f"{path} is not a bundle folder: it has no {name}.")
+        check(is_inside(folder / name, folder), f"{path}/{name} is a link out of the folder, and is not followed.")
     meta = _read_meta(folder / "meta.json")
     check(not meta.multi_modal_note, f"{path} cannot be replayed: {meta.multi_modal_note}.")
     try:
@@ -93,6 +104,8 @@ def read_bundle(path: str) -> Bundle:
     for number, (first, end) in enumerate(entry.rows for entry in meta.layout):
         takes = f"meta.json: layout[{number}] takes rows {first} to {end}, but the tensors have {num_rows} rows."
         check(0 <= first < end <= num_rows, takes)
+        is_any = tensors["attention_mask"][first:end].any()
+        check(is_any, f"batch.safetensors: the attention_mask of layout[{number}] is 0 in all of its rows.")
     attended = tensors["attention_mask"][:, -num_response:].bool()
     mask = tensors["response_mask"] = tensors["response_mask"].bool() & attended
     has_tokens = any(mask[slice(*entry.rows)].any() for entry in meta.layout)
@@ -100,12 +113,13 @@ def read_bundle(path: str) -> Bundle:
     multi_modal = {name: tensor for name, tensor in given.items() if name.startswith("multi_modal.")}
     dtype, is_critics = getattr(torch, meta.dtype or _DTYPES[0]), meta.event.model == "critic"
     num_tokens = meta.event.trigger.num_tokens or int(mask.sum())
+    check(num_tokens > 0, f"meta.json: event.trigger.num_tokens must be at least 1, found {num_tokens}.")
     return Bundle(meta, meta.event, meta.layout, tensors, multi_modal, dtype, is_critics, num_tokens)
 
 
 def _read_meta(path: Path) -> BundleMeta:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except (OSError, ValueError) as error:
         raise ReplayError(f"{path} is not readable as JSON: {error}.") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
@@ -116,7 +130,8 @@ def _read_meta(path: Path) -> BundleMeta:
         meta = read(BundleMeta, raw)
     except ValueError as error:
         raise ReplayError(f"meta.json: {error}; docs/bundle.md says what a bundle holds.") from error
-    check(meta.temperature > 0, f"meta.json: temperature must be a positive number, found {meta.temperature}.")
+    for name, value in (("temperature", meta.temperature), ("loss_scale", meta.loss_scale or 1.0)):
+        check(0 < value < math.inf, f"meta.json: {name} must be a positive number, found {value}.")
     check((meta.dtype or _DTYPES[0]) in _DTYPES, f"meta.json: dtype must be one of {_DTYPES}, found {meta.dtype!r}.")
     return meta
 

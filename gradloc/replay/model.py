@@ -55,12 +55,14 @@ def _load(folder: Path, is_checkpoint: bool, bundle: Bundle, device: torch.devic
     import transformers as hf
 
     hf.utils.logging.disable_progress_bar()  # beside our own
-    config = hf.AutoConfig.from_pretrained(folder / "huggingface" if is_checkpoint else folder, local_files_only=True)
+    safe = {"trust_remote_code": False}  # a stranger's folder may bring code
+    home = folder / "huggingface" if is_checkpoint else folder
+    config = hf.AutoConfig.from_pretrained(home, local_files_only=True, **safe)
     kind: Any = hf.AutoModelForTokenClassification if bundle.is_critics else hf.AutoModelForCausalLM
     if not bundle.is_critics and type(config) in hf.AutoModelForImageTextToText._model_mapping:
         kind = hf.AutoModelForImageTextToText
     with torch.device("meta"):
-        outline = kind.from_config(config)
+        outline = kind.from_config(config, **safe)
     size, (least, most) = outline.get_input_embeddings().num_embeddings, bundle.tensors["input_ids"].aminmax()
     knows = f"it knows tokens 0 to {size - 1}, and the bundle holds token {most if most >= size else least}"
     check(0 <= least <= most < size, f"The model at {folder} is not the event's: {knows}.")
@@ -68,12 +70,12 @@ def _load(folder: Path, is_checkpoint: bool, bundle: Bundle, device: torch.devic
     said = f"need {needed / 2**30:.3g} GiB on {device.type}, and {free / 2**30:.3g} GiB are free"
     check(needed <= free, f"The model's weights and gradients alone {said}: use a larger machine.")
     if is_checkpoint:
-        model = kind.from_config(config).float()
+        model = kind.from_config(config, **safe).float()
         keys = model.load_state_dict(_joined_shards(folder), strict=False)
         apart = {*keys.missing_keys, *keys.unexpected_keys}
     else:
         given: dict[str, Any] = {"local_files_only": True, "output_loading_info": True, "dtype": torch.float32}
-        model, info = kind.from_pretrained(folder, **given)
+        model, info = kind.from_pretrained(folder, **given, **safe)
         apart = {*info["missing_keys"]}
     apart -= {*(getattr(model, "_tied_weights_keys", None) or ())}
     if apart:

@@ -10,9 +10,11 @@ import importlib
 import os
 import sys
 
+from ..words.text import one_line
 from . import __version__
 from .commands import COMMANDS, EXIT_CODES
 from .errors import ReportError, did_you_mean
+from .output import say
 
 EPILOG = f"""\
 examples:
@@ -41,13 +43,16 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         return _module(args.command).run(args)
     except ReportError as error:
-        print(f"gradloc-report: {error}", file=sys.stderr)
+        say(f"gradloc-report: {one_line(str(error))}", sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a file that may not be read, or went away
-        print(f"gradloc-report: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr)
+        say(f"gradloc-report: {one_line(str(error.filename or 'a file'))}: {error.strerror or error}.", sys.stderr)
+        return 2
+    except (MemoryError, RecursionError) as error:
+        say(f"gradloc-report: the input takes more than there is ({type(error).__name__}).", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)

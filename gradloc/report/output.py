@@ -3,7 +3,10 @@
 
 import sys
 from pathlib import Path
+from typing import TextIO
 
+from ..record.files import write_whole
+from ..words.text import printable
 from .errors import ReportError
 
 HTML = (".html", ".htm", "")
@@ -20,6 +23,8 @@ def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
         raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}, and {how}.")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
+    if path.is_symlink() and path.is_file() and not path.absolute().is_relative_to("/dev"):
+        raise ReportError(f"{path} is a link, and nothing is written through one: name {path.resolve()} itself.")
     folder = path.parent
     if not folder.is_dir():
         raise ReportError(f"{path} cannot be written: there is no folder {folder}. Make it with: mkdir -p {folder}")
@@ -29,19 +34,21 @@ def deliver(path: Path | None, text: str) -> None:
     """Writes the text to a file and prints its path; prints the text where there is no path."""
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     else:
         write(path, text)
-        print(path)
+        say(path)
 
 
-def write(path: Path, text: str) -> None:
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print a line, of which no character can command a terminal."""
+    print(printable(str(text)), file=file or sys.stdout)
+
+
+def write(path: Path, content: str | bytes) -> None:
     """Writes a file whole or not at all, or to a device or pipe; what UTF-8 cannot spell is replaced."""
     check(path, None)
-    path = path.resolve()  # the file that a link names
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-        return
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-    partial.replace(path)
+    if path.exists() and not path.is_file() or path.absolute().is_relative_to("/dev"):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
+    else:
+        write_whole(path, content)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
-_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/-]*(?:[.@][\w/.-]+)*=.*", re.DOTALL)
+_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/-]*(?:[.@][\w/.@-]+)?=.*", re.DOTALL)
 _OWN = ("gradloc", "trainer", "actor_rollout_ref", "data", "algorithm", "critic", "reward_model")
 
 

@@ -6,10 +6,12 @@ order, spaces of no width. Those are shown by name; everything else is shown as 
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 
 _NAMED = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
+_ODD, _ODD_IN_LINES = re.compile(r"[^ -~]+"), re.compile(r"[^ -~\n\t]+")
 _JOINERS = "\u200c\u200d"  # part of emoji and of several scripts: named only when they stand alone
 
 
@@ -19,10 +21,8 @@ def visible(text: str) -> str:
     >>> visible("a\\u202eb")
     'a⟨U+202E⟩b'
     """
-    if text.isprintable() and text.isascii():
-        return text
     is_alone = len(text) == 1
-    return "".join(_visible(char, is_alone) for char in text)
+    return _ODD.sub(lambda part: "".join(_visible(char, is_alone) for char in part[0]), text)
 
 
 def _visible(char: str, is_alone: bool) -> str:
@@ -36,6 +36,15 @@ def _visible(char: str, is_alone: bool) -> str:
     if category in ("Cc", "Cf", "Zl", "Zp") or char == "\u00a0":
         return f"⟨U+{ord(char):04X}⟩"
     return char
+
+
+def printable(text: str) -> str:
+    """The same, with lines and tabs as they are: what any text passes through at the edge of a terminal or a page.
+
+    >>> printable("a\\tb\\n\\x1b[2J")
+    'a\\tb\\n⟨U+001B⟩[2J'
+    """
+    return _ODD_IN_LINES.sub(lambda part: visible(part[0]), text)
 
 
 def one_line(text: str, limit: int = 0, keep: str = "start") -> str:

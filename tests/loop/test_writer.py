@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the driver adds to what the ranks sent, and that an event that cannot be written stops nothing."""
 
-import logging
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -20,6 +20,7 @@ from gradloc.loop.writer import (
     BUNDLE_KEYS,
     DriverSide,
     EventWriter,
+    _decoded,
     bundle_tensors,
     complete_event,
     events_weights_folder,
@@ -28,7 +29,7 @@ from gradloc.mismatch.verdict import FLOOR
 from gradloc.record import BatchStatistics, Coefficients, Culprit, Event, Ratios, Run, Shares, StepCause, Trigger
 from gradloc.record.bundle import BundleEntry, BundleMeta
 from gradloc.record.bundle import Sequence as SequenceRecord
-from tests.report.builder import make_event
+from gradloc.record.store import EventStore
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, RESPONSE = 4, 8
@@ -312,17 +313,58 @@ def test_a_bundle_has_the_listed_rows_one_after_the_other():
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), ValueError("odd")], ids=lambda e: type(e).__name__
 )
-def test_only_what_is_not_known_of_disks_comes_with_its_traceback(error, caplog, monkeypatch):
-    writer = EventWriter.__new__(EventWriter)
-    writer.num_failures, writer.store, writer.tokenizer = 2, SimpleNamespace(root="there"), None
-    writer.evidence = SimpleNamespace(context_tokens=0)
+def test_what_fails_costs_an_event_its_words_and_not_its_line(error, caplog, monkeypatch, tmp_path):
+    writer = _writer(tmp_path / "run")
     monkeypatch.setattr("gradloc.loop.writer.DriverSide", Mock(side_effect=error))
-    event = SimpleNamespace(step=SimpleNamespace(**make_event()["step"]))
-    with caplog.at_level(logging.ERROR):
-        found, why = writer.write(SimpleNamespace(event=event), None, {})
+    found, why = writer.write(raw_of(CULPRIT), None, {})
     (record,) = caplog.records
-    assert found is event and why and writer.num_failures == 3 and "to there failed" in record.getMessage()
+    assert not why and writer.num_failures == 3 and f"{tmp_path}/run failed" in record.getMessage()
     assert bool(record.exc_info) == isinstance(error, ValueError)
+    (line,) = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(line)["event_id"] == found.event_id and len(json.loads(line)["culprits"]) == 1
+    assert not any((tmp_path / "run" / "events").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(caplog, tmp_path):
+    (tmp_path / "file").write_text("")
+    _, why = _writer(tmp_path / "file" / "run").write(raw_of(CULPRIT), batch_of(), {})
+    (record,) = caplog.records
+    assert why.startswith("NotADirectoryError") and not record.exc_info
+
+
+def test_ctrl_c_in_a_tokenizer_ends_the_run_and_keeps_the_event(tmp_path):
+    writer = _writer(tmp_path)
+    writer.tokenizer = SimpleNamespace(decode=Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(raw_of(CULPRIT), batch_of(), {})
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (RuntimeError("broke"), "<7> <8>"),
+        (SystemExit(3), "<7> <8>"),
+        (RecursionError(), "<7> <8>"),
+        ("a\ud800b", "a\ufffdb"),
+        (b"abc\xff", "abc\ufffd"),
+        (None, "None"),
+        (["a"], "['a']"),
+        ("x" * 10_000, "x" * 2_000),
+    ],
+)
+def test_whatever_a_tokenizer_does_there_is_a_text(given, text):
+    is_error = isinstance(given, BaseException)
+    tokenizer = SimpleNamespace(decode=Mock(side_effect=given) if is_error else lambda ids: given)
+    assert _decoded(tokenizer, [7, 8]) == text
+
+
+def _writer(root):
+    writer = EventWriter.__new__(EventWriter)
+    writer.num_failures, writer.store, writer.tokenizer, writer.model = 2, EventStore(str(root)), None, "actor"
+    writer.evidence = SimpleNamespace(context_tokens=0, bundle="off", max_gb=1.0)
+    writer.run, writer.last_checkpoint, writer._endings = Run(), None, Counter()
+    return writer
 
 
 @pytest.mark.parametrize(("bundle", "is_there", "is_kept"), [("off", 1, False), ("full", 0, False), ("full", 1, True)])

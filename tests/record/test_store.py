@@ -3,6 +3,10 @@
 
 import json
 import math
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,8 @@ from safetensors.torch import load_file
 from gradloc.record import Event, Turn, turns_in
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore, plain
+from gradloc.report.runs.run import read_events, recover
+from tests.report.builder import REPO
 
 
 def test_a_cut_off_line_does_not_spoil_the_next_event(tmp_path):
@@ -25,13 +31,17 @@ def test_a_cut_off_line_does_not_spoil_the_next_event(tmp_path):
 
 def test_event_names_are_unique_when_a_resumed_run_passes_a_step_again(tmp_path):
     store = EventStore(str(tmp_path))
-    first = store.new_id(7, 0, 1)
-    store.write_folder(first, {}, {"sequences": {}})
-    assert store.new_id(7, 0, 1) == f"{first}-2"
+    with store.new_event(7, 0, 1) as first, EventStore(str(tmp_path)).new_event(7, 0, 1) as second:
+        store.write_folder(first, {}, {"sequences": {}})
+    with store.new_event(7, 0, 1) as third:
+        assert second == third == f"{first}-2", "a name that was taken in vain is free again"
+    assert [path.name for path in (tmp_path / "events").iterdir()] == [first]
 
 
 def test_who_may_read_an_event_may_replay_it(tmp_path):
-    folder = tmp_path / EventStore(str(tmp_path)).write_folder("a", {"x": torch.ones(2)}, {"meta": {}})
+    store = EventStore(str(tmp_path))
+    with store.new_event(7, 0, 1) as name:
+        folder = tmp_path / store.write_folder(name, {"x": torch.ones(2)}, {"meta": {}})
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert modes["batch.safetensors"] == modes["meta.json"]
 
@@ -61,17 +71,63 @@ def test_a_record_is_read_as_it_was_and_what_is_left_out_has_its_default():
     assert read(Event, json.loads(json.dumps(plain(Event())))) == read(Event, {}) == Event()
 
 
-def test_a_folder_is_written_anew_over_what_was_cut_off(tmp_path):
-    store = EventStore(str(tmp_path))
-    partial = tmp_path / "events" / ".a.partial"
-    partial.mkdir(parents=True)
-    (partial / "half.json").write_text("{")
-    tensors = {"x": torch.arange(6.0).view(2, 3).T}
-    assert store.write_folder("a", tensors, {"meta": {"n": math.nan}}, {"p.png": b"1"}) == "events/a"
-    folder = tmp_path / "events" / "a"
+def test_a_folder_holds_what_replays_its_event(tmp_path):
+    store, tensors = EventStore(str(tmp_path)), {"x": torch.arange(6.0).view(2, 3).T}
+    with store.new_event(7, 0, 1) as name:
+        folder = tmp_path / store.write_folder(name, tensors, {"meta": {"n": math.nan}}, {"p.png": b"1"})
     assert sorted(path.name for path in folder.iterdir()) == ["batch.safetensors", "meta.json", "p.png"]
     assert torch.equal(load_file(folder / "batch.safetensors")["x"], tensors["x"])
     assert (folder / "meta.json").read_text() == '{"n": "NaN"}\n' and (folder / "p.png").read_bytes() == b"1"
+
+
+WRITE = """
+import sys
+from gradloc.record import Event, Step
+from gradloc.record.store import EventStore
+store = EventStore(sys.argv[1])
+for step in range(int(sys.argv[2])):
+    with store.new_event(step, 0, 0) as name:
+        event = Event(event_id=name, step=Step(global_step=step), verdict="w" * 20_000, folder=f"events/{name}")
+        store.write_folder(name, {}, {"sequences": {}, "event": event}, {"big.png": b"x" * 100_000})
+        store.append(event)
+    print(name, flush=True)
+"""
+
+
+def _writer(folder, number):
+    return subprocess.Popen([sys.executable, "-c", WRITE, folder, str(number)], cwd=REPO, stdout=-1, text=True)
+
+
+def _whole(folder):
+    """The events that a reader finds; each of them whole."""
+    events, notes = read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else ([], [])
+    assert all("cut off" in note or "is not JSON" in note for note in notes), notes  # of a line that was cut off
+    events += recover(folder, events)[0]
+    assert all(event.verdict == "w" * 20_000 for event in events)
+    return [event.event_id for event in events]
+
+
+def test_two_writers_of_one_folder_lose_nothing_and_a_reader_sees_whole_events(tmp_path):
+    writers = [_writer(tmp_path, 40) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        _whole(tmp_path)
+    written = [name for writer in writers for name in writer.stdout.read().split()]
+    assert len(set(written)) == 80 and sorted(_whole(tmp_path)) == sorted(written)
+    assert {path.name for path in (tmp_path / "events").iterdir()} == set(written)
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.slow])])
+def test_a_writer_that_is_killed_leaves_whole_events_and_the_next_one_goes_on(tmp_path, rounds):
+    written: list[str] = []
+    for number in range(rounds):
+        writer = _writer(tmp_path, 1000)
+        written.append(writer.stdout.readline().strip())  # it runs
+        time.sleep(random.Random(number).uniform(0, 0.1))
+        writer.kill()
+        written += writer.communicate()[0].split()  # what it had said before, a name that was cut off aside
+    found = _whole(tmp_path)
+    assert len(found) == len(set(found)) and set(written) <= set(found)
+    assert len(found) - len(written) <= rounds, "an event more a round: written, and not yet said"
 
 
 def test_an_event_s_line_is_in_the_script_it_was_written_in(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be replayed is refused in one sentence, with exit code 2 and no traceback."""
 
+import json
 import shutil
 
 import pytest
@@ -8,6 +9,11 @@ import torch
 
 from gradloc.core.forecast import Memory
 from tests.replay.conftest import edit_meta, edit_tensors
+
+
+def _nested(levels):
+    return {"a": _nested(levels - 1)} if levels else {}
+
 
 TENSORS = {
     "no coefficients": (
@@ -25,6 +31,10 @@ TENSORS = {
     "an empty response mask": (
         lambda t: t["response_mask"].zero_(),
         "response_mask is empty in all of layout, so there is no token to look at.",
+    ),
+    "a micro-batch without tokens": (
+        lambda t: t["attention_mask"][:2].zero_(),
+        "the attention_mask of layout[0] is 0 in all of its rows.",
     ),
     "tokens that the model does not know": (
         lambda t: t["input_ids"].add_(50),
@@ -51,6 +61,9 @@ META = {
     ),
     "a dtype of no forward": (lambda m: m.update(dtype="int8"), "found 'int8'."),
     "no temperature": (lambda m: m.update(temperature=0), "temperature must be a positive number, found 0.0."),
+    "a loss scale below 0": (lambda m: m.update(loss_scale=-1), "loss_scale must be a positive number, found -1.0."),
+    "too deep": (lambda m: m.update(actor=_nested(80)), "it is nested more than 64 levels deep"),
+    "no tokens": (lambda m: m["event"]["trigger"].update(num_tokens=-3), "must be at least 1, found -3."),
     "the event's strategy is not known": (
         lambda m: m["event"]["search"].update(strategy="guess"),
         "The strategy 'guess' is not known; there are auto, share, sketch, bisect.",
@@ -99,11 +112,29 @@ def test_weights_that_are_not_of_the_config(bundle, models, replay, tmp_path):
     _is_refused(replay(bundle, mixed), "do not agree on model.layers.2")
 
 
+def test_a_model_s_own_code_is_not_run(bundle, models, replay, tmp_path):
+    own = shutil.copytree(models / "model", tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    named = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (own / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": named}))
+    (own / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    _is_refused(replay(bundle, own), "contains custom code which must be executed")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_was_not_foreseen_is_no_other_culprits(bundle, models, replay):
+    broken = {"replay.__main__.localize": {"side_effect": IndexError("list index out of range")}}
+    _is_refused(replay(bundle, models / "model", patches=broken), "cannot be replayed on")
+
+
 def test_folders_and_files_that_are_no_bundle(bundle, models, replay, tmp_path):
     _is_refused(replay(tmp_path / "nowhere", models / "model"), "it has no meta.json.")
     whole = (bundle / "batch.safetensors").read_bytes()
     (bundle / "batch.safetensors").write_bytes(whole[: len(whole) // 2])
     _is_refused(replay(bundle, models / "model"), "is cut off or is no safetensors file:")
+    (bundle / "batch.safetensors").rename(bundle.parent / "moved")
+    (bundle / "batch.safetensors").symlink_to(bundle.parent / "moved")
+    _is_refused(replay(bundle, models / "model"), "is a link out of the folder, and is not followed.")
     (bundle / "batch.safetensors").unlink()
     _is_refused(replay(bundle, models / "model"), "it has no batch.safetensors.")
     (bundle / "batch.safetensors").write_bytes(whole)

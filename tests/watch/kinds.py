@@ -401,18 +401,30 @@ class OfOwn(Kind):
         return self.model(ids)
 
 
+_NOISE = numpy.random.default_rng(5)
+_NOISE_BEGINS = _NOISE.bit_generator.state
+
+
 class Generating(OfOwn):
-    """Noise from a generator of the model's own."""
+    """Noise from generators of the model's own, and from one of its file."""
 
     class made(Own):  # noqa: N801
         def begin(self):
             self.generator = torch.Generator().manual_seed(3)
+            self.python, self.numpy = random.Random(3), numpy.random.default_rng(3)
+            self.legacy = numpy.random.RandomState(3)
+            _NOISE.bit_generator.state = _NOISE_BEGINS
 
         def between(self, x):
-            return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+            more = self.python.gauss(0, 1) + self.numpy.normal() + self.legacy.normal() + _NOISE.normal()
+            return x + 0.1 * torch.randn(x.shape, generator=self.generator) + 0.1 * more
 
     def more(self):
-        return {"own": self.model.generator.get_state()}
+        model, generator = self.model, self.model.generator
+        numpys = [each.bit_generator.state["state"]["state"] % 2**60 for each in (model.numpy, _NOISE)]
+        legacy, python = model.legacy.get_state()[1:3], model.python.getstate()[1]
+        now = [*numpys, *map(int, legacy[0]), legacy[1], *python]
+        return {"own": generator.get_state(), "others": torch.tensor(now)}
 
 
 class Drawing(OfOwn):

@@ -3,11 +3,13 @@
 
 import argparse
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from ...record.store import plain
+from .. import output
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plain({"steps": steps, "notes": notes}), indent=1, allow_nan=False))
         return 0
     for note in notes:
-        print(f"note: {note}")
+        output.say(f"note: {note}")
     if args.list_steps:
         for analysis in analyses.values():
             rows = analysis.get("all", "sample_count")
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for analysis in wanted:
         for path in write(analysis, folder):
-            print(path)
+            output.say(path)
     return 0
 
 
@@ -91,9 +93,10 @@ def write(analysis: StepBuckets, folder: Path) -> list[Path]:
         paths.append(place(name, "png"))
         save(draw(analysis), paths[-1])
     metrics, table = place("metrics", "json"), place("bucket_rv_table", "csv")
-    metrics.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", "utf-8")
-    with table.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
+    output.write(metrics, json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n")
+    rows = io.StringIO()
+    csv.writer(rows, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
+    output.write(table, rows.getvalue())
     return [*paths, metrics, table]
 
 
@@ -104,9 +107,10 @@ def save(figure, path: Path) -> None:
 
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    undated, drawn = {"Date": None} if path.suffix == ".svg" else {"Software": None}, io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gradloc"}):
-        figure.savefig(path, dpi=DPI, metadata=undated)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=DPI, metadata=undated)
+    output.write(path, drawn.getvalue())
 
 
 def _three_steps(args) -> int:
@@ -123,7 +127,7 @@ def _three_steps(args) -> int:
     if args.out.is_dir() or out.suffix not in (".png", ".svg"):
         raise ReportError(f"--out must be a file that ends in .png or .svg, found {args.out}.")
     save(three_steps(analyses, f"{args.mode.upper()}: gradient by reward variance"), out)
-    print(out)
+    output.say(out)
     return 0
 
 

@@ -123,7 +123,10 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
                     f"{first} has no override of verl's (such as trainer.nnodes=8): name the script that starts the "
                     "trainer, or a config that the run has written."
                 )
-            return _read_verl(None, [*found, *overrides])
+            try:
+                return _read_verl(None, [*found, *overrides])
+            except yaml.YAMLError as error:
+                raise ReportError(f"{first} has a value that is no YAML: {one_line(str(error), 200)}") from None
         try:
             content = yaml.safe_load(Path(first).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError):

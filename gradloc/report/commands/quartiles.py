@@ -11,6 +11,7 @@ from ...record.analysis import QUARTILES, Moved, QuartileAnalysis, Update
 from ...record.reading import read
 from ...record.store import plain
 from ...words.numbers import number, percent
+from .. import output
 from ..pages import terminal
 from ..runs.buckets import read_steps
 from .buckets import chosen, save
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plain({"steps": wanted, "notes": notes}), indent=1, allow_nan=False))
         return 0
     for note in notes:
-        print(f"note: {note}")
+        output.say(f"note: {note}")
     from ..figures.quartiles import SPLITS, figure_of
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         _print(analysis, SPLITS.get(analysis.split, analysis.split))
         path = folder / f"quartiles_step_{analysis.global_step}.{args.format}"
         save(figure_of(analysis), path)
-        print(f"{path}\n")
+        output.say(f"{path}\n")
     return 0
 
 

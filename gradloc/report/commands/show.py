@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     events = [folder.find(name) for name in args.event] if args.event else folder.events
     if args.list:
         for event in events:
-            print(event.event_id)
+            output.say(event.event_id)
     elif args.format == "csv" and not events:
         raise ReportError(f"{folder.path} has no event, and --format csv writes one line for each: use --json.")
     elif args.format or args.output:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         output.deliver(args.output, write(folder, events))
         terminal.warn(folder.notes)
         if not args.format:
-            print(f"Open it in a browser: {args.output.resolve().as_uri()}", file=sys.stderr)
+            output.say(f"Open it in a browser: {args.output.resolve().as_uri()}", sys.stderr)
     elif folder.events_root is None:
         terminal.diagnosis(folder)
     else:

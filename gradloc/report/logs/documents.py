@@ -5,25 +5,24 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...record.files import parse_json
+from ..errors import ReportError
 from .lines import literal, read_lines, texts_of
 from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Recording, gather
 from .source import Source
 from .tables import SAMPLE, read_columns
 
-LARGEST = 400_000_000
-"""Bytes of a document, which is held as a whole."""
-
 
 def is_document(source: Source) -> bool:
     """Whether a file is one JSON value, and not a value on each line."""
     head = source.text_head.lstrip()
-    if head[:1] not in ("{", "[") or source.path.stat().st_size > LARGEST:
+    if head[:1] not in ("{", "["):
         return False
     first, newline, rest = head.partition("\n")
     try:
-        json.loads(first)
-    except (ValueError, RecursionError):  # over several lines, beyond the head, or a Python literal
+        parse_json(first)
+    except ValueError:  # over several lines, beyond the head, or a Python literal
         return not newline or not rest.strip() or first.strip() in ("{", "[") or rest[:1] in (" ", "\t")
     return not rest.strip()
 
@@ -32,16 +31,18 @@ def read_document(source: Source) -> list[Recording]:
     """The rows of a document; none where it is something else."""
     text = source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff")
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse_json(text)
+    except json.JSONDecodeError:
         document = literal(text)
+    except ValueError as error:
+        raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
         entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
         if entries and len(entries) == len(document) and one_value(entries[0]) is not None:
-            names = list(dict.fromkeys(name for entry in entries[:SAMPLE] for name in entry))
+            names = list(dict.fromkeys(str(name) for entry in entries[:SAMPLE] for name in entry))
             return read_columns(source, names, _texts(entries, names), form="JSON")
         made.rows = gather(_single_values(source, document))
         if not made.rows:
@@ -132,14 +133,15 @@ def _entries_of(document: dict) -> list[dict]:
     """The rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms; of ``{"1": {...}}`` by
     step; and of pandas' ``to_json``, in any of its forms."""
     if isinstance(document.get("data"), list) and isinstance(document.get("columns"), list):
-        return [dict(zip(document["columns"], row, strict=False)) for row in document["data"] if isinstance(row, list)]
+        names = [*map(str, document["columns"])]
+        return [dict(zip(names, row, strict=False)) for row in document["data"] if isinstance(row, list)]
     inner = [value for value in document.values() if isinstance(value, dict)]
     if len(inner) == len(document) > 0:
         if all(str(key).isdecimal() for key in document):
             return [{"step": int(key), **values} for key, values in document.items()]
         if all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
-    lists = {name: values for name, values in document.items() if isinstance(values, list)}
+    lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
     count = next((len(values) for name, values in lists.items() if is_norm(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}
     return [{"step" if name == "steps" else name: values[at] for name, values in whole.items()} for at in range(count)]

@@ -4,14 +4,14 @@
 import math
 import re
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from shutil import copyfileobj
 from sys import stdin
 
+from ...record.files import is_inside
 from ...words.text import first_of, plural
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
@@ -21,7 +21,7 @@ from .lines import read_by_pattern, read_lines
 from .names import is_norm
 from .recording import Recording
 from .segments import LoggedRun, runs_of
-from .source import Source, is_spreadsheet, unpack
+from .source import Source, is_spreadsheet, spool, unpack
 
 FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording]]], ...] = (
     (lambda source: source.head.startswith(b":W&B"), stores.read_wandb),
@@ -87,7 +87,7 @@ def _read(paths: Sequence[tuple[Path, Path]], metric: str | None) -> tuple[list[
     notes: list[str] = []
     for named, path in paths:
         recordings, more = _read_folder(path) if path.is_dir() else (_read_named(path), [])
-        notes += more
+        notes += [note.replace(str(path), named.name) for note in more] if path is not named else more
         for recording in recordings:
             if path is not named:
                 recording.source = f"{named.name}, {recording.source}" if recording.source != path.name else named.name
@@ -111,12 +111,12 @@ def _chain(recording: Recording) -> tuple:
 
 
 def _read_named(path: Path) -> list[Recording]:
-    if str(path) != "-":
+    if str(path) != "-" and not path.is_fifo():
         return read_file(path)
-    with tempfile.NamedTemporaryFile() as copy:
-        copyfileobj(stdin.buffer, copy)
-        copy.flush()
-        return read_file(Path(copy.name), "standard input")
+    with ExitStack() as until:
+        if str(path) == "-":
+            return read_file(spool(stdin.buffer, "standard input", until), "standard input")
+        return read_file(spool(until.enter_context(path.open("rb")), str(path), until), str(path))
 
 
 def check(path: Path) -> None:
@@ -148,6 +148,8 @@ def _exported(host: str, page: str) -> str:
 def read_file(path: Path, name: str | None = None) -> list[Recording]:
     """The runs of one file, by the first format that fits and finds one; raises ReportError where there is none."""
     name, notes = name or path.name, []
+    if not path.is_file():
+        raise ReportError(f"{name} is neither a file, a folder nor a pipe: name a log of training steps.")
     if not path.stat().st_size:
         raise ReportError(f"{name} is empty: name a log with at least one training step.")
     for fits, read_as in FORMATS:
@@ -223,12 +225,20 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
         notes.append(f"{folder} holds {len(entries)} files that could be logs; the first {MOST} were looked into.")
     if not kept:
         here = f" ({first_of(unread)} cannot be read as logs)" if unread else ""
+        links = [path.name for path in folder.iterdir() if path.is_symlink() and not is_inside(path, folder)]
+        here += f" ({first_of(sorted(links))} leads out of it, and is not followed)" if links else ""
         notes.append(f"{folder} holds no run's log{here}: name a folder or file with one: {KNOWN}.")
     return kept, notes
 
 
-def files_of(folder: Path, depth: int, is_one: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
-    """The files of a folder and of those below it, by name; a folder that ``is_one`` counts as one file."""
+def files_of(
+    folder: Path, depth: int, is_one: Callable[[Path], bool] = lambda folder: False, top: Path | None = None
+) -> Iterator[Path]:
+    """The files of a folder and of those below it, by name; a folder that ``is_one`` counts as one file.
+
+    A link to a folder is not followed, nor one out of ``top``, which is the folder where None.
+    """
+    top = top or folder
     if is_one(folder):
         yield folder
         return
@@ -236,15 +246,15 @@ def files_of(folder: Path, depth: int, is_one: Callable[[Path], bool] = lambda f
         entries = sorted(folder.iterdir(), key=lambda entry: _natural(entry.name))
     except OSError:  # somebody else's folder, or one that just went away
         return
-    yield from (entry for entry in entries if entry.is_file())
+    yield from (file for file in entries if file.is_file() and (not file.is_symlink() or is_inside(file, top)))
     for entry in entries:
         if depth and entry.is_dir() and not entry.is_symlink() and not _SKIPPED.fullmatch(entry.name):
-            yield from files_of(entry, depth - 1, is_one)
+            yield from files_of(entry, depth - 1, is_one, top)
 
 
 def _natural(name: str) -> list:
     """Sorts slurm-9.out before slurm-10.out."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
@@ -276,4 +286,6 @@ def _is_within(few: list[float], many: list[float]) -> bool:
     """Whether one list of norms is a stretch of the other; loggers round differently."""
     is_near = partial(math.isclose, rel_tol=5e-3, abs_tol=5e-4)
     ends = range(len(few), len(many) + 1)
-    return any(all(map(is_near, few, many[end - len(few) : end])) for end in ends)
+    sample = range(0, len(few), len(few) // 64 + 1)  # of equal norms each stretch would be compared to its end
+    likely = (end for end in ends if all(is_near(few[at], many[end - len(few) + at]) for at in sample))
+    return any(all(map(is_near, few, many[end - len(few) : end])) for end in islice(likely, 8))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which trainers print a step: each grammar knows one, and takes a line or leaves it to the next."""
 
-import json
 import math
 import re
 from collections import defaultdict
 from itertools import pairwise
 from sys import intern
 
+from ...record.files import parse_json
 from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Row
 
@@ -191,8 +191,8 @@ class Json(Grammar):
         if not line.lstrip().startswith(("{", "[{")):
             return False
         try:
-            entry = json.loads(line.rstrip(" ,\r\n"))
-        except (ValueError, RecursionError):
+            entry = parse_json(line.rstrip(" ,\r\n"))
+        except ValueError:
             return False
         if isinstance(entry, list):
             return any([self._take(each, process) for each in entry if isinstance(each, dict)])

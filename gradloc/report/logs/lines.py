@@ -6,14 +6,15 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
-import json
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...record.files import LITERAL, parse_json
 from ...words.text import plural
 from ..errors import ReportError
 from .grammars import (
@@ -346,9 +347,9 @@ def unwrapped(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if line[:1] == "{" and _WRAPS.search(line):
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 inner = [] if any(map(is_norm, entry)) else texts_of(entry)
-            except (ValueError, RecursionError):
+            except ValueError:
                 inner = []
             if inner:
                 yield from inner
@@ -398,7 +399,11 @@ def literal(text: str) -> Any:
 
 
 def _evaluated(text: str) -> Any:
+    if sum(map(text.count, ",([{-+")) > LITERAL:
+        return None
     try:
-        return ast.literal_eval(text.strip())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of 65or, in what is no literal after all
+            return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return None

@@ -26,6 +26,8 @@ _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp
 
 MANY = 10_000
 """Rows by which a log's own metrics are known."""
+STARTS = 50
+"""How often a run may be resumed; beyond it is another run."""
 _LENGTHS = ("response_length/max", "response_length/mean", "completions/max_length", "train/completions/max_length")
 _OF_TRAINER = {"grad_norm", "learning_rate", "epoch", "loss"}
 """What every Trainer of Transformers logs by these names."""
@@ -170,7 +172,8 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source))
             segment.metrics.verdicts = recording.verdicts
-            segment.before = _before(runs[-1].segments[-1], segment) if runs else None
+            may_follow = bool(runs) and len(runs[-1].segments) < STARTS  # each is judged with what led to it
+            segment.before = _before(runs[-1].segments[-1], segment) if may_follow else None
             if segment.before is not None:
                 runs[-1].segments.append(segment)
             else:

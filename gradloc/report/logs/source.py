@@ -10,19 +10,16 @@ import lzma
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from ...record.files import DOCUMENT, LINE, MB, MEMBERS, NESTED, SHEET, UNPACKED, is_bomb
 from ..errors import ReportError
 
 HEAD = 1 << 16
 """Bytes that say what a file is."""
-LONGEST = 1 << 22
-"""Characters of a line that are read as one; a longer line is no log's."""
-LARGEST = 4_000_000_000
-"""Bytes that an archive may hold unpacked."""
 _PACKED = {b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zst"}
 _ARCHIVES = {b"PK\x03\x04": "unzip", b"ustar": "tar xf", b"7z\xbc\xaf": "7z x"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -43,13 +40,8 @@ class Source:
         self.path = path
         self.name = name or path.name
         self.notes: list[str] = []
-        self._stream = io.BufferedReader(path.open("rb", buffering=0), HEAD)
-        packed = next((kind for magic, kind in _PACKED.items() if self._stream.peek(6).startswith(magic)), None)
-        self._is_packed = packed is not None
-        if packed is not None:
-            inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open, "zst": _open_zst}[packed](self._stream)
-            self._stream = io.BufferedReader(_Unpacked(inner, self._note_cut), HEAD)
-        self.head = self._stream.peek(HEAD)[:HEAD]
+        self.stream, self._is_packed = _opened(path, self.notes)
+        self.head = self.stream.peek(HEAD)[:HEAD]
         for magic, command in _ARCHIVES.items():
             if (self.head.startswith(magic) or self.head[257:262] == magic) and not is_spreadsheet(path):
                 raise ReportError(f"{self.name} is an archive of several files: unpack it first: {command} {path}")
@@ -61,16 +53,23 @@ class Source:
         return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
 
     def read(self) -> bytes:
-        return self._stream.read()
+        """Its bytes as a whole; raises ReportError where they are more than a document may have."""
+        content = self.stream.read(DOCUMENT + 1)
+        if len(content) > DOCUMENT:
+            raise ReportError(
+                f"{self.name} is one document of more than {DOCUMENT // MB} MB, which is not held as a whole: write a "
+                "line for each step, such as with: jq -c '.log_history[]' FILE > run.jsonl"
+            )
+        return content
 
     def lines(self) -> Iterator[str]:
         """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
-        reader = io.TextIOWrapper(self._stream, self.coding or "utf-8", errors="replace")
+        reader = io.TextIOWrapper(self.stream, self.coding or "utf-8", errors="replace")
         try:
-            while line := reader.readline(LONGEST):
+            while line := reader.readline(LINE):
                 yield line.rstrip("\n")
         except UnicodeError as error:  # UTF-16 that is none after all
-            self._note_cut(error)
+            self.notes.append(_cut(self.name, error))
         reader.detach()
 
     @property
@@ -86,15 +85,26 @@ class Source:
     def note_one_metric(self) -> None:
         self.notes.append(f"{self.name} does not name its one metric: it was taken for the gradient norm.")
 
-    def _note_cut(self, error: Exception) -> None:
-        self.notes.append(f"{self.name} is cut off or damaged ({error}): what comes after that was not read.")
+
+def _cut(name: str, why: object) -> str:
+    return f"{name} is cut off or damaged ({why}): what comes after that was not read."
+
+
+def _opened(path: Path, notes: list[str]) -> tuple[io.BufferedReader, bool]:
+    """A file's bytes, unpacked where it is packed, and whether it is."""
+    stream = io.BufferedReader(path.open("rb", buffering=0), HEAD)
+    packed = next((kind for magic, kind in _PACKED.items() if stream.peek(6).startswith(magic)), None)
+    if packed is None:
+        return stream, False
+    inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open, "zst": _open_zst}[packed](stream)
+    return io.BufferedReader(_Unpacked(inner, path, notes), HEAD), True
 
 
 class _Unpacked(io.RawIOBase):
-    """What can be unpacked of a file; where it is cut off or damaged it ends."""
+    """What can be unpacked of a file; where it is cut off or damaged, it ends."""
 
-    def __init__(self, file: BinaryIO, note: Callable[[Exception], None]):
-        self._note = note
+    def __init__(self, file: BinaryIO, path: Path, notes: list[str]):
+        self._name, self._notes, self._packed, self._size = path.name, notes, path.stat().st_size, 0
         self._take = getattr(file, "read1", file.read)
 
     def readable(self) -> bool:
@@ -104,8 +114,12 @@ class _Unpacked(io.RawIOBase):
         try:
             part = self._take(len(buffer))
         except Exception as error:  # each format's library has kinds of its own
-            self._note(error)
+            self._notes.append(_cut(self._name, error))
             self._take, part = (lambda size: b""), b""
+        self._size += len(part)
+        if is_bomb(self._size, self._packed):
+            sizes = f"{self._packed / MB:,.1f} MB, which become more than {self._size / MB:,.0f} MB"
+            raise ReportError(f"{self._name} has {sizes}, as no log does: unpack it and name the log in it.")
         buffer[: len(part)] = part
         return len(part)
 
@@ -142,6 +156,18 @@ def _open_zst(stream: BinaryIO) -> BinaryIO:
     raise ReportError("a .zst file needs a package to be read: pip install zstandard, or unpack it first: zstd -d FILE")
 
 
+def spool(stream: BinaryIO, name: str, until: ExitStack) -> Path:
+    """A pipe as a file, which can be read more than once and lasts as long as ``until``."""
+    copy = until.enter_context(tempfile.NamedTemporaryFile())
+    size = 0
+    while part := stream.read(MB):
+        size += copy.write(part)
+        if size > UNPACKED:
+            raise ReportError(f"{name} holds more than {UNPACKED / 1e9:.0f} GB: name a file with one run's log.")
+    copy.flush()
+    return Path(copy.name)
+
+
 def unpack(path: Path, until: ExitStack) -> Path:
     """The folder with an archive's files, which lasts as long as ``until``; the path itself where it is none.
 
@@ -150,31 +176,60 @@ def unpack(path: Path, until: ExitStack) -> Path:
     """
     if not path.is_file():
         return path
+    advice = "unpack it and name the log in it."
     try:
         if zipfile.is_zipfile(path) and not is_spreadsheet(path):
             with zipfile.ZipFile(path) as archive:
                 if any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist()):
                     raise ReportError(f"{path.name} holds weights that torch saved, and no log.")
-                folder = _room_for(path, [entry.file_size for entry in archive.infolist()], until)
-                archive.extractall(folder)
+                sizes = [entry.file_size for entry in archive.infolist()]
+                if len(sizes) > MEMBERS or is_bomb(sum(sizes), path.stat().st_size):
+                    raise ReportError(f"{path.name} holds {len(sizes):,} files, {sum(sizes) / 1e9:.1f} GB: {advice}")
+                folder = Path(until.enter_context(tempfile.TemporaryDirectory()))
+                archive.extractall(folder, [name for name in archive.namelist() if name.count("/") < NESTED])
                 return folder
         if _is_tar(path):
-            with tarfile.open(path) as archive:
-                members = [member for member in archive if member.isfile()]
-                folder = _room_for(path, [member.size for member in members], until)
-                archive.extractall(folder, members, filter="data")
-                return folder
-    except (zipfile.BadZipFile, tarfile.TarError, RuntimeError, EOFError, ValueError, NotImplementedError) as error:
-        raise ReportError(f"{path.name} cannot be unpacked ({error}): unpack it and name the log in it.") from None
+            notes: list[str] = []
+            folder, size = Path(until.enter_context(tempfile.TemporaryDirectory())), 0
+            with tarfile.open(fileobj=_opened(path, notes)[0], mode="r|") as archive:
+                for count, member in enumerate(archive):
+                    size += member.size
+                    if count >= MEMBERS or size > UNPACKED:
+                        raise ReportError(f"{path.name} holds over {count:,} files, {size / 1e9:.1f} GB: {advice}")
+                    if member.isfile() and member.name.count("/") < NESTED:
+                        archive.extract(member, folder, filter="data")
+            if notes:
+                raise EOFError(notes[0])
+            return folder
+    except ReportError:
+        raise
+    except Exception as error:  # a full disk, a name that is too long; each format's library has kinds of its own
+        said = getattr(error, "strerror", None) or error
+        raise ReportError(f"{path.name} cannot be unpacked ({said}): {advice}") from None
     return path
 
 
 def is_spreadsheet(path: Path) -> bool:
-    """Whether a file is an .xlsx: a zip with a table of contents of its own."""
+    """Whether a file is an .xlsx: a zip with a table of contents of its own; raises ReportError where it is too large.
+
+    A zip's own list of files is read only where it is short.
+    """
     if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return "xl/workbook.xml" in archive.namelist()
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, io.SEEK_END) - HEAD, 0))
+        end = file.read()
+    size = int.from_bytes(end[(at := end.rfind(b"PK\5\6") + 12) : at + 4], "little")
+    if size > 200 * MEMBERS:
+        raise ReportError(f"{path.name} holds more than {MEMBERS:,} files: unpack it and name the log in it.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
+        return False
+    if "xl/workbook.xml" in sizes and sum(sizes.values()) > SHEET:
+        raise ReportError(f"{path.name} is a spreadsheet of {sum(sizes.values()) / MB:,.0f} MB: save it as a CSV.")
+    return "xl/workbook.xml" in sizes
 
 
 def _is_tar(path: Path) -> bool:
@@ -182,10 +237,3 @@ def _is_tar(path: Path) -> bool:
         return tarfile.is_tarfile(path)
     except Exception:  # a packed log that is cut off: each format's library has kinds of its own
         return False
-
-
-def _room_for(path: Path, sizes: list[int], until: ExitStack) -> Path:
-    """A new folder for files of these sizes; raises ReportError where they are too large."""
-    if sum(sizes) > LARGEST:
-        raise ReportError(f"{path.name} holds {sum(sizes) / 1e9:.1f} GB: unpack it and name the log in it.")
-    return Path(until.enter_context(tempfile.TemporaryDirectory()))

@@ -5,16 +5,21 @@ What TensorBoard, W&B and SwanLab write while a run goes on are streams of recor
 being a protocol buffer. A run that was killed leaves its last record cut off; everything before it is whole.
 """
 
-import json
 import re
 import sqlite3
 import struct
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from glob import escape
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from ...record.files import QUERY_SECONDS, RECORD, parse_json, read_bytes
 from ...words.text import plural
+from ..errors import ReportError
 from .names import as_step, number, numbers
 from .recording import Recording, flat, gather
 from .source import Source
@@ -39,19 +44,23 @@ def is_tensorboard(source: Source) -> bool:
 
 def read_tensorboard(source: Source) -> list[Recording]:
     """Scalars of one event file."""
-    rows = gather(_scalars(_framed(source.read())))
+    rows = gather(_scalars(_framed(source.stream)))
     return [Recording(source.name, "TensorBoard", rows=rows, notes=source.notes)]
 
 
-def _framed(content: bytes) -> Iterator[bytes]:
-    """TFRecord: a length of 8 bytes, its checksum of 4, the record, its checksum of 4."""
-    at, end = 0, len(content)
-    while at + 12 <= end:
-        length = int.from_bytes(content[at : at + 8], "little")
-        if at + 12 + length > end:
+def _framed(stream: BinaryIO) -> Iterator[bytes]:
+    """TFRecord: a length of 8 bytes, its checksum of 4, the record, its checksum of 4; longer records are left out."""
+    while len(head := stream.read(12)) == 12:
+        length = int.from_bytes(head[:8], "little")
+        record = stream.read(min(length, RECORD))
+        left = length - len(record)
+        while left and (part := stream.read(min(left, RECORD))):
+            left -= len(part)
+        if left:
             return
-        yield content[at + 12 : at + 12 + length]
-        at += 16 + length
+        if length <= RECORD:
+            yield record
+        stream.read(4)
 
 
 def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
@@ -82,7 +91,7 @@ def _tensor(content: Any) -> float | None:
 def read_wandb(source: Source) -> list[Recording]:
     """History and configuration of a ``run-*.wandb`` file."""
     made = Recording(source.name, "W&B's local run", notes=source.notes)
-    for record in _logged(source.read()):
+    for record in _logged(source.stream):
         for field, value in fields(record):
             if field == 2:
                 _add_history(made, value)
@@ -101,15 +110,15 @@ def _add_history(made: Recording, content: Any) -> None:
     for field, value in fields(content):
         if field == 1:
             key, item = _item(value)
-            if key == "_step" and isinstance(item, int | float):
-                step = int(item)
+            if key == "_step":
+                step = as_step(number(item))
             else:
                 row.update(numbers({key: item}))
         elif field == 2:
-            step = dict(fields(value)).get(1, step)
+            step = as_step(number(dict(fields(value)).get(1, step)))
     own = next((row[name] for name in ("train/global_step", "trainer/global_step") if name in row), step)
-    if own is not None and row:
-        made.rows.append((int(own), row))
+    if (at := as_step(own)) is not None and row:
+        made.rows.append((at, row))
 
 
 def _add_config(made: Recording, content: Any) -> None:
@@ -124,9 +133,10 @@ def _item(content: Any) -> tuple[str, Any]:
     """A key, which may be nested, and its value in JSON."""
     texts: dict[int, list[str]] = {1: [], 2: [], 16: [""]}
     for field, value in fields(content):
-        texts.setdefault(field, []).append(_text(value))
+        if field in texts:
+            texts[field].append(_text(value))
     try:
-        item = json.loads(texts[16][-1])
+        item = parse_json(texts[16][-1])
     except ValueError:
         item = None
     return "/".join(texts[1] + texts[2]), item
@@ -136,7 +146,7 @@ def read_swanlab(source: Source) -> list[Recording]:
     """Scalars of a ``run-*.swanlab`` file."""
     triples = []
     made = Recording(source.name, "SwanLab's local run", notes=source.notes)
-    for record in _logged(source.read()):
+    for record in _logged(source.stream):
         for field, value in fields(record):
             inner = dict(fields(value)) if field in (10, 13) else {}
             if field == 10:
@@ -149,24 +159,26 @@ def read_swanlab(source: Source) -> list[Recording]:
     return [made]
 
 
-def _logged(content: bytes) -> Iterator[bytes]:
+def _logged(stream: BinaryIO) -> Iterator[bytes]:
     """LevelDB's log after a head of 7 bytes: blocks of 32 KiB, a record in one part or several."""
-    at, parts = _HEADER, []
-    while at + _HEADER <= len(content):
-        left = _BLOCK - at % _BLOCK
-        if left < _HEADER:
-            at += left
-            continue
-        length, kind = struct.unpack_from("<HB", content, at + 4)
-        part = content[at + _HEADER : at + _HEADER + length]
-        if kind not in (1, 2, 3, 4) or len(part) < length:
-            at += left  # what is damaged costs its block
-            parts = []
-            continue
-        at += _HEADER + length
-        parts = [part] if kind in (1, 2) else [*parts, part]
-        if kind in (1, 4):
-            yield b"".join(parts)
+    at, record = _HEADER, bytearray()
+    is_whole = False
+    while block := stream.read(_BLOCK):
+        while at + _HEADER <= len(block):
+            length, kind = struct.unpack_from("<HB", block, at + 4)
+            begin, at = at + _HEADER, at + _HEADER + length
+            if kind not in (1, 2, 3, 4) or at > len(block):  # what is damaged costs its block
+                is_whole = False
+                break
+            if kind in (1, 2):
+                record, is_whole = bytearray(), True
+            record += block[begin:at]
+            is_whole = is_whole and len(record) <= RECORD
+            if not is_whole:
+                record.clear()
+            elif kind in (1, 4):
+                yield bytes(record)
+        at = 0
 
 
 def fields(content: Any) -> Iterator[tuple[int, int | bytes]]:
@@ -214,49 +226,100 @@ def _number(value: Any, kind: struct.Struct) -> float | None:
 
 
 def read_database(source: Source) -> list[Recording]:
-    """Every run in an MLflow or trackio database."""
+    """Every run in an MLflow or trackio database; of tables alone, since a view may have no end."""
     where = source.path.resolve().as_uri()
     for mode in ("ro", "ro&immutable=1"):  # the second where the folder cannot be written: a journal needs that
+        clock = _Clock(sum(file.stat().st_size for file in source.path.parent.glob(f"{escape(source.path.name)}*")))
         try:
             with closing(sqlite3.connect(f"{where}?mode={mode}", uri=True)) as database:
+                database.text_factory = lambda text: text.decode("utf-8", errors="replace")
+                database.set_progress_handler(clock.tick, 100_000)
+                if hasattr(database, "setlimit"):
+                    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, RECORD)
+                database.execute("pragma trusted_schema = off")
+                if (tables := _tables(database)) is None:
+                    raise ReportError(f"{source.name} has views or computed columns in place of tables: none is run.")
                 columns = [row[1] for row in database.execute("pragma table_info(metrics)")]
                 if "metrics" in columns:
-                    return _read_trackio(source, database, columns)
-                return list(_read_mlflow(source, database)) if "run_uuid" in columns else []
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            problem = error
+                    return _read_trackio(source, database, columns, clock, "configs" in tables)
+                return list(_read_mlflow(source, database, clock)) if "run_uuid" in columns else []
+        except (sqlite3.Error, UnicodeDecodeError, ValueError, OverflowError, MemoryError) as error:
+            if clock.is_stopped:
+                raise KeyboardInterrupt from None
+            problem = f"no row within {QUERY_SECONDS:.0f} s" if clock.is_over else str(error)
     source.notes.append(f"{source.name} is damaged ({problem}).")
     return []
 
 
-def _read_trackio(source: Source, database: sqlite3.Connection, columns: list[str]) -> list[Recording]:
+class _Clock:
+    """Ends a query that gives no row for long, or more rows than the file has bytes, or that Ctrl-C is to end."""
+
+    def __init__(self, size: int) -> None:
+        self.is_stopped = self.is_over = False
+        self._last, self._left = time.monotonic(), size
+
+    def tick(self) -> bool:
+        try:
+            self.is_over = time.monotonic() - self._last > QUERY_SECONDS
+        except KeyboardInterrupt:  # which SQLite would swallow
+            self.is_stopped = True
+        return self.is_over or self.is_stopped
+
+    def rows(self, rows: Iterable[tuple]) -> Iterator[tuple]:
+        for row in rows:
+            self._last, self._left = time.monotonic(), self._left - 1
+            if self._left < 0:
+                raise ValueError("it has more rows than bytes")
+            yield row
+
+
+def _tables(database: sqlite3.Connection) -> set[str] | None:
+    """The tables that are read; None where one computes its rows."""
+    made = database.execute("select name, type, rootpage, sql from sqlite_master").fetchmany(1000)
+    ours = [row for row in made if str(row[0]).lower() in ("metrics", "configs", "runs", "params")]
+    is_plain = all(row[1] == "table" and row[2] and not _COMPUTED.search(str(row[3])) for row in ours)
+    return {str(row[0]) for row in ours} if is_plain else None
+
+
+_COMPUTED = re.compile(r"\bas\s*\(|\bvirtual\b", re.IGNORECASE)
+
+
+def _read_trackio(
+    source: Source, database: sqlite3.Connection, columns: list[str], clock: _Clock, has_configs: bool
+) -> list[Recording]:
     which = "run_id" if "run_id" in columns else "run_name"
     runs: dict[str, Recording] = {}
-    for key, name, step, text in database.execute(f"select {which}, run_name, step, metrics from metrics order by id"):
+    found = database.execute(f"select {which}, run_name, step, metrics from metrics order by id")
+    for key, name, step, text in clock.rows(found):
         run = runs.setdefault(key, Recording(source.name, "trackio", str(name)))
         try:
-            values = numbers(json.loads(text))
+            values = numbers(parse_json(text))
         except (ValueError, TypeError, AttributeError):
             run.notes = [f"{source.name} has rows that cannot be read; they were left out."]
             continue
         if isinstance(step, int) and values:
             run.rows.append((step, values))
-    if runs and database.execute("select count(*) from sqlite_master where name = 'configs'").fetchone()[0]:
-        for key, text in database.execute(f"select {which}, config from configs"):
-            if key in runs:
-                settings = flat(json.loads(text))
-                runs[key].config = {name: value for name, value in settings.items() if not name.startswith("_")}
+    for key, text in clock.rows(database.execute(f"select {which}, config from configs")) if has_configs else ():
+        with suppress(ValueError, TypeError, AttributeError, KeyError):
+            run, settings = runs[key], flat(parse_json(text))
+            run.config = {name: value for name, value in settings.items() if not name.startswith("_")}
     return list(runs.values())
 
 
-def _read_mlflow(source: Source, database: sqlite3.Connection) -> Iterator[Recording]:
-    for run, name in database.execute("select run_uuid, name from runs").fetchall():
-        values = database.execute(
-            "select step, key, value, is_nan from metrics where run_uuid = ? order by timestamp, step", (run,)
-        )
-        triples = ((int(step), str(key), float("nan" if is_nan else value)) for step, key, value, is_nan in values)
-        config = dict(database.execute("select key, value from params where run_uuid = ?", (run,)))
-        yield Recording(source.name, "MLflow", name or run, "", gather(triples), _dotted(config))
+def _read_mlflow(source: Source, database: sqlite3.Connection, clock: _Clock) -> Iterator[Recording]:
+    names = dict(clock.rows(database.execute("select run_uuid, name from runs")))
+    config: dict[str, dict[str, str]] = {}
+    for run, key, value in clock.rows(database.execute("select run_uuid, key, value from params")):
+        config.setdefault(run, {})[str(key)] = str(value)
+    found = clock.rows(
+        database.execute("select run_uuid, step, key, value, is_nan from metrics order by run_uuid, timestamp, step")
+    )
+    for run, rows in groupby(found, itemgetter(0)):
+        known = ((as_step(number(step)), str(key), number("nan" if nan else v)) for _, step, key, v, nan in rows)
+        triples = ((step, key, value) for step, key, value in known if step is not None and value is not None)
+        made = gather(triples)
+        if run in names:
+            yield Recording(source.name, "MLflow", str(names[run] or run), "", made, _dotted(config.get(run, {})))
 
 
 def is_mlflow_run(folder: Path) -> bool:
@@ -294,9 +357,9 @@ def read_mlflow_run(folder: Path) -> Recording:
 
 def _files(folder: Path) -> dict[str, str]:
     return {
-        file.relative_to(folder).as_posix(): file.read_text(encoding="utf-8", errors="replace")
+        file.relative_to(folder).as_posix(): read_bytes(file, folder).decode("utf-8", errors="replace")
         for file in sorted(folder.rglob("*"))
-        if file.is_file()
+        if file.is_file() and not file.is_symlink()
     }
 
 

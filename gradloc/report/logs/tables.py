@@ -6,9 +6,11 @@ import csv
 import importlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
+from ...record.files import COLUMNS, DOCUMENT, VALUES
 from ...words.text import plural
 from ..errors import ReportError
 from .names import STEPS, as_step, is_norm, listed, long_columns, number, numbers, step_of
@@ -246,7 +248,8 @@ class _Table:
         num_bad = num_rows = 0
         for cells in self.rows:
             num_rows += 1
-            step = as_step(self._number(cells, self.step_at))
+            is_short = 2 * len(cells) < len(self.names) > SAMPLE  # cut off, or made to cost much
+            step = None if is_short else as_step(self._number(cells, self.step_at))
             if step is None and self.step_at is not None:
                 is_rule = all(_FRAME.fullmatch(cell or " ") for cell in cells)
                 num_rows -= is_rule
@@ -387,18 +390,38 @@ def _spelled(name: str) -> str:
 
 def read_parquet(source: Source) -> list[Recording]:
     """The runs of a parquet file, some rows at a time."""
-    with _package("pyarrow.parquet", f"{source.name} is parquet").ParquetFile(source.path) as file:
-        rows = (row.values() for batch in file.iter_batches() for row in batch.to_pylist())
-        return read_columns(source, file.schema_arrow.names, _texts(rows))
+    package = _package("pyarrow.parquet", f"{source.name} is parquet")
+    with _sentence_of(source, "parquet"), package.ParquetFile(source.path) as file:
+        data, schema, size = file.metadata, file.schema_arrow, source.path.stat().st_size
+        groups = [data.row_group(at) for at in range(data.num_row_groups)]
+        counts = [sum(group.column(at).num_values for group in groups) for at in range(min(data.num_columns, COLUMNS))]
+        if max([data.num_rows, *counts]) > size or data.num_columns > COLUMNS:
+            raise ValueError(f"{data.num_rows:,} rows and {data.num_columns:,} columns in {size:,} bytes")
+        texts = [field.name for field in schema if str(field.type).endswith(("string", "binary"))]
+        with package.ParquetFile(source.path, read_dictionary=texts) as dense:
+            rows = (row.values() for batch in dense.iter_batches(256) for row in _bounded(batch).to_pylist())
+            return read_columns(source, schema.names, _texts(rows))
+
+
+def _bounded(batch: Any) -> Any:
+    """A batch whose texts, each stored once, may be written out; raises ValueError where that takes too much."""
+    dictionaries = [column.dictionary for column in batch.columns if hasattr(column, "dictionary")]
+    longest = sum(max((len(text) for text in texts.to_pylist() if text), default=0) for texts in dictionaries)
+    if longest * batch.num_rows + batch.nbytes > DOCUMENT:
+        raise ValueError(f"texts of {longest:,} characters in a row")
+    return batch
 
 
 def read_spreadsheet(source: Source) -> list[Recording]:
     """The runs of every sheet with a step and numbers; their values, not their formulas."""
     made, refusal = [], None
-    with source.path.open("rb") as file:  # by its path, openpyxl wants the ending .xlsx
-        package = _package("openpyxl", f"{source.name} is a spreadsheet")
+    package = _package("openpyxl", f"{source.name} is a spreadsheet")
+    with (
+        _sentence_of(source, "a spreadsheet"),
+        source.path.open("rb") as file,
+    ):  # by its path, it wants the ending .xlsx
         for sheet in package.load_workbook(file, read_only=True, data_only=True).worksheets:
-            rows = _texts(sheet.iter_rows(values_only=True))
+            rows = _texts(_rows_of(sheet))
             try:
                 made += read_columns(source, next(rows, []), rows)
             except ReportError as error:  # notes of one's own beside the run
@@ -406,6 +429,29 @@ def read_spreadsheet(source: Source) -> list[Recording]:
     if refusal and not any(recording.rows for recording in made):
         raise refusal
     return made
+
+
+def _rows_of(sheet: Any) -> Iterator[tuple]:
+    if (sheet.max_column or 0) > COLUMNS:
+        sheet.reset_dimensions()
+    num_cells = 0
+    for row in sheet.iter_rows(values_only=True):
+        num_cells += len(row) + 1
+        if num_cells > VALUES:
+            raise ValueError(f"more than {VALUES:,} cells")
+        yield row
+
+
+@contextmanager
+def _sentence_of(source: Source, what: str) -> Iterator[None]:
+    """Make a ReportError of whatever a package raises on a damaged file."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ReportError(f"{source.name} is {what} that cannot be read ({said}): save it as a CSV.") from None
 
 
 def _texts(rows: Iterable[Iterable[Any]]) -> Iterator[list[str]]:

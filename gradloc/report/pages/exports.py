@@ -14,7 +14,7 @@ from ...words.culprits import trusted_share
 from ...words.cures import healer
 from ...words.numbers import bounded
 from ...words.story import cause_of, figures, given
-from ...words.text import one_line
+from ...words.text import one_line, printable
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .eventview import EventView
@@ -114,7 +114,7 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     for event in events:
         numbers, text = issue(EventView(event, run))
         lines += ["", numbers + text]
-    return "\n".join(lines).rstrip() + "\n"
+    return printable("\n".join(lines).rstrip()) + "\n"
 
 
 def issue(view: EventView) -> tuple[str, str]:

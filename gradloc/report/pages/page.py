@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from ...record import Event
 from ...words.hurt import Aftermath
 from ...words.numbers import bounded, number, percent
-from ...words.text import one_line, plural, spoken, visible
+from ...words.text import one_line, plural, printable, spoken, visible
 from ..errors import ReportError
 from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
@@ -127,7 +127,7 @@ def _packed(view: EventPage, payload: dict[str, Any]) -> str:
     """An event's article and its tokens, compressed; the browser unpacks it with DecompressionStream."""
     html = _environment().get_template("event.html").module.event_article(view, True)
     document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    packed = zlib.compress(document.encode("utf-8", errors="replace"), 9)
+    packed = zlib.compress(printable(document).encode("utf-8"), 9)
     return base64.b64encode(packed).decode("ascii")
 
 
@@ -191,8 +191,7 @@ def fill(template: str, chart: script_data.Chart | None = None, events: dict[str
     )
     frame = {"policy": policy, "style": Markup(style), "script": Markup(script), "payload": escape_json(payload)}
     made = _environment().get_template(template).render(**frame, chart=chart, **named)
-    # A lone surrogate in a name or a path cannot be written as UTF-8.
-    return made.encode("utf-8", errors="replace").decode("utf-8")
+    return printable(made)
 
 
 def breakable(line: str) -> Markup:

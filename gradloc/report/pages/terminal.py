@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,8 @@ from ...record import Event
 from ...words.culprits import carried, leader
 from ...words.numbers import number
 from ...words.story import cause_of
-from ...words.text import one_line, plural, span, spoken, times, visible
+from ...words.text import one_line, plural, printable, span, spoken, times, visible
+from ..output import say
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.health import judge
 from ..runs.run import RunFolder
@@ -35,15 +37,23 @@ RUNS = 20
 """Runs of a log with a line each, after the worst one."""
 
 
+class _Printable(Console):
+    """No character of what is printed can command the terminal; colours and the cursor are rich's own."""
+
+    def render(self, renderable, options=None):
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 def console(**options) -> Console:
     """Prints text as it is: no markup, no colours of its own."""
-    return Console(highlight=False, markup=False, emoji=False, **options)
+    return _Printable(highlight=False, markup=False, emoji=False, **options)
 
 
 def warn(notes: list[str]) -> None:
     """Prints what could not be read to standard error."""
     for note in notes:
-        print(visible(note), file=sys.stderr)
+        say(note, sys.stderr)
 
 
 def summary(run: RunFolder, events: list[Event]) -> None:
@@ -158,7 +168,7 @@ def diagnosis(folder: RunFolder) -> None:
     if len(others) > RUNS:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
     where = shlex.join(folder.named)
-    if str(folder.path) != "-":
+    if str(folder.path) != "-" and not folder.path.is_fifo():
         steps = {"step by step, with what people do about it": f"gradloc-report health {where}"} if health else {}
         if any(first.judged):
             steps["other settings of the trigger"] = f"gradloc-report trigger {where} --set cap=6"

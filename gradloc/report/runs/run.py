@@ -5,11 +5,13 @@ A run that is still going, or that was killed while writing, leaves a cut-off la
 not an error: everything before it is whole.
 """
 
+import gc
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from ...health.rules import ADVICE
 from ...record import SCHEMA_VERSION, Culprit, Event
 from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
+from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
 from ...record.reading import read
 from ...words.advice import actions_of, is_trl, supervised
 from ...words.culprits import leader
@@ -34,8 +37,12 @@ from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """How many folders down events are looked for."""
+MOST_RUNS = 400
+"""Runs of a log that are looked into: those with the highest norms."""
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
+_RECORDS = ("meta", "event")
+"""The files of an event's folder that hold its record: with a bundle, and without."""
 
 
 @dataclass
@@ -128,7 +135,7 @@ def read_run(
         path = path.parent
     if not path.is_dir() or pattern is not None:
         return read_logs([path], metric, pattern=pattern)
-    if path.parent.name == "events" and (path / "meta.json").is_file():
+    if path.parent.name == "events" and any((path / f"{name}.json").is_file() for name in _RECORDS):
         return _one_event(path, metrics_path, metric)
     events_file = _events_file(path)
     if events_file is None:
@@ -156,6 +163,9 @@ def read_logs(
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
     run.runs.sort(key=lambda logged: logged.peak, reverse=True)
+    if len(run.runs) > MOST_RUNS:
+        run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
+        del run.runs[MOST_RUNS:]
     own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].parts[0].source)
     run.named = [str(next(own, run.path))]
     for option, given in (("--metric", metric), ("--pattern", pattern)):
@@ -188,7 +198,7 @@ def _events_file(path: Path) -> Path | None:
         names = ", ".join(str(file.parent) for file in nearest[:4])
         raise ReportError(f"several runs lie under this folder: name one of {names}.")
     for folder in () if nearest else (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
-        if any((folder / "events").glob("*/meta.json")):
+        if any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in _RECORDS):
             return folder / "events.jsonl"
     return nearest[0] if nearest else None
 
@@ -248,29 +258,45 @@ def read_events(path: Path) -> tuple[list[Event], list[str]]:
     """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
     events: dict[str, Event] = {}
     notes: list[str] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        event, note = _read_line(line, number, is_last=number == len(lines))
-        if note:
-            notes.append(note)
-        if event is not None:
-            name, count = event.event_id or f"line-{number}", 1
-            while (unique := name if count == 1 else f"{name}-{count}") in events:
-                count += 1
-            events[unique] = replace(event, event_id=unique)
+    if not is_inside(path, path.parent):
+        return [], [f"{path.name} is a link out of the run's folder, and was not followed."]
+    counts: Counter[str] = Counter()
+    with path.open("rb") as lines, _uncollected():
+        for number, line in enumerate(iter(lambda: lines.readline(DOCUMENT), b""), start=1):
+            if not line.strip():
+                continue
+            event, note = _read_line(line, number, is_last=not line.endswith(b"\n"))
+            if note:
+                notes.append(note)
+            if event is not None:
+                name = event.event_id or f"line-{number}"
+                while (unique := f"{name}-{counts[name]}" if counts[name] > 1 else name) in events:
+                    counts[name] += 1
+                events[unique] = replace(event, event_id=unique)
     return list(events.values()), notes
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from going through 100,000 events again and again: they stay, and form no cycle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
     where = f"Line {number} of events.jsonl"
     try:
-        raw = json.loads(line.decode("utf-8", errors="replace"))
-    except ValueError:
+        raw = parse_json(line.decode("utf-8", errors="replace"))
+    except json.JSONDecodeError:
         if is_last:
             return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
         return None, f"{where} is not JSON and was left out."
+    except ValueError as error:
+        return None, f"{where} was left out: {error}."
     if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
         return None, f"{where} is no event record and was left out."
     version = raw.get("schema_version")
@@ -293,12 +319,12 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
     known = {event.folder for event in listed} | {event.event_id for event in listed}
     recovered: list[Event] = []
     lost: list[str] = []
-    for folder in sorted((root / "events").glob("*/")):
+    for folder in sorted((root / "events").glob("[!.]*/")):
         place = f"events/{folder.name}"
         if known & {place, folder.name}:
             continue
         try:
-            event = read(Event, _read_meta(folder).get("event"))
+            event = read(Event, _read_record(folder, root).get("event") or _read_record(folder, root, "event") or None)
         except ValueError:
             lost.append(folder.name)
             continue
@@ -315,17 +341,17 @@ def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
     return recovered, notes
 
 
-def _read_meta(folder: Path | None) -> dict[str, Any]:
-    """An event's meta.json; empty where it cannot be read."""
+def _read_record(folder: Path | None, root: Path, name: str = "meta") -> dict[str, Any]:
+    """A JSON file of an event's folder; empty where it cannot be read, or leads out of the run's folder."""
     with suppress(OSError, ValueError):
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8", errors="replace")) if folder else {}
-        return meta if isinstance(meta, dict) else {}
+        record = read_json(folder / f"{name}.json", root) if folder else {}
+        return record if isinstance(record, dict) else {}
     return {}
 
 
 def read_actor(root: Path, event: Event) -> dict[str, Any]:
     """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
-    actor = _read_meta(bundle_folder(root, event)).get("actor")
+    actor = _read_record(bundle_folder(root, event), root).get("actor")
     return actor if isinstance(actor, dict) else {}
 
 
@@ -342,8 +368,7 @@ def read_sequences(root: Path, event: Event) -> tuple[list[TokenSequence], str |
     if not path.is_file():
         return [], f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: {missing}"
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        return list(read(SequenceFile, json.loads(text)).sequences), None
+        return list(read(SequenceFile, read_json(path, root)).sequences), None
     except (OSError, ValueError):
         return [], f"sequences.json of event {event.event_id} cannot be read: {missing}"
 
@@ -360,8 +385,8 @@ def read_pictures(
     pictures: dict[str, bytes] = {}
     for name in names if folder is not None else ():
         content = b""
-        with suppress(OSError):  # the record is not trusted: only what the writer would have written
-            content = (folder / name).read_bytes() if _IS_PICTURE.fullmatch(name) else b""
+        with suppress(OSError, ValueError):  # the record is not trusted: only what the writer would have written
+            content = read_bytes(folder / name, root) if _IS_PICTURE.fullmatch(name) else b""
         if not content.startswith(_PNG):
             return pictures, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
         if sum(map(len, pictures.values())) + len(content) > limit:
@@ -374,6 +399,6 @@ def read_pictures(
 def bundle_folder(root: Path, event: Event) -> Path | None:
     """The event's bundle folder, or None when it names none, or one outside the run's folder."""
     # The record is not trusted: "../.." must not make the report read somebody else's files.
-    if not event.folder or not (root / event.folder).resolve().is_relative_to(root.resolve()):
+    if not event.folder or "\0" in event.folder or not is_inside(root / event.folder, root):
         return None
     return root / event.folder

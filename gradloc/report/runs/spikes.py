@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from statistics import linear_regression, median
 
@@ -143,7 +144,7 @@ class Explosion:
     def first(self) -> int:
         return self.steps[0].step
 
-    @property
+    @cached_property
     def peak(self) -> Judged:
         """The largest finite norm; the first step, where none is finite."""
         finite = [j for j in self.steps if math.isfinite(j.norm)]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that others wrote, read within limits; files of ours, written whole or not at all.
+
+A log or a bundle may come from a stranger. Every limit of a reader is here; docs/security.md has them in a table.
+"""
+
+import errno
+import json
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MB = 1_000_000
+DOCUMENT = 48 * MB  # bytes of a document that is held as a whole
+NESTED = 64  # levels of lists and objects in a document
+OPENED = 1 * MB  # lists and objects in a document
+VALUES = 6 * MB  # values in a document
+LITERAL = MB // 2  # values in a Python literal, which takes ten times the memory of JSON
+RATIO, FREE = 40, 32 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
+UNPACKED = 4_000 * MB  # bytes that an archive, a packed file or a pipe may hold
+MEMBERS = 10_000  # files in an archive
+RECORD = 8 * MB  # bytes of a record in a stream of records
+LINE = 1 << 22  # characters of a line that are read as one; a longer line is no log's
+SHEET = 48 * MB  # bytes of a spreadsheet unpacked
+COLUMNS = 4096  # columns of a table
+QUERY_SECONDS = 8.0  # seconds between two rows of a database
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from a file; raise ValueError where it is none, too large, or nested deeper than anything we read."""
+    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
+    lists, objects, commas = (text.count(mark) for mark in marks)  # type: ignore[arg-type]
+    if len(text) > DOCUMENT or commas > VALUES or lists + objects > OPENED:
+        raise ValueError(f"it holds more than {DOCUMENT // MB} MB, {VALUES:,} values or {OPENED:,} lists")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {NESTED} levels deep") from None
+    if lists + objects > NESTED and _is_deeper(value):
+        raise ValueError(f"it is nested more than {NESTED} levels deep")
+    return value
+
+
+def _is_deeper(value: Any) -> bool:
+    level = [value]
+    for _ in range(NESTED + 1):
+        inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def is_bomb(unpacked: int, packed: int) -> bool:
+    """Whether so many bytes out of so many packed ones are no log's."""
+    return unpacked > UNPACKED or unpacked > FREE and unpacked > RATIO * packed
+
+
+def is_inside(path: Path, root: Path) -> bool:
+    """Whether a path leads, through all of its links, to something in this folder."""
+    with suppress(OSError, RuntimeError):
+        return path.resolve().is_relative_to(root.resolve())
+    return False
+
+
+def read_bytes(path: Path, root: Path | None = None, most: int = DOCUMENT) -> bytes:
+    """Read a regular file.
+
+    Args:
+        path: what else it is, such as a pipe, is not waited for.
+        root: a folder that the file has to be in; None: it may be anywhere.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or leads out of ``root``.
+        ValueError: it is larger.
+    """
+    if root is not None and not is_inside(path, root):
+        raise OSError(errno.ELOOP, "leads out of the run's folder, and is not followed", str(path))
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it is larger than {most / MB:,.0f} MB")
+    return content
+
+
+def read_json(path: Path, root: Path | None = None) -> Any:
+    """Read a JSON file; raise as :func:`read_bytes` and :func:`parse_json`."""
+    return parse_json(read_bytes(path, root).decode("utf-8", errors="replace"))
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; what UTF-8 cannot spell is replaced.
+
+    The file that was there keeps its mode, and a link is refused with an OSError. What is half written has a name of
+    its own, and goes when writing fails.
+    """
+    content = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link, and nothing is written through one", str(path))
+    partial = path.with_name(f".{path.name[:60]}.{secrets.token_hex(6)}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        with suppress(FileNotFoundError):
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        os.replace(partial, path)
+    except BaseException:  # a full disk, Ctrl-C
+        partial.unlink(missing_ok=True)
+        raise

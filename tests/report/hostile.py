@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files that ask for much time or memory, or for a place outside of their folder."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import sqlite3
+import struct
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from gradloc.record import Culprit, Event, Trigger
+from gradloc.record.store import plain
+
+MB = 1 << 20
+ROWS = [json.dumps({"step": step, "grad_norm": 1.0 + step % 3}) for step in range(1, 40)]
+GOOD = "\n".join(ROWS) + "\n"
+NORMS = "".join(f"step:{step} - actor/grad_norm:1.{step % 7}\n" for step in range(1, 40))
+
+
+def _among(line: str) -> str:
+    return GOOD + line + "\n" + GOOD.replace('"step": ', '"step": 10')
+
+
+TEXTS: dict[str, Callable[[], str | bytes]] = {
+    "deep.jsonl": lambda: _among('{"a":' + "[" * 200_000 + "]" * 200_000 + "}"),
+    "deep.json": lambda: '{"a":' + "[" * 200_000 + "]" * 200_000 + "}",
+    "deep900.json": lambda: '{"log_history":' + "[" * 900 + "]" * 900 + "}",
+    "deep900.jsonl": lambda: _among('{"step": 3, "a":' + '{"b":' * 900 + "1" + "}" * 901),
+    "deep-walk.json": lambda: '{"result":' + "[" * 800 + '["1","x"]' + "]" * 800 + "}",
+    "wrapped.jsonl": lambda: _among('{"log":' * 800 + '"x"' + "}" * 800),
+    "opened.log": lambda: GOOD + "{'step': 21, 'grad_norm': " + "(" * 90_000,
+    "minus.log": lambda: "{'loss': 1, 'grad_norm': " + "-" * 60_000 + "1, 'step': 2}\n",
+    "sum.json": lambda: "[" + "1+" * 400_000 + "1]",
+    "literal.json": lambda: "[" + "None," * 3_000_000 + "None]",
+    "config.log": lambda: "{'actor': {" + "\n'a': [[[[1]]]]," * 400_000 + NORMS,
+    "digits.jsonl": lambda: _among('{"step":' + "9" * 5_000_000 + ',"grad_norm":1}'),
+    "digits.log": lambda: "step:1 - grad_norm:" + "1" * 20_000_000 + "\n" + NORMS,
+    "exponents.jsonl": lambda: _among('{"step": 1e308, "grad_norm": 1e999}\n{"step": -1e999, "grad_norm": [1]}'),
+    "lists.json": lambda: "[" + "[]," * 8_000_000 + "[]]",
+    "objects.json": lambda: "[" + "{}," * 8_000_000 + "{}]",
+    "values.json": lambda: '{"data":[' + "0," * 20_000_000 + "0]}",
+    "keys.json": lambda: "{" + ",".join(f'"{at:x}":1' for at in range(2_000_000)) + "}",
+    "surrogates.json": lambda: '{"a": "' + "\\ud800" * 3_000_000 + '"}',
+    "wide-letters.json": lambda: '{"a": "\U0001f600' + "a" * 44_000_000 + '"}',
+    "spaces.json": lambda: '{"log_history": [' + " " * 60_000_000 + "]}",
+    "one-line.log": lambda: "a" * 40_000_000,
+    "zeros.log": lambda: b"\0" * 30_000_000,
+    "utf16.log": lambda: b"\xff\xfe" + b"\xd8\x00" * 3_000_000,
+    "carriage.log": lambda: "\r" * 5_000_000 + NORMS,
+    "wide.csv": lambda: ",".join(["step", *(f"a{at}" for at in range(20_000))]) + "\n" + "1,2\n" * 400_000,
+    "wide-then-short.csv": lambda: (
+        (",".join(["step", "grad_norm", *(f"a{at}" for at in range(3_000))]) + "\n")
+        + ("1," * 3_001 + "1\n") * 210
+        + "1,2\n" * 300_000
+    )[: 10 * MB],
+    "quote.csv": lambda: 'step,grad_norm\n1,"' + "x" * 20_000_000,
+    "commas.csv": lambda: "step,grad_norm\n" + "," * 8_000_000 + "\n",
+    "cells.md": lambda: "| step | grad_norm |\n| --- | --- |\n" + "|" * 4_000_000 + "\n",
+    "same-step.log": lambda: "step:1 - actor/grad_norm:1\n" * 150_000,
+    "backwards.log": lambda: "".join(f"step:{20_000 - at} - actor/grad_norm:1\n" for at in range(20_000)),
+    "to-and-fro.log": lambda: "".join(f"step:{at % 2} - actor/grad_norm:{at}\n" for at in range(20_000)),
+    "not-a-number.log": lambda: "".join(f"step:{at} - actor/grad_norm:nan\n" for at in range(40_000)),
+    "processes.log": lambda: "".join(f"(W pid={at}) step:{at} - actor/grad_norm:1\n" for at in range(10_000)),
+    "names.jsonl": lambda: "".join(f'{{"step": {at}, "grad_norm": 1, "m{at}": 1}}\n' for at in range(1_500)),
+    "skips.log": lambda: NORMS + "OVERFLOW! Skipping step. loss scale: 2, reducing to 1\n" * 200_000,
+    "bars.log": lambda: "".join(f"{at}/9 [00:01<00:02, 1it/s, loss=0.3]\r" for at in range(100_000)) + NORMS,
+    "braces.log": lambda: NORMS + "grad_norm={" * 200_000 + "}" * 200_000 + "\n",
+    "escapes.log": lambda: NORMS.replace("actor/", "\x1b]0;x\x07\x1b[2J\u202e\x9b") * 2,
+    "cells.ipynb": lambda: json.dumps({"cells": [{"outputs": [{"text": ["x\n"] * 3}] * 3}] * 100_000}),
+    **{
+        f"again-{name}.log": lambda unit=unit: NORMS + unit * (400_000 // len(unit)) + "\n"
+        for name, unit in {
+            **{
+                "step": "step:1 - ",
+                "pair": "a.b/c-d:1.0 ",
+                "dict": "{'a': ",
+                "norm": "grad_norm ",
+                "colour": "\x1b[1m",
+            },
+            **{
+                "blank": " " * 10 + "|",
+                "ray": "[36m(x pid=1)",
+                "comma": "grad_norm=1,",
+                "exponent": "1e",
+                "epoch": "[1][1/",
+            },
+        }.items()
+    },
+}
+
+
+def _gzip(part: bytes, count: int) -> bytes:
+    made = io.BytesIO()
+    with gzip.open(made, "wb", compresslevel=9) as file:
+        for _ in range(count):
+            file.write(part)
+    return made.getvalue()
+
+
+def _bombs(opener: Callable, part: bytes, count: int) -> bytes:
+    with opener(made := io.BytesIO(), "wb") as file:
+        for _ in range(count):
+            file.write(part)
+    return made.getvalue()
+
+
+def _zip(entries: dict[str, bytes], repeat: int = 1) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            with archive.open(name, "w", force_zip64=True) as file:
+                for _ in range(repeat):
+                    file.write(content)
+    return made.getvalue()
+
+
+def _tar(entries: list[tuple[str, bytes, bytes]], **also: dict) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT, **also) as archive:
+        for name, kind, content in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.size = kind, len(content) if kind == tarfile.REGTYPE else 0
+            entry.linkname = content.decode() if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            archive.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
+
+
+_FILE, _RUN = tarfile.REGTYPE, ("run.jsonl", tarfile.REGTYPE, GOOD.encode())
+PACKED: dict[str, Callable[[], bytes]] = {
+    "zeros.wandb.gz": lambda: _gzip(b":W&B\0\0\0" + b"\0" * MB, 1500),
+    "line.log.gz": lambda: _gzip(b"a" * MB, 400),
+    "rows.log.gz": lambda: _gzip(b"step:1 - actor/grad_norm:1\n" * 40_000, 300),
+    "spaces.json.gz": lambda: _gzip(b'{"log_history":[' + b" " * MB, 400),
+    "zeros.log.xz": lambda: _bombs(lzma.open, b"\0" * MB, 300),
+    "zeros.log.bz2": lambda: _bombs(bz2.open, b"\0" * MB, 300),
+    "twice.log.gz": lambda: gzip.compress(_gzip(b"\0" * MB, 300)),
+    "cut.log.gz": lambda: _gzip(NORMS.encode(), 3)[:-30],
+    "zeros.zip": lambda: _zip({"run.jsonl": b"\0" * MB}, 2_000),
+    "many.zip": lambda: _zip({f"d{at}/f.jsonl": b"" for at in range(30_000)}),
+    "slip.zip": lambda: _zip({"../../../../../tmp/PWN": b"x", "/tmp/PWN": b"x", "run.jsonl": GOOD.encode()}),
+    "long.zip": lambda: _zip({"n" * 300 + ".jsonl": GOOD.encode()}),
+    "deep.zip": lambda: _zip({"a/" * 3_000 + "run.jsonl": GOOD.encode()}),
+    "inside.zip": lambda: _zip({"a.zip": _zip({"b.zip": _zip({"run.jsonl": b"\0" * MB}, 50)})}),
+    "escape.zip": lambda: _zip({"a\x1b]0;x\x07\x1b[2J.csv": b"x,y\n1,2\n"}),
+    "locked.zip": lambda: re.sub(
+        rb"(PK\x01\x02.{4})..(.{2})", lambda found: found[1] + b"\1\0" + found[2], _zip({"r.jsonl": b"x"}), flags=re.S
+    ),
+    "sizes.zip": lambda: _zip({"run.jsonl": GOOD.encode()}).replace(struct.pack("<I", len(GOOD)), b"\xff\xff\xff\x7f"),
+    "zeros.tar.gz": lambda: gzip.compress(_tar([("a", _FILE, b"\0" * (400 * MB))])),
+    "many.tar": lambda: _tar([(f"f{at}.jsonl", _FILE, b"") for at in range(12_000)]),
+    "slip.tar": lambda: _tar([("../../../../tmp/PWN", _FILE, b"x"), _RUN]),
+    "links.tar": lambda: _tar(
+        [("d", tarfile.SYMTYPE, b"/tmp"), ("l.jsonl", tarfile.SYMTYPE, b"/etc/passwd"), ("d/PWN", _FILE, b"x"), _RUN]
+        + [
+            ("h.jsonl", tarfile.LNKTYPE, b"/etc/passwd"),
+            ("p.log", tarfile.FIFOTYPE, b""),
+            ("c.log", tarfile.CHRTYPE, b""),
+        ]
+    ),
+    "deep.tar": lambda: _tar([*((("a/" * depth + "f"), _FILE, b"x") for depth in (400, 1_200, 1_900)), _RUN]),
+    "header.tar": lambda: _tar([_RUN], pax_headers={"comment": "x" * (20 * MB)}),
+    "escape.tar": lambda: _tar([("run\x1b]0;x\x07\u202e.jsonl", _FILE, GOOD.encode())]),
+}
+
+
+def _blocks(part: bytes, size: int) -> bytes:
+    """A .wandb of parts of records, kind 3 being neither a record's first part nor its last."""
+    made = bytearray(b":W&B\0\0\0")
+    while len(made) < size:
+        left = 32768 - len(made) % 32768
+        made += b"\0" * left if left < 7 + len(part) else b"\0\0\0\0" + struct.pack("<HB", len(part), 3) + part
+    return bytes(made)
+
+
+def _database(*statements: str, rows: list[tuple] | None = None) -> bytes:
+    database = sqlite3.connect(":memory:")
+    for statement in statements:
+        database.execute(statement)
+    for row in rows or ():
+        database.execute(f"insert into metrics values ({','.join('?' * len(row))})", row)
+    database.commit()
+    return database.serialize()
+
+
+_ENDLESS = "with recursive c(x) as (select 1 union all select x+1 from c) select"
+_TRACKIO = "create table metrics(id, run_id, run_name, step, metrics)"
+_HEAVY = "create table metrics(id, run_id, run_name, step, blob, metrics as (hex(zeroblob(100000000))))"
+_VIEW = f"create view metrics as {_ENDLESS} x id, 'r' run_id, 'r' run_name, x step, '' metrics from c"
+_RUNS = "with recursive c(x) as (select 1 union all select x+1 from c where x < 50000) select 'r', x from c"
+_STEPS = [(at, "r", "r", at, '{"grad_norm": 1}') for at in range(9)]
+_SORTED = f"create view runs as {_ENDLESS} x as run_uuid, x as name from c order by x desc"
+STORES: dict[str, Callable[[], bytes]] = {
+    "parts.wandb": lambda: _blocks(b"", 4_000_000),
+    "record.wandb": lambda: _blocks(b"\x08\x00" * 16_000, 30 * MB),
+    "length.tfevents.1": lambda: struct.pack("<Q", 2**63 - 1) + b"\0" * 4 + b"\x09" + b"\0" * 100,
+    "gigabyte.tfevents.1": lambda: struct.pack("<Q", 2**30) + b"\0" * 4 + b"\x09" + b"\0" * 100,
+    "view.db": lambda: _database(_VIEW),
+    "view-of-runs.db": lambda: _database("create table metrics(run_uuid,timestamp,step,key,value,is_nan)", _SORTED),
+    "computed.db": lambda: _database(_HEAVY),
+    "bytes.db": lambda: _database(
+        _TRACKIO, rows=[(at, b"\xff", "r\x1b[2J", at, b'{"grad_norm": 1}') for at in range(40)]
+    ),
+    "large.db": lambda: _database(_TRACKIO, rows=[(1, "r", "r", 1, '{"a": "' + "x" * (30 * MB) + '"}')]),
+    "deep.db": lambda: _database(_TRACKIO, rows=[(1, "r", "r", 1, "[" * 100_000 + "]" * 100_000)]),
+    "settings.db": lambda: _database(
+        _TRACKIO, "create table configs(run_id, config)", "insert into configs values('r','{')", rows=_STEPS
+    ),
+    "runs.db": lambda: _database(
+        "create table runs(run_uuid, name)",
+        "create table params(run_uuid, key, value)",
+        "create table metrics(run_uuid, timestamp, step, key, value, is_nan)",
+        f"insert into runs {_RUNS}",
+        rows=[("r", at, at, "grad_norm", 1.0, 0) for at in range(2_000)],
+    ),
+}
+
+
+def _parquet(name: str) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = io.BytesIO()
+    count = 2_000_000 if name == "rows.parquet" else 200_000 if name == "texts.parquet" else 100
+    step, norm = pa.array(range(count) if name == "texts.parquet" else [1] * count, pa.int64()), [1.0] * count
+    columns = {"step": step, "grad_norm": pa.array(norm)}
+    if name == "texts.parquet":
+        texts = pa.array(["x" * (8 * MB)]).dictionary_encode().dictionary
+        columns["text"] = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), texts)
+    if name == "columns.parquet":
+        columns |= {f"a{at}": pa.array([1.0] * count) for at in range(5_000)}
+    table = pa.table(columns)
+    with pq.ParquetWriter(made, table.schema, compression="zstd") as writer:
+        for _ in range(30 if name == "rows.parquet" else 1):
+            writer.write_table(table)
+    content = made.getvalue()
+    if name == "cut.parquet":
+        return content[: len(content) // 2]
+    return content if name != "footer.parquet" else b"PAR1" + b"\0" * 100 + struct.pack("<I", 0xFFFFFFF0) + b"PAR1"
+
+
+def _workbook(change: Callable[[bytes], bytes]) -> bytes:
+    import openpyxl
+
+    book, made, plainly = openpyxl.Workbook(), io.BytesIO(), io.BytesIO()
+    for row in [("step", "grad_norm"), *((step, 1.0) for step in range(20))]:
+        book.active.append(row)
+    book.save(plainly)
+    with zipfile.ZipFile(plainly) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, change(content) if "sheet1" in name else content)
+    return made.getvalue()
+
+
+_END = b"</sheetData>"
+_LOL = b'<!DOCTYPE l [<!ENTITY a "lollollollollol">' + b"".join(
+    f'<!ENTITY {chr(98 + at)} "{("&" + chr(97 + at) + ";") * 10}">'.encode() for at in range(9)
+)
+_CELL = b'<sheetData><row r="1"><c r="A1" t="inlineStr"><is><t>&j;</t></is></c></row>'
+_FAR = b"".join(b'<row r="%d"><c r="XFD%d"><v>1</v></c></row>' % (row, row) for row in range(30, 20_000))
+
+
+def _before_end(rows: bytes) -> Callable[[bytes], bytes]:
+    return lambda sheet: sheet.replace(_END, rows + _END)
+
+
+_PASSWD = b'<!DOCTYPE l [<!ENTITY j SYSTEM "file:///etc/passwd">]>'
+COLUMNS: dict[str, Callable[[], bytes]] = {
+    **{name: lambda name=name: _parquet(name) for name in ("rows.parquet", "texts.parquet", "columns.parquet")},
+    **{name: lambda name=name: _parquet(name) for name in ("cut.parquet", "footer.parquet")},
+    "far.xlsx": lambda: _workbook(_before_end(_FAR)),
+    "last.xlsx": lambda: _workbook(_before_end(b'<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>')),
+    "row.xlsx": lambda: _workbook(_before_end(b'<row r="99999999999"><c r="A1"><v>1</v></c></row>')),
+    "lol.xlsx": lambda: _workbook(lambda s: _LOL + b"]>" + s.split(b"?>", 1)[-1].replace(b"<sheetData>", _CELL)),
+    "file.xlsx": lambda: _workbook(lambda s: _PASSWD + s.split(b"?>", 1)[-1].replace(b"<sheetData>", _CELL)),
+    "text.xlsx": lambda: _workbook(_before_end(b"<row><c><v>" + b"1" * 300_000_000 + b"</v></c></row>")),
+    "cut.xlsx": lambda: _workbook(lambda sheet: sheet[: len(sheet) // 2]),
+}
+
+
+def _events(folder: Path, *lines: str) -> None:
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
+
+
+def _line(**changes: object) -> str:
+    return json.dumps(plain(Event(event_id="a", trigger=Trigger(grad_norm=9.0), **changes)))
+
+
+def _linked(folder: Path) -> None:
+    _events(folder, _line(folder="events/a"))
+    (folder / "events").mkdir()
+    (folder / "events" / "a").symlink_to("/etc")
+    (folder / "train.log").symlink_to("/etc/passwd")
+    (folder / "around").symlink_to(folder)
+
+
+def _pipes(folder: Path) -> None:
+    _events(folder, _line(folder="events/a"))
+    (folder / "events" / "a").mkdir(parents=True)
+    for name in ("meta.json", "sequences.json"):
+        os.mkfifo(folder / "events" / "a" / name)
+    os.mkfifo(folder / "train.log")
+
+
+def _equal(folder: Path) -> None:
+    folder.mkdir()
+    for name, count, last in (("a.jsonl", 8_000, 2.0), ("b.jsonl", 16_000, 1.0)):
+        rows = ({"step": at, "grad_norm": last if at == count - 1 else 1.0} for at in range(count))
+        (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def _large_sequences(folder: Path) -> None:
+    _events(folder, _line(folder="events/a"))
+    (folder / "events" / "a").mkdir(parents=True)
+    (folder / "events" / "a" / "sequences.json").write_text('{"sequences": [' + " " * 60_000_000 + "]}")
+
+
+_NESTED = '{"step": {"global_step": 1}, "culprits": ' + "[" * 90_000 + "]" * 90_000 + "}"
+_MANY = tuple(Culprit(rank=0, micro_batch=0, micro_batch_row=0, positions=(at,), share=1e-5) for at in range(30_000))
+RUNS: dict[str, Callable[[Path], None]] = {
+    "linked": _linked,
+    "pipes": _pipes,
+    "equal": _equal,
+    "sequences": _large_sequences,
+    "nested": lambda folder: _events(folder, _line(), _NESTED, _line()),
+    "one-name": lambda folder: _events(folder, *[_line()] * 3_000),
+    "long-line": lambda folder: _events(folder, _line(), '{"step": "' + "x" * 60_000_000, _line()),
+    "culprits": lambda folder: _events(folder, _line(culprits=_MANY)),
+    "words": lambda folder: _events(folder, _line().replace('"a"', '"\\u001b]0;x\\u0007\\u202e\\ud800"', 1)),
+    "numbers": lambda folder: _events(folder, _line().replace("9.0", "9" * 400), _line().replace("9.0", '"NaN"')),
+    "outside": lambda folder: _events(folder, _line(folder="../../../etc"), _line(folder="a\0b"), _line(folder="/etc")),
+}
+FILES = {**TEXTS, **PACKED, **STORES, **COLUMNS}
+
+
+def make(name: str, folder: Path) -> Path:
+    """Write one of them; returns its path."""
+    path = folder / name
+    if name in RUNS:
+        RUNS[name](path)
+    else:
+        content = FILES[name]()
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return path
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))
