@@ -27,6 +27,7 @@ _MAX_HINTS = 2  # tokens that are verified though no share names them
 _MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
 _READ = {True: 0.02, False: 0.15}  # of closure, by whether training is in float32: its own error
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
+_MUCH = 0.5  # of R: what carries less leaves most of it to others
 _FEWER = 4.0  # times: culprits are so many times fewer than equal tokens of the batch that would carry as much
 
 
@@ -128,15 +129,25 @@ class _AutoSearch:
     def _candidates(self, shares: ShareMap) -> list[Span]:
         """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
 
-        These have the largest coefficients; without any span, also the loudest.
+        Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that: they
+        are culprits where they carry R. Hints have the largest coefficients; without any span, also the loudest.
         """
         task, named = self.task, self.result.culprits
         found = by_share(task, shares, named) if math.isfinite(shares.closure) else []
+        if not found and shares.is_exact:
+            alike = self._alike(shares)
+            found = alike if carried(task, shares, alike) > _MUCH * shares.square else []
         hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
         if found or not math.isfinite(shares.closure):
             return found + hints
         sizes = [part.abs() for part in shares.products]
         return hints + by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
+
+    def _alike(self, shares: ShareMap) -> list[Span]:
+        """Tokens with a culprit's norm if gradients were orthogonal."""
+        least, named, per_norm = self.task.culprit_norm**2, self.result.culprits, shares.square**-0.5
+        found = by_value(self.task, shares.products.__getitem__, least, named, per_norm)
+        return [replace(token, threshold=least * per_norm) for token in found]
 
     def _is_spread(self, shares: ShareMap, candidates: list[Span]) -> bool:
         """Whether by their shares all candidates carry no more than as many equal tokens of the batch would."""
@@ -161,7 +172,7 @@ class _AutoSearch:
 
         An exact bound is a proof. Others take a backward of their own, until two in a row are no culprits.
         """
-        least, result, num_misses, has_named = self.task.culprit_norm, self.result, 0, False
+        result, num_misses, has_named = self.result, 0, False
         for candidate in candidates:
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
@@ -169,14 +180,15 @@ class _AutoSearch:
                 break
             if not apart(others, [candidate]):
                 continue
-            if is_exact and candidate.norm >= least:
-                culprit = replace(candidate, threshold=least)
+            if is_exact and candidate.norm >= candidate.threshold:
+                culprit = candidate
             elif self.task.can_afford(backwards=1):
                 culprit = self._verify(candidate)
             else:
                 continue
-            num_misses = num_misses + 1 if culprit.norm < least else 0
-            if not culprit.norm < least:  # NaN is a culprit, too
+            is_culprit = not culprit.norm < culprit.threshold  # NaN is one, too
+            num_misses = 0 if is_culprit else num_misses + 1
+            if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
         return has_named
 
@@ -213,7 +225,7 @@ class _AutoSearch:
     def _count_more(self) -> None:
         """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it."""
         shares = self._measure(number=1)
-        more = by_share(self.task, shares, self.result.culprits) if shares is not None and shares.is_exact else []
+        more = self._alike(shares) if shares is not None and shares.is_exact else []
         self._cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
 
     def _cut(self, num_more: int, norm: float | None = None) -> None:
@@ -242,7 +254,7 @@ class _AutoSearch:
             result.culprits += found.culprits[: task.max_culprits - len(result.culprits)]
             self._certify()
         else:
-            self._stop("no token, segment or sequence (else) stands out: the spike is spread")
+            self._stop("the spike is spread: no token, segment or sequence (else) stands out")
 
     def _bisect(self, why: str) -> None:
         result = self.result

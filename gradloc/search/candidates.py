@@ -10,6 +10,7 @@ Shapes: B rows of a micro-batch, T response positions, n response tokens of one 
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,7 +27,7 @@ _BEYOND_CHANCE = 2.0  # times the largest of N normal draws: rows are few, and t
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
-_MOST = 0.8  # of a row's tokens: if this many are elevated, the row is the culprit
+_MOST = 0.8  # of a row's tokens: if more are elevated, the row is the culprit
 _HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
 
 
@@ -55,7 +56,7 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
 
-    return _merge(task, local, named)
+    return [replace(span, threshold=task.culprit_norm) for span in _merge(task, local, named)]
 
 
 def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
@@ -310,7 +311,7 @@ class Row:
         of them are loud, or even without its three loudest it is a culprit."""
         matters = self.weights > 0
         elevated = self.weights >= ELEVATED * self.typical
-        if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
+        if not self.typical or len(self.values) <= _FEW or elevated.sum() <= _MOST * matters.sum():
             return False
         if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median_size([self.weights]):
             return False

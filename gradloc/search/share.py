@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.gradients import Gradient
-from ..core.precision import TF32_UNIT, NoFloat32
+from ..core.precision import TF32_UNIT, UNITS, NoFloat32
 from ..core.probe import Prober
 from ..core.step import Outputs, Recorded, only
 from .weights import MovedWeights, forward_on_routes, hold_routes
@@ -53,7 +53,7 @@ class ShareMap:
     products: list[torch.Tensor]
     """Per micro-batch <g_t, R>, float64 (B, T), this rank's tokens."""
     errors: list[torch.Tensor]
-    """Their standard errors, by rounding."""
+    """Their standard errors, by rounding and curvature."""
     square: float
     """||R||^2"""
     closure: float
@@ -150,6 +150,8 @@ class ShareMeasurement:
         """Measure at a step that a pilot settles: on each rank the micro-batch with its largest coefficient."""
         prober, known = self.prober, self.known
         self.rounding = _ROUNDING * prober.unit
+        is_float = prober.step.numerics.dtype == torch.float32
+        self.training_unit = UNITS[torch.float32 if is_float else torch.bfloat16]
         # where the errors of rounding and of curvature, rounding / r + _CURVATURE r^2, are least
         self.target = max(_LEAST_RESPONSE, (self.rounding / (2 * _CURVATURE)) ** (1 / 3))
         step = self.target * largest / self.square / max(self.loudest, 1.0) if known is None else known.step
@@ -178,17 +180,26 @@ class ShareMeasurement:
         (plus, up), (minus, down) = legs[1], legs[-1]
         per_move = 2 * self.square / (up - down) if up != down else math.nan
 
-        def local() -> tuple[Found, list[float]]:
-            found, responses = {}, []
+        def local() -> list[float]:
+            offs = torch.cat([self.readouts[index].off(plus[index], minus[index]) for index in part])
+            responses = [self.readouts[index].response(plus[index], minus[index]) for index in part]
+            return [max(responses, default=0.0), float(offs.median()) if len(offs) else 0.0]
+
+        response, off = self.prober.ranks.max(self.prober.ranks.agree(local))
+        if off > _ROUNDING * self.training_unit:  # forwards that do not repeat, and not training's own rounding
+            self.rounding = max(self.rounding, off)
+
+        unit = self.rounding + _CURVATURE * min(response, 1.0) ** 3
+
+        def products() -> Found:
+            found = {}
             for index in part:
                 readout = self.readouts[index]
                 half = (readout.read(plus[index]) - readout.read(minus[index])) / 2
-                found[index] = half * per_move, readout.error(self.rounding) * abs(per_move)
-                responses.append(readout.response(plus[index], minus[index]))
-            return found, [max(responses, default=0.0)]
+                found[index] = half * per_move, readout.error(unit) * abs(per_move)
+            return found
 
-        found, response = self.prober.ranks.agree(local)
-        return found, self.prober.ranks.max(response)[0]
+        return self.prober.ranks.agree(products), response
 
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
@@ -213,7 +224,7 @@ class ShareMeasurement:
         products, errors, totals = self.prober.ranks.agree(local)
         carried, variance, count = self.prober.ranks.sum(totals)
         closure, noise = carried / self.square, math.sqrt(variance) / self.square
-        is_exact = self.prober.unit <= TF32_UNIT and math.isfinite(closure)
+        is_exact = self.rounding <= _ROUNDING * TF32_UNIT and math.isfinite(closure)
         given = self.square, closure, noise, self.unseen, is_exact, int(count), step, self.seen
         return ShareMap(products, errors, *given)
 
@@ -269,10 +280,15 @@ class Readout:
             read += only(self._entropy, entropy.double())
         return read
 
-    def error(self, rounding: float) -> torch.Tensor:
-        """Standard error of half a difference of two :meth:`read`, float64 (B, T), by how far log-odds are rounded."""
+    def error(self, off: float) -> torch.Tensor:
+        """Standard error of half a difference of two :meth:`read`, float64 (B, T), if log-odds are ``off`` by this."""
         size = self.slope.abs() if self._entropy is None else self.slope.abs() + self._entropy.abs()
-        return (rounding * size + _LAST_PLACES * self.weight) / 2**0.5
+        return (off * size + _LAST_PLACES * self.weight) / 2**0.5
+
+    def off(self, plus: Outputs, minus: Outputs) -> torch.Tensor:
+        """How far the middle of two legs is from training's score, of the tokens that count: 1D."""
+        middle = (self.scores(plus[0]) + self.scores(minus[0])) / 2
+        return (middle - self.scores(self._recorded.read)).abs()[self.slope != 0]
 
     def response(self, plus: Outputs, minus: Outputs) -> float:
         """How far scores move: the most of any token that carries a notable part of the absolute total, else the mean

@@ -130,7 +130,7 @@ class Span:
     is_exact: bool = False
     """Whether ``norm`` was measured."""
     threshold: float = math.nan
-    """Which the norm was over."""
+    """Which the norm, or its bound, was over; NaN until it was held against one."""
     share: float | None = None
     """<g, G> / ||G||^2; None unless measured."""
     squares: torch.Tensor | None = field(default=None, compare=False)
