@@ -17,17 +17,15 @@ from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
-from .candidates import apart, by_coefficient, by_share, by_value, carried, non_finite, stand_out
+from .candidates import alike, apart, carried, non_finite, proposed, stand_out
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4  # one more found nothing new in 400 worlds
-_MAX_HINTS = 2  # tokens that are verified though no share names them
 _MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
 _READ = {True: 0.02, False: 0.15}  # of closure, by whether training is in float32: its own error
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_MUCH = 0.5  # of R: what carries less leaves most of it to others
 _FEWER = 4.0  # times: culprits are so many times fewer than equal tokens of the batch that would carry as much
 
 
@@ -69,7 +67,7 @@ class _AutoSearch:
                 self._stop(self.task.limit.words, exhausted=True)
                 return True
             self.shares = shares
-            candidates = self._candidates(shares)
+            candidates = proposed(self.task, shares, self.result.culprits)
             if self._is_spread(shares, candidates):
                 return True
             if not self._name(candidates, shares.is_exact):
@@ -125,29 +123,6 @@ class _AutoSearch:
             note = f"the shares of {which} are not finite: rounding undid the move, or outputs overflowed"
         self._note("share", "measured" if shares.is_trusted else "untrusted", note, shares.square**0.5)
         return shares
-
-    def _candidates(self, shares: ShareMap) -> list[Span]:
-        """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
-
-        Of n loud tokens, alike and orthogonal, each has ||g|| = sqrt(<g, R>), and its bound is 1 / sqrt(n) of that: they
-        are culprits where they carry R. Hints have the largest coefficients; without any span, also the loudest.
-        """
-        task, named = self.task, self.result.culprits
-        found = by_share(task, shares, named) if math.isfinite(shares.closure) else []
-        if not found and shares.is_exact:
-            alike = self._alike(shares)
-            found = alike if carried(task, shares, alike) > _MUCH * shares.square else []
-        hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
-        if found or not math.isfinite(shares.closure):
-            return found + hints
-        sizes = [part.abs() for part in shares.products]
-        return hints + by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
-
-    def _alike(self, shares: ShareMap) -> list[Span]:
-        """Tokens with a culprit's norm if gradients were orthogonal."""
-        least, named, per_norm = self.task.culprit_norm**2, self.result.culprits, shares.square**-0.5
-        found = by_value(self.task, shares.products.__getitem__, least, named, per_norm)
-        return [replace(token, threshold=least * per_norm) for token in found]
 
     def _is_spread(self, shares: ShareMap, candidates: list[Span]) -> bool:
         """Whether by their shares all candidates carry no more than as many equal tokens of the batch would."""
@@ -225,7 +200,7 @@ class _AutoSearch:
     def _count_more(self) -> None:
         """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it."""
         shares = self._measure(number=1)
-        more = self._alike(shares) if shares is not None and shares.is_exact else []
+        more = alike(self.task, shares, self.result.culprits) if shares is not None and shares.is_exact else []
         self._cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
 
     def _cut(self, num_more: int, norm: float | None = None) -> None:

@@ -18,6 +18,8 @@ from ..core.tracker import median_size
 from .share import ShareMap, shrunk
 from .task import Span, Task
 
+_MAX_HINTS = 2  # tokens that are verified though no share names them
+_MUCH = 0.5  # of R: what carries less leaves most of it to others
 _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
@@ -33,6 +35,23 @@ _HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of eac
 
 _Found = tuple[float, int, int, int, str, float]
 """(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
+
+
+def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
+
+    These have the largest coefficients; where there is no span, also the loudest.
+    """
+    is_read = math.isfinite(shares.closure)
+    found = by_share(task, shares, named) if is_read else []
+    if not found and shares.is_exact:
+        similar = alike(task, shares, named)
+        found = similar if carried(task, shares, similar) > _MUCH * shares.square else []
+    hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
+    if found or not is_read:
+        return found + hints
+    sizes = [part.abs() for part in shares.products]
+    return hints + by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
 
 
 def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
@@ -57,6 +76,14 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
         return found
 
     return [replace(span, threshold=task.culprit_norm) for span in _merge(task, local, named)]
+
+
+def alike(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+    """Tokens that are culprits if gradients are orthogonal: then ||g||^2 = <g, R>. Of n that are alike each has a bound
+    of 1 / sqrt(n) of its norm."""
+    least, per_norm = task.culprit_norm**2, shares.square**-0.5
+    found = by_value(task, shares.products.__getitem__, least, named, per_norm)
+    return [replace(token, threshold=least * per_norm) for token in found]
 
 
 def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
