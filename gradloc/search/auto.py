@@ -70,7 +70,7 @@ class _AutoSearch:
             candidates = proposed(self.task, shares, self.result.culprits)
             if self._is_spread(shares, candidates):
                 return True
-            if not self._name(candidates, shares.is_exact):
+            if not self._name(candidates, shares):
                 return False
             if self._certify():
                 return True
@@ -142,21 +142,26 @@ class _AutoSearch:
         """Whether these are far fewer tokens than equal ones of the batch that would leave this part of its norm."""
         return _FEWER * sum(span.size for span in spans) <= self.task.spike.num_tokens * (1 - rest**2)
 
-    def _name(self, candidates: list[Span], is_exact: bool) -> bool:
-        """Name the candidates that are culprits, loudest first; returns whether any was.
+    def _name(self, candidates: list[Span], shares: ShareMap) -> bool:
+        """Name the candidates that are culprits, loudest first, while the spike needs them; returns whether any was.
 
         An exact bound is a proof. Others take a backward of their own, until two in a row are no culprits.
         """
         result, num_misses, has_named = self.result, 0, False
+        # of ||R||^2, if the culprits' gradients are orthogonal to the rest, and how far what was read is off
+        left, error = shares.square, max(shares.noise, abs(1 - shares.closure)) * shares.square
         for candidate in candidates:
+            if shares.is_exact and abs(left) + error < (self.task.reference / 2) ** 2:
+                break
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
             if len(others) >= self.task.max_culprits or num_misses == _MAX_MISSES:
                 break
             if not apart(others, [candidate]):
                 continue
-            if is_exact and candidate.norm >= candidate.threshold:
+            if shares.is_exact and candidate.norm >= candidate.threshold:
                 culprit = candidate
+                left -= carried(self.task, shares, [candidate])
             elif self.task.can_afford(backwards=1):
                 culprit = self._verify(candidate)
             else:
