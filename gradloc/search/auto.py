@@ -15,9 +15,10 @@ import torch
 
 from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
+from .batch import culprits_of, is_spread
 from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
-from .candidates import alike, apart, carried, non_finite, proposed, stand_out
+from .candidates import alike, apart, carried, non_finite, proposed
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
@@ -26,7 +27,7 @@ _MAX_ROUNDS = 4  # one more found nothing new in 400 worlds
 _MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
 _READ = {True: 0.02, False: 0.15}  # of closure, by whether training is in float32: its own error
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_FEWER = 4.0  # times: culprits are so many times fewer than equal tokens of the batch that would carry as much
+_FEW_TO_MEASURE = 3  # culprits: so many are measured, though their bounds name them
 
 
 class _AutoSearch:
@@ -50,6 +51,7 @@ class _AutoSearch:
             if not self._rounds(0 if is_finite else 1, max_rounds):
                 self._last_resort(has_last_resort)
         self._ask_about_batch()
+        self._measure_few()
         return self.result
 
     # ---- the stages
@@ -68,7 +70,10 @@ class _AutoSearch:
                 return True
             self.shares = shares
             candidates = proposed(self.task, shares, self.result.culprits)
-            if self._is_spread(shares, candidates):
+            is_open = not shares.is_trusted or any(not candidate.norm for candidate in candidates)  # to be proved
+            if not is_open and is_spread(self.task, shares, candidates):
+                self._stop("the spike is spread: all spans that may be culprits leave most of it to others")
+                self._note("share", "measured", self.result.stop_reason)
                 return True
             if not self._name(candidates, shares):
                 return False
@@ -124,24 +129,6 @@ class _AutoSearch:
         self._note("share", "measured" if shares.is_trusted else "untrusted", note, shares.square**0.5)
         return shares
 
-    def _is_spread(self, shares: ShareMap, candidates: list[Span]) -> bool:
-        """Whether by their shares all candidates carry no more than as many equal tokens of the batch would."""
-        spans, is_open = [*self.result.culprits, *candidates], any(not candidate.norm for candidate in candidates)
-        if self.task.spike.threshold is None or not shares.is_trusted or is_open or any(stand_out(self.task, spans)):
-            return False
-        rest = 1 - carried(self.task, shares, candidates) / shares.square
-        before = self.task.spike.grad_norm
-        rest_norm = max(rest, 0.0) ** 0.5 * shares.square**0.5
-        if self._are_few(spans, rest_norm / before):
-            return False
-        self._stop(f"the spike is spread: all spans that may be culprits leave a norm of {rest_norm:.3g}")
-        self._note("share", "measured", self.result.stop_reason)
-        return True
-
-    def _are_few(self, spans: list[Span], rest: float) -> bool:
-        """Whether these are far fewer tokens than equal ones of the batch that would leave this part of its norm."""
-        return _FEWER * sum(span.size for span in spans) <= self.task.spike.num_tokens * (1 - rest**2)
-
     def _name(self, candidates: list[Span], shares: ShareMap) -> bool:
         """Name the candidates that are culprits, loudest first, while the spike needs them; returns whether any was.
 
@@ -175,9 +162,8 @@ class _AutoSearch:
     def _verify(self, candidate: Span) -> Span:
         culprit = verify(self.task, candidate, self.task.culprit_norm)
         where = f"{candidate.span} of rank {candidate.rank}, micro-batch {candidate.micro_batch}"
-        note = f"{where}, from its token {candidate.start}" + (
-            "" if candidate.norm else "; proposed by its coefficient"
-        )
+        hint = "" if candidate.norm else "; proposed by its coefficient"
+        note = f"{where}, from its token {candidate.start}{hint}"
         verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", candidate.size
         self._note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
         return culprit
@@ -194,11 +180,6 @@ class _AutoSearch:
             self.prober.add(self.others, alpha=-1.0)
             is_done = space.norm() < task.reference
         self.direction = result.rest = space.keep()
-        if len(result.culprits) == 1 and not result.culprits[0].is_exact and self.others is None:
-            # its own gradient with no backward: the spike less what is left
-            self.prober.add(task.gradient, alpha=1.0 / task.scale)
-            self.prober.add(self.direction, alpha=-1.0)
-            result.culprits = [measured(task, result.culprits[0], task.culprit_norm)]
         self.scale = 1.0
         return is_done
 
@@ -247,28 +228,44 @@ class _AutoSearch:
         self._stop(f"{why}; bisection: {found.stop_reason}", found.exhausted)
 
     def _ask_about_batch(self) -> None:
-        """Keep only culprits that their loss pulls far more than others, unless they alone explain the spike though
-        they are few. The loudest of a batch that is too large as a whole are pulled as all are."""
-        task, result, threshold = self.task, self.result, self.task.spike.threshold
-        if not result.culprits or threshold is None or self.others is not None:
+        """Take back what is named where the batch is at fault."""
+        task, result = self.task, self.result
+        if not result.culprits or self.others is not None:
             return
         certificate = result.certificate = result.certificate or task.certify(result.tokens)
-        rest, before = certificate.norm_after, task.spike.grad_norm
-        if rest is None or not math.isfinite(rest):
-            return
-        pairs = zip(result.culprits, stand_out(task, result.culprits), strict=True)
-        kept = [culprit for culprit, is_pulled in pairs if is_pulled]
-        if len(kept) == len(result.culprits) or (
-            certificate.verdict != "not_explained" and self._are_few(result.culprits, rest / before)
-        ):
-            return
-        if kept and not task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True):
+        kept = culprits_of(task, result.culprits, certificate)
+        num_probes = self.prober.step.num_micro_batches if kept else 0
+        if len(kept) == len(result.culprits) or not task.can_afford(backwards=num_probes, is_certificate=True):
             return
         result.culprits, result.certificate, result.rest = kept, task.certify(tokens_of(kept)), None
         result.is_cut, result.num_more, result.more_norm = False, 0, None
         why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
         self._stop(f"the spike is spread: {why}", result.exhausted)
-        self._note("share", "measured", result.stop_reason, rest)
+        self._note("share", "measured", result.stop_reason, certificate.norm_after)
+
+    def _measure_few(self) -> None:
+        """Measure the norms of few culprits that have a bound alone. The loudest one's gradient takes no backward: it
+        is the spike less the others' and what is left."""
+        task, result, space = self.task, self.result, self.prober.space
+        culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
+        is_whole = len(culprits) == len(result.culprits) and result.rest is not None and self.others is None
+        to_verify, found, total = culprits[is_whole:], {}, None
+        is_few = 0 < len(culprits) <= _FEW_TO_MEASURE
+        if not is_few or not task.can_afford(backwards=len(to_verify), is_certificate=True):
+            return
+        for culprit in to_verify:
+            found[culprit] = self._verify(culprit)
+            if is_whole:
+                if total is not None:
+                    self.prober.add(total)
+                total = space.keep()
+        if is_whole:
+            space.clear()
+            for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0), (total, -1.0)):
+                if gradient is not None:
+                    self.prober.add(gradient, alpha)
+            found[culprits[0]] = measured(task, culprits[0], task.culprit_norm)
+        result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]
 
     # ---- what is no token's doing
 

@@ -19,13 +19,11 @@ from .share import ShareMap, shrunk
 from .task import Span, Task
 
 _MAX_HINTS = 2  # tokens that are verified though no share names them
-_MUCH = 0.5  # of R: what carries less leaves most of it to others
+MUCH = 0.5  # of R: what carries less leaves most of it to others
 _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
 _LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
-_TINY = 1e-300  # instead of a weight of 0
-_BEYOND_CHANCE = 2.0  # times the largest of N normal draws: rows are few, and their pulls are no normal draws
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
@@ -46,7 +44,7 @@ def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
         similar = alike(task, shares, named)
-        found = similar if carried(task, shares, similar) > _MUCH * shares.square else []
+        found = similar if carried(task, shares, similar) > MUCH * shares.square else []
     hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
     if found or not is_read:
         return found + hints
@@ -66,7 +64,7 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     def local() -> list[_Found]:
         found = []
         weights = [readout.weight for readout in task.readouts(named)]
-        for index, first, (products, doubt, weight) in _rows(
+        for index, first, (products, doubt, weight) in rows_of(
             task, shares.products.__getitem__, shares.doubt, weights.__getitem__
         ):
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
@@ -98,41 +96,12 @@ def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
     return ranks.sum(ranks.agree(local))[0]
 
 
-def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
-    """Return of each span whether its loss pulls some token more than chance pulls any of the batch's other tokens.
-
-    How a loss is averaged, such as over each row's tokens, is no pull: coefficients are taken over the tokens' weights.
-    A likelihood then pulls with 1, and a policy's loss with the advantage. The usual pull is that of a row which two
-    thirds of the rows do not surpass, by their medians: if more are off, the batch is.
-    """
-    step, ranks = task.prober.step, task.prober.ranks
-
-    def local() -> tuple[list[float], list[float]]:
-        pulls = []
-        for index, readout in enumerate(task.readouts(())):
-            weights = step.token_weights(index).abs().double()
-            pulls.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
-        typical = [median_size([pull]) for _, _, (pull,) in _rows(task, pulls.__getitem__)]
-        most = [0.0] * len(spans)
-        for number, span in enumerate(spans):
-            if span.rank == ranks.rank:
-                there = pulls[span.micro_batch][step.token_mask(span.micro_batch)]
-                most[number] = float(there[span.start : span.end].max())
-        return typical, most
-
-    typical, mine = ranks.agree(local)
-    known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
-    usual = known[len(known) * 2 // 3] if known else 0.0
-    least = _BEYOND_CHANCE * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * usual
-    return [pull >= least for pull in (ranks.max(mine) if mine else [])]
-
-
 def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:
     """Medians over all ranks' rows: of a row's median coefficient, and of its absolute product with R."""
 
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(named)]
-        rows = _rows(task, shares.products.__getitem__, weights.__getitem__)
+        rows = rows_of(task, shares.products.__getitem__, weights.__getitem__)
         return [(median_size([weight]), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
     ranks = task.prober.ranks
@@ -232,7 +201,7 @@ def non_finite(task: Task) -> list[Span]:
 
     def local() -> list[_Found]:
         step, found = task.prober.step, []
-        rows = _rows(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
+        rows = rows_of(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
         for index, first, (values, log_prob) in rows:
             bad = (~torch.isfinite(values)).nonzero().squeeze(-1).tolist()
             broken = (~torch.isfinite(log_prob)).nonzero().squeeze(-1).tolist()
@@ -247,7 +216,7 @@ def non_finite(task: Task) -> list[Span]:
     return _merge(task, local, ())
 
 
-def _rows(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+def rows_of(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
     """(micro_batch, index of the row's first token, its values at response tokens), without empty rows."""
     for index in range(task.prober.step.num_micro_batches):
         first = 0

@@ -12,7 +12,7 @@ import torch
 
 from gradloc.core.ranks import Ranks
 from gradloc.search import candidates
-from gradloc.search.auto import _AutoSearch
+from gradloc.search.batch import _pulls, is_spread
 from gradloc.search.candidates import (
     Row,
     apart,
@@ -22,7 +22,6 @@ from gradloc.search.candidates import (
     carried,
     non_finite,
     proposed,
-    stand_out,
     window,
 )
 from gradloc.search.share import ShareMap
@@ -97,11 +96,11 @@ def test_what_ranks_do_between_two_passes_of_a_spread_spike_grows_with_their_num
         kept=lambda spans, index: ~torch.zeros_like(mask),
     )
     shares = ShareMap([products] * MICRO_BATCHES, nothing, float(total), 1.0, 0.0, 0.0, True, total, 1.0)
-    search, started = _AutoSearch(found), time.process_time()
+    started = time.process_time()
     spans = proposed(found, shares, ())
-    is_spread = search._is_spread(shares, spans)
+    spread = is_spread(found, shares, spans)
     seconds = time.process_time() - started
-    print(f"{num_ranks} ranks: {seconds:.2f} s of CPU on each, {len(spans)} spans, spread: {is_spread}")
+    print(f"{num_ranks} ranks: {seconds:.2f} s of CPU on each, {len(spans)} spans, spread: {spread}")
     assert seconds <= most_s and len(spans) <= 600
 
 
@@ -182,7 +181,8 @@ def test_tokens_stand_out_by_what_their_loss_pulls_whatever_their_row_weighs(sca
     task = one_rank([(scale * pulls * weights).tolist()], spike=SimpleNamespace(num_tokens=128))
     task.prober.step.token_weights = lambda index: weights
     loudest = [token_at(0, 0, int(at)) for at in (pulls * weights).abs().flatten().topk(3).indices]
-    assert stand_out(task, [*loudest, token_at(0, 0, 53)]) == [span.start == 53 for span in loudest] + [True]
+    stand_out, is_scaled = _pulls(task, [*loudest, token_at(0, 0, 53)])
+    assert stand_out == [span.start == 53 for span in loudest] + [True] and is_scaled == (scale > 1)
 
 
 def test_spans_that_share_a_token_are_not_apart():
