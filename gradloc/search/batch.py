@@ -21,7 +21,7 @@ from .share import ShareMap
 from .task import Span, Task
 
 _ORDINARY = 3.0  # a pull: normed advantages are of order one, so with more the batch is scaled
-_BEYOND_CHANCE = 2.0  # times the largest of N normal draws: rows are few, and their pulls are no normal draws
+_BEYOND_CHANCE = 3.0  # times the largest of N normal draws: rows are few, and their pulls are no normal draws
 _FEWER = 4.0  # times: culprits are so many times fewer than equal tokens that would leave as little
 _TINY = 1e-300  # instead of a weight of 0
 
@@ -49,7 +49,7 @@ def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> lis
 def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
     """Of each span, whether its loss pulls a token more than chance pulls any of the batch's; whether that is scaled.
 
-    The usual pull is that of a row which two thirds of the rows do not surpass, by their medians: if more are off, the
+    The usual pull is that of a row which two fifths of the rows surpass, by their medians: if more are off, the
     batch is.
     """
     step, ranks = task.prober.step, task.prober.ranks
@@ -69,6 +69,6 @@ def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
 
     typical, mine = ranks.agree(local)
     known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
-    usual = known[len(known) * 2 // 3] if known else 0.0
+    usual = known[len(known) * 3 // 5] if known else 0.0
     least = _BEYOND_CHANCE * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * usual
     return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual > _ORDINARY
