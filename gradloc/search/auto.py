@@ -9,6 +9,7 @@ published bisection. docs/method.md, sections 3 and 4.
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
-_MAX_ROUNDS = 4  # one more found nothing new in 400 worlds
+_MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps
 _MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
 _READ = {True: 0.02, False: 0.15}  # of closure, by whether training is in float32: its own error
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
@@ -138,7 +139,11 @@ class _AutoSearch:
         # of ||R||^2, if the culprits' gradients are orthogonal to the rest, and how far what was read is off
         left, error = shares.square, max(shares.noise, abs(1 - shares.closure)) * shares.square
         for candidate in candidates:
-            if shares.is_exact and abs(left) + error < (self.task.reference / 2) ** 2:
+            is_proved = shares.is_exact and candidate.norm >= candidate.threshold
+            most = (
+                self.task.reference / 2 if is_proved else self.task.reference
+            )  # beyond it, proofs are worth a backward
+            if shares.is_exact and abs(left) + error < most**2:
                 break
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
@@ -146,9 +151,8 @@ class _AutoSearch:
                 break
             if not apart(others, [candidate]):
                 continue
-            if shares.is_exact and candidate.norm >= candidate.threshold:
+            if is_proved:
                 culprit = candidate
-                left -= carried(self.task, shares, [candidate])
             elif self.task.can_afford(backwards=1):
                 culprit = self._verify(candidate)
             else:
@@ -157,6 +161,7 @@ class _AutoSearch:
             num_misses = 0 if is_culprit else num_misses + 1
             if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
+                left -= carried(self.task, shares, [candidate])
         return has_named
 
     def _verify(self, candidate: Span) -> Span:
@@ -234,9 +239,9 @@ class _AutoSearch:
             return
         certificate = result.certificate = result.certificate or task.certify(result.tokens)
         kept = culprits_of(task, result.culprits, certificate)
-        num_probes = self.prober.step.num_micro_batches if kept else 0
-        if len(kept) == len(result.culprits) or not task.can_afford(backwards=num_probes, is_certificate=True):
+        if len(kept) == len(result.culprits):
             return
+        kept = kept if task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True) else []
         result.culprits, result.certificate, result.rest = kept, task.certify(tokens_of(kept)), None
         result.is_cut, result.num_more, result.more_norm = False, 0, None
         why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
@@ -314,10 +319,8 @@ class _AutoSearch:
             self._bisect("all coefficients are finite, so it was the backward that made the gradient non-finite")
         else:
             self._note("coefficients", "culprit", f"{len(candidates)} spans have a coefficient that is not finite")
-            least = self.task.culprit_norm
-            result.culprits = [
-                replace(candidate, norm=math.nan, threshold=least, is_exact=True) for candidate in candidates[:most]
-            ]
+            known = partial(replace, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
+            result.culprits = [known(candidate) for candidate in candidates[:most]]
         if result.culprits:
             self.is_going_on = goes_on
             self._certify()

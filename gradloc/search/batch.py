@@ -41,7 +41,7 @@ def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> lis
     stand_out, is_scaled = _pulls(task, culprits)
     num_equal = task.spike.num_tokens * (1 - (rest / before) ** 2)  # so many would leave as little
     are_few = _FEWER * sum(span.size for span in culprits) <= num_equal
-    if not is_scaled or (found.verdict != "not_explained" and are_few):
+    if not is_scaled or (rest <= task.spike.threshold and are_few):
         return list(culprits)
     return [span for span, is_pulled in zip(culprits, stand_out, strict=True) if is_pulled]
 
