@@ -91,10 +91,9 @@ class _AutoSearch:
         Returns None if the search may not cost as much.
         """
         everything = range(self.prober.step.num_micro_batches)
-        suspects = self.task.suspects() if self.task.increments else []
+        suspects, first = self.task.suspects() if self.task.increments else [], 1
         if number > 0:  # where culprits were, there may be more
-            suspects = sorted({token.micro_batch for token in self.result.tokens})
-        first = 1 if number == 0 else len(suspects)
+            suspects, first = sorted({token.micro_batch for token in self.result.tokens}), len(everything)
         parts = suspects[:first], suspects[first:], [index for index in everything if index not in suspects]
         shares = None
         for part in filter(None, parts):
@@ -108,9 +107,9 @@ class _AutoSearch:
 
     def _is_more_to_see(self, shares: ShareMap) -> bool:
         """Whether what was read leaves more of R than an error, and the rest may hold a culprit by its norms."""
-        is_float = self.prober.step.numerics.dtype == torch.float32
+        error = _READ[self.prober.step.numerics.dtype == torch.float32]
         missing = abs(1 - shares.closure)  # over 1: something unread takes it back
-        if missing < _READ[is_float] or missing * shares.square < (self.task.reference / 2) ** 2:
+        if missing < error or missing * shares.square < (self.task.reference / 2) ** 2:
             return False
         return shares.unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -122,8 +121,8 @@ class _AutoSearch:
         sizes = task.increments if self.direction is task.gradient else None
         shares = ShareMeasurement(self.prober, readouts, self.direction, self.scale, micro_batches, known, sizes).run()
         seen = sorted(shares.seen)
-        whole = len(seen) == self.prober.step.num_micro_batches
-        which = "all micro-batches" if whole else f"micro-batches {seen} alone"
+        is_part = len(seen) < self.prober.step.num_micro_batches
+        which = f"micro-batches {seen} alone" if is_part else "all micro-batches"
         note = f"the shares of {which} add up to {shares.closure:.4f} (+- {shares.closure_error:.2g})"
         if math.isnan(shares.closure):
             note = f"the shares of {which} are not finite: rounding undid the move, or outputs overflowed"
@@ -169,8 +168,8 @@ class _AutoSearch:
         where = f"{candidate.span} of rank {candidate.rank}, micro-batch {candidate.micro_batch}"
         hint = "" if candidate.norm else "; proposed by its coefficient"
         note = f"{where}, from its token {candidate.start}{hint}"
-        verdict, size = "under" if culprit.norm < culprit.threshold else "culprit", candidate.size
-        self._note("verify", verdict, note, culprit.norm, num_tokens=size, threshold=culprit.threshold)
+        verdict = "under" if culprit.norm < culprit.threshold else "culprit"
+        self._note("verify", verdict, note, culprit.norm, num_tokens=candidate.size, threshold=culprit.threshold)
         return culprit
 
     def _certify(self) -> bool:
