@@ -83,20 +83,6 @@ _Measured = tuple[float, float, float | None, str]
 """(norm without the culprits, bound on its error, difference of two replays or None, method)"""
 
 
-@dataclass
-class Alone:
-    """The culprits' own gradient, from a backward each."""
-
-    gradient: Gradient
-    """Their sum; emptied by a certificate, to free its memory."""
-    first: float
-    """The norm of the first one's."""
-    square: float
-    """The sum of all squared norms."""
-    difference: float | None = None
-    """By how much two backwards of the first one differ; None if it ran once."""
-
-
 @dataclass(frozen=True)
 class Removal:
     """A step without its culprits. All ranks measure it together."""
@@ -116,11 +102,10 @@ class Removal:
     can_afford: Callable[[int], bool] = lambda _: True
     """Whether this many more probes may be made. One pass over the micro-batches always may."""
 
-    def certify(self, alone: Alone | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, goes_on: bool = False) -> Certificate:
         """Measure the step's gradient norm without the culprits.
 
         Args:
-            alone: the culprits' gradient from backwards of their own, if it is known.
             goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
         """
         prober, before, threshold = self.prober, self.norm_before, self.threshold
@@ -129,9 +114,7 @@ class Removal:
             verdict, reason = judge(before, 0.0, threshold, was_finite)
             reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
             return Certificate(before, before, 0.0, threshold, "none", verdict, reason)
-        found = self.measure(alone) if was_finite else None
-        if alone is not None:
-            alone.gradient.clear()
+        found = self.measure() if was_finite else None
         if found is None:
             ways = partial(prober.compute_without, self.culprits), partial(fullest, prober, self.culprits)
             found = *recompute(prober, *ways, threshold, self.can_afford, goes_on), "recompute"
@@ -139,51 +122,26 @@ class Removal:
         verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
         return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
-    def measure(self, alone: Alone | None) -> _Measured | None:
+    def measure(self) -> _Measured | None:
         """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
         num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
         subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
-        if subtracts and alone is not None and alone.difference is not None:
-            found = self._subtract_known(alone)
-            if found is not None:
-                return found
-        cost = ((2 if alone is None else 1) if subtracts else 3) * num_holders
+        cost = (2 if subtracts else 3) * num_holders
         # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows
         if cost >= num_micro_batches or not self.can_afford(cost + num_micro_batches):
             return None
-        if subtracts:
-            return self._subtract(None if alone is None else alone.gradient)
-        if alone is not None:
-            alone.gradient.clear()
-        return self._swap()
+        return self._subtract() if subtracts else self._swap()
 
     @property
     def holders(self) -> list[int]:
         """The micro-batches that hold culprits."""
         return sorted({token.micro_batch for token in self.culprits})
 
-    def _subtract_known(self, alone: Alone) -> _Measured | None:
-        """With the error taken from two backwards of the first culprit.
-
-        Rounding goes with a gradient's norm and adds up as a root. What passes through no token is in each backward;
-        7/3 of it are in the difference. The larger of the two counts.
-        """
-        assert alone.difference is not None
-        prober, space, norm = self.prober, self.prober.space, self.prober.space.norm(alone.gradient)
-        times = max(_DRAWS * alone.square**0.5 / alone.first, len(self.culprits))
-        space.clear()
-        prober.add(self.spike, alpha=1.0 / self.scale)
-        prober.add(alone.gradient, alpha=-1.0)
-        noise = times * alone.difference + unit_of(prober) * norm
-        rounding = self._rounding(len(self.culprits) + 1, norm)
-        return self._decided(space.norm(), rounding, noise, alone.difference, "subtract")
-
-    def _subtract(self, alone: Gradient | None) -> _Measured | None:
+    def _subtract(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
         unit = unit_of(prober)
-        if alone is None:
-            prober.compute_only(self.culprits, self.holders)
-            alone = space.keep()
+        prober.compute_only(self.culprits, self.holders)
+        alone = space.keep()
         norm = space.norm(alone)
         prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
@@ -232,14 +190,6 @@ class Removal:
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
         return norm_after, rounding + noise, difference, method
-
-
-def backward_again(prober: Prober, culprit: Sequence[Token], first: Gradient) -> float:
-    """How far a culprit's second backward, rounded anew, is from the ``first``: one probe, which leaves no gradient."""
-    prober.compute_only(culprit, [culprit[0].micro_batch], factor=-_AGAIN)
-    prober.space.scale(1.0 / _AGAIN)
-    prober.add(first)
-    return prober.space.norm()
 
 
 def recompute(

@@ -6,9 +6,10 @@ right to some digits. Nothing of training's own precision changes for good: on l
 it gathered before, into the same tensors, and weights that are kept in half precision were never written to.
 
 - Autocast is off.
-- FSDP2 and FSDP1 gather the weights in float32, whatever their ``param_dtype``.
+- FSDP2 and FSDP1 gather the weights in float32, whatever their ``param_dtype``, FSDP2 from a float32 copy of shards
+  that are kept in half precision.
 - Weights that are kept whole in half precision (plain, DDP) are cast a layer at a time. A step along a direction is
-  added to the cast, so a move is not rounded to the weights' own precision.
+  added to the cast or the copy, so a move is not rounded to the weights' own precision.
 - On a card, matrix products take TF32, at half of bfloat16's speed.
 """
 
@@ -57,7 +58,8 @@ def cast_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def cast_bytes(module: torch.nn.Module) -> int:
-    """Return what :func:`float32_forwards` takes for casts: of the largest layer, and of all that is in none. Bytes."""
+    """Return what :func:`float32_forwards` takes for casts: of the largest layer, of what is in none, and of FSDP2's
+    shards. Bytes."""
     casts = _Casts(cast_weights(module), None)
 
     def size(places: list[_Place]) -> int:
@@ -65,7 +67,16 @@ def cast_bytes(module: torch.nn.Module) -> int:
         return sum(4 * weight.numel() for weight in weights.values())
 
     layers, others = casts.places(unwrapped(module))
-    return size(others) + max(map(size, layers.values()), default=0)
+    shards = [param for param in fsdp2_params(fsdp2_units(module)) if param.sharded_param.dtype in HALVES]
+    copies = sum(4 * param._sharded_param_data.numel() for param in shards)
+    return copies + size(others) + max(map(size, layers.values()), default=0)
+
+
+def shifted_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the weights kept in half precision that :func:`float32_forwards` shifts: those that it casts, and FSDP2's
+    shards, which are gathered from a float32 copy."""
+    sharded = (param.sharded_param for param in fsdp2_params(fsdp2_units(module)))
+    return [*cast_weights(module), *(param for param in sharded if param.dtype in HALVES)]
 
 
 @contextmanager
@@ -74,7 +85,7 @@ def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Ite
 
     Args:
         module: the model that training calls: plain, DDP, FSDP1 or FSDP2.
-        shift: of the weights that are cast (:func:`cast_weights`).
+        shift: of the weights that are kept in half precision (:func:`shifted_weights`).
 
     Raises:
         NoFloat32: quantized weights, or FSDP1's flat ones in half precision. A model may refuse with any other error
@@ -82,7 +93,12 @@ def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Ite
     """
     refuse_quantized(module)
     with ExitStack() as stack:
-        for part in (_no_autocast(), _gathered_wide(module), _cast_by_layer(module, shift), _tensor_cores(module)):
+        for part in (
+            _no_autocast(),
+            _gathered_wide(module, shift),
+            _cast_by_layer(module, shift),
+            _tensor_cores(module),
+        ):
             stack.enter_context(part)
         yield
 
@@ -145,7 +161,7 @@ def _tensor_cores(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _gathered_wide(module: torch.nn.Module) -> Iterator[None]:
+def _gathered_wide(module: torch.nn.Module, shift: Shift | None) -> Iterator[None]:
     """Gather sharded weights in float32; on leaving, all gathered copies are dropped."""
     handles, units = fsdp1_handles(module), fsdp2_units(module)
     if not handles and not units:
@@ -153,7 +169,7 @@ def _gathered_wide(module: torch.nn.Module) -> Iterator[None]:
         return
     reshard(module)
     with ExitStack() as stack:
-        stack.callback(_set_back, [_widen_fsdp1(module), _widen_fsdp2(units)])
+        stack.callback(_set_back, [_widen_fsdp1(module), _widen_fsdp2(units, shift)])
         stack.callback(reshard, module)  # first, while each unit still knows the format of what it gathered
         yield
 
@@ -186,11 +202,18 @@ def _widen_fsdp1(module: torch.nn.Module) -> Callable[[], None]:
     return undo
 
 
-_GATHERED = ("all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param", "param_dtype", "reduce_dtype")
-"""What a parameter of FSDP2 has of its gathered copy."""
+_GATHERED = (
+    "all_gather_outputs",
+    "_unsharded_inner_tensors",
+    "_unsharded_param",
+    "param_dtype",
+    "reduce_dtype",
+    "_sharded_param_data",
+)
+"""What a parameter of FSDP2 has of its gathered copy, and what that is gathered from."""
 
 
-def _widen_fsdp2(units: list[Any]) -> Callable[[], None]:
+def _widen_fsdp2(units: list[Any], shift: Shift | None) -> Callable[[], None]:
     """Give each parameter another gathered copy, in float32, and put training's own objects back afterwards."""
     params = list(fsdp2_params(units))
     kept = [{name: vars(param)[name] for name in _GATHERED if name in vars(param)} for param in params]
@@ -200,6 +223,9 @@ def _widen_fsdp2(units: list[Any]) -> Callable[[], None]:
         param.all_gather_outputs, param._unsharded_inner_tensors = [], []
         param.param_dtype = None if param.sharded_param.dtype == torch.float32 else torch.float32
         param.reduce_dtype = None
+        if param.sharded_param.dtype in HALVES:
+            param._sharded_param_data = wide = param._sharded_param_data.float()
+            _add_shift(wide, param.sharded_param, shift)
     for unit, policy in policies:
         unit._mp_policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=policy.cast_forward_inputs)
 
@@ -290,9 +316,7 @@ class _Casts:
 
     def _cast(self, weight: torch.nn.Parameter) -> torch.Tensor:
         wide = weight.detach().float()
-        along = None if self._shift is None else self._shift.directions.get(id(weight))
-        if self._shift is not None and along is not None:
-            wide.add_(along().to(wide.device, torch.float32), alpha=self._shift.step)
+        _add_shift(wide, weight, self._shift)
         return wide
 
     def narrow(self, places: list[_Place]) -> None:
@@ -302,7 +326,16 @@ class _Casts:
                 owner._parameters[name] = self.kept.pop((owner, name))
 
 
+def _add_shift(wide: torch.Tensor, weight: torch.nn.Parameter, shift: Shift | None) -> None:
+    """Add the weight's shift to its float32 copy: of its shape, or 1D and padded at its end."""
+    along = None if shift is None else shift.directions.get(id(weight))
+    if shift is not None and along is not None:
+        part = along().to(wide.device, torch.float32)
+        there = wide if wide.shape == part.shape else wide[: part.numel()].view(part.shape)
+        there.add_(part, alpha=shift.step)
+
+
 def rounds_moves(params: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> bool:
     """Return whether a move of these weights is rounded to half precision: their shards are kept in it."""
-    cast = {id(weight) for weight in cast_weights(module)}
-    return any(param.dtype in HALVES and id(param) not in cast for param in params)
+    shifted = {id(weight) for weight in shifted_weights(module)}
+    return any(param.dtype in HALVES and id(param) not in shifted for param in params)

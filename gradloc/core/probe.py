@@ -69,8 +69,6 @@ class Prober:
         self.num_backwards = 0
         self.is_wide = self.step.numerics.dtype in HALVES and not self.step.is_scheduled
         """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
-        self.scatter: float | None = None
-        """Half precision: the share of the noise's bound that is noise (:mod:`..search.share`); None until measured."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
         self._is_by_row = self.step.is_by_row

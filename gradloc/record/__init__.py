@@ -502,7 +502,7 @@ class Shares:
     closure_error: float | None = optional()
     """Standard error of closure: the noise of what was read, and what quiet micro-batches carry that were left out."""
     is_trusted: bool = True
-    """Whether closure is 1 within its error."""
+    """Whether shares are exact and make up the spike, as far as half precision leaves a gradient as it is."""
     micro_batches: tuple[tuple[float, ...], ...] = ()
     """One list per micro-batch, one share per rank."""
     rows: tuple[PartShare, ...] | None = optional()

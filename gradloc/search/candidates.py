@@ -14,25 +14,20 @@ from dataclasses import replace
 
 import torch
 
-from ..core.certificate import is_subtracted
 from ..core.tracker import median_size
 from .share import ShareMap, shrunk
 from .task import Span, Task
 
-MUCH = 0.5  # of a spike: spans that carry less leave most of it to others
+_MAX_HINTS = 2  # tokens that are verified though no share names them
+MUCH = 0.5  # of R: what carries less leaves most of it to others
 _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
-_MAX_VERIFIED = 3  # candidates per round that get a backward of their own though their bound names them
-_AT_LEAST = 0.5  # of a culprit's norm: a bound that is enough for a token
-_BY_ESTIMATE = 2.0  # whose estimated norm is this many times a culprit's
 _WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
 _LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
-_TINY = 1e-300  # instead of a weight of 0
-_ORDINARY = 3.0  # the largest pull of a typical token in a batch that is not scaled: normed advantages are of order one
 _FEW = 3  # the most tokens of a row that are few
 ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
 _ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
-_MOST = 0.8  # of a row's tokens: if this many are elevated, the row is the culprit
+_MOST = 0.8  # of a row's tokens: if more are elevated, the row is the culprit
 _HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
 
 
@@ -40,12 +35,28 @@ _Found = tuple[float, int, int, int, str, float]
 """(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
 
 
+def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
+
+    These have the largest coefficients; where there is no span, also the loudest.
+    """
+    is_read = math.isfinite(shares.closure)
+    found = by_share(task, shares, named) if is_read else []
+    if not found and shares.is_exact:
+        similar = alike(task, shares, named)
+        found = similar if carried(task, shares, similar) > MUCH * shares.square else []
+    hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
+    if found or not is_read:
+        return found + hints
+    sizes = [part.abs() for part in shares.products]
+    return hints + by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
+
+
 def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
-    :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the
-    whole sequence. A segment is widened by tokens right beside it that their coefficients single out. Tokens that are
-    ``named`` already read 0.
+    :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the whole
+    sequence. Tokens that are ``named`` already read 0.
     """
     norm = shares.square**0.5
     typical_weight, typical_total = _typical(task, shares, named)
@@ -53,120 +64,36 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     def local() -> list[_Found]:
         found = []
         weights = [readout.weight for readout in task.readouts(named)]
-        singled_out = shares.singled_out or [torch.zeros_like(weight, dtype=torch.bool) for weight in weights]
-        parts = shares.products.__getitem__, shares.doubt, weights.__getitem__, singled_out.__getitem__
-        for index, first, (products, doubt, weight, pointed) in _rows(task, *parts):
+        for index, first, (products, doubt, weight) in rows_of(
+            task, shares.products.__getitem__, shares.doubt, weights.__getitem__
+        ):
             row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
-            hinted = pointed.tolist()
-            for span_of_row in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
-                start, end = widened(*span_of_row, hinted)
+            for start, end in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
                 bound = row.bound(start, end)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
 
-    return _merge(task, local, named)
+    return [replace(span, threshold=task.culprit_norm) for span in _merge(task, local, named)]
 
 
-def beside_louder(task: Task, shares: ShareMap, named: Sequence[Span], found: list[Span]) -> list[Span]:
-    """Tokens whose bound is low only because those found are louder, see :func:`least_bound`."""
-    if not found:
-        return []
-    norm = shares.square**0.5
-    least = max((_BY_ESTIMATE * task.culprit_norm) ** 2, _AT_LEAST * task.culprit_norm * norm)
-    return by_value(task, shares.least, least, [*named, *found], 1 / norm)
+def alike(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+    """Tokens that are culprits if gradients are orthogonal: then ||g||^2 = <g, R>. Of n that are alike each has a bound
+    of 1 / sqrt(n) of its norm."""
+    least, per_norm = task.culprit_norm**2, shares.square**-0.5
+    found = by_value(task, shares.products.__getitem__, least, named, per_norm)
+    return [replace(token, threshold=least * per_norm) for token in found]
 
 
-def weighed(task: Task, shares: ShareMap, named: Sequence[Span], found: list[Span]) -> list[Span]:
-    """Tokens singled out by their coefficients whose product <g, R> is a culprit's, see :func:`least_bound`."""
-    singled_out, least = shares.singled_out, task.culprit_norm**2
-    if not singled_out:
-        return []
-
-    def value(index: int) -> torch.Tensor:
-        return torch.where(singled_out[index], shares.least(index), 0.0)
-
-    more = by_value(task, value, least, [*named, *found], 1 / shares.square**0.5)
-    return [replace(candidate, is_weighed=True) for candidate in more]
-
-
-def least_bound(task: Task, norm: float, candidate: Span) -> float:
-    """The least bound with which a candidate needs no backward of its own: a culprit's norm, or less for some tokens.
-
-    The bound <g, R> / ||R|| shrinks as others carry more of R. If gradients were orthogonal, <g, R> would be ||g||^2,
-    so its root estimates a token's norm. A token whose estimate is twice a culprit's norm passes with half the bound.
-    One with a large coefficient as well passes as soon as the estimate is a culprit's norm. ``norm`` is ||R||.
-    """
-    least, is_token = task.culprit_norm, candidate.span == "token"
-    if candidate.is_weighed:
-        return least**2 / norm
-    return _AT_LEAST * least if is_token and candidate.norm * norm >= (_BY_ESTIMATE * least) ** 2 else least
-
-
-def most_verified(task: Task, norm: float, candidates: list[Span]) -> int:
-    """How many candidates get a backward of their own, for their exact norm, though their bound names them.
-
-    All if they are two or three. A single one needs none unless the certificate will subtract its gradient: otherwise
-    that is the spike less the residual. Of many, as many as cost an eighth of a pass over the micro-batches.
-    """
-    named = [candidate for candidate in candidates if candidate.norm >= least_bound(task, norm, candidate)]
-    is_used = is_subtracted(task.prober, task.spike.grad_norm, task.spike.threshold, sum(span.size for span in named))
-    if 1 < len(named) <= _MAX_VERIFIED or (len(named) == 1 and is_used):
-        return _MAX_VERIFIED
-    return min(_MAX_VERIFIED, task.prober.step.num_micro_batches // 8)
-
-
-def carried_by(task: Task, shares: ShareMap, spans: Sequence[Span]) -> tuple[float, float]:
-    """Return <sum of these spans' gradients, R>, and its variance, over all ranks."""
-    step, ranks = task.prober.step, task.prober.ranks
+def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
+    """Return <sum of these spans' gradients, R>, over all ranks."""
+    ranks, mask = task.prober.ranks, task.prober.step.token_mask
 
     def local() -> list[float]:
-        product = variance = 0.0
-        for span in (span for span in spans if span.rank == ranks.rank):
-            where, part = step.token_mask(span.micro_batch), slice(span.start, span.end)
-            product += float(shares.products[span.micro_batch][where][part].sum())
-            variance += float(shares.errors[span.micro_batch][where][part].square().sum())
-        return [product, variance]
+        own = [span for span in spans if span.rank == ranks.rank]
+        parts = [shares.products[span.micro_batch][mask(span.micro_batch)][span.start : span.end] for span in own]
+        return [math.fsum(float(part.sum()) for part in parts)]
 
-    product, variance = ranks.sum(ranks.agree(local))
-    return product, variance
-
-
-def carried(shares: ShareMap, spans: Sequence[Span]) -> float:
-    """The part of R that these spans carry at least, if their gradients point along R."""
-    return math.fsum(candidate.norm for candidate in spans) / shares.square**0.5
-
-
-def leaves_much(shares: ShareMap, spans: Sequence[Span]) -> bool:
-    """Whether all of these possible culprits together leave most of R to other tokens."""
-    return carried(shares, spans) < MUCH * min(abs(shares.closure), 1.0)
-
-
-def stand_out(task: Task, spans: Sequence[Span]) -> list[bool]:
-    """Return of each span whether its loss pulls some token far more than the batch's others.
-
-    How a loss is averaged, such as over each row's tokens, is no pull: coefficients are taken over the tokens' weights.
-    A likelihood then pulls with 1, and a policy's loss with the advantage. Where such pulls are typical, the batch is
-    as it should be, and all spans stand out.
-    """
-    step, ranks = task.prober.step, task.prober.ranks
-
-    def local() -> tuple[list[float], list[float]]:
-        pulls = []
-        for index, readout in enumerate(task.readouts(())):
-            weights = step.token_weights(index).abs().double()
-            pulls.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
-        typical = [median_size([pull]) for _, _, (pull,) in _rows(task, pulls.__getitem__)]
-        most = [0.0] * len(spans)
-        for number, span in enumerate(spans):
-            if span.rank == ranks.rank:
-                there = pulls[span.micro_batch][step.token_mask(span.micro_batch)]
-                most[number] = float(there[span.start : span.end].max())
-        return typical, most
-
-    typical, mine = ranks.agree(local)
-    known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
-    usual = known[len(known) // 2] if known else 0.0
-    return [usual <= _ORDINARY or pull >= _ALIKE * usual for pull in (ranks.max(mine) if mine else [])]
+    return ranks.sum(ranks.agree(local))[0]
 
 
 def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:
@@ -174,19 +101,13 @@ def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float
 
     def local() -> list[tuple[float, float]]:
         weights = [readout.weight for readout in task.readouts(named)]
-        rows = _rows(task, shares.products.__getitem__, weights.__getitem__)
+        rows = rows_of(task, shares.products.__getitem__, weights.__getitem__)
         return [(median_size([weight]), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
     ranks = task.prober.ranks
     pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
     medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
     return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
-
-
-def masks_of(task: Task, candidates: Sequence[Span]) -> list[torch.Tensor]:
-    """The tokens of these candidates, bool (B, T) for each of this rank's micro-batches."""
-    masks = [task.prober.step.token_mask(index) for index in range(task.prober.step.num_micro_batches)]
-    return [mask & ~task.kept(candidates, index) for index, mask in enumerate(masks)]
 
 
 def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
@@ -280,7 +201,7 @@ def non_finite(task: Task) -> list[Span]:
 
     def local() -> list[_Found]:
         step, found = task.prober.step, []
-        rows = _rows(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
+        rows = rows_of(task, lambda index: step.coefficients(index)[0], lambda index: step.recorded(index).log_prob)
         for index, first, (values, log_prob) in rows:
             bad = (~torch.isfinite(values)).nonzero().squeeze(-1).tolist()
             broken = (~torch.isfinite(log_prob)).nonzero().squeeze(-1).tolist()
@@ -295,7 +216,7 @@ def non_finite(task: Task) -> list[Span]:
     return _merge(task, local, ())
 
 
-def _rows(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+def rows_of(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
     """(micro_batch, index of the row's first token, its values at response tokens), without empty rows."""
     for index in range(task.prober.step.num_micro_batches):
         first = 0
@@ -386,7 +307,7 @@ class Row:
         of them are loud, or even without its three loudest it is a culprit."""
         matters = self.weights > 0
         elevated = self.weights >= ELEVATED * self.typical
-        if not self.typical or len(self.values) <= _FEW or elevated.sum() < _MOST * matters.sum():
+        if not self.typical or len(self.values) <= _FEW or elevated.sum() <= _MOST * matters.sum():
             return False
         if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median_size([self.weights]):
             return False
@@ -397,32 +318,14 @@ class Row:
         return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """The longest runs [start, end) of tokens none of which is small, with both ends large beyond chance.
-
-        A token that may be large but for noise belongs to the run if both its neighbours are large.
-        """
-        least, sizes = _HOT * self.least, self.values.abs()
-        certain, hot = (self.sizes >= least).tolist(), sizes >= least
-        hot[1:-1] |= (sizes + self.errors >= least)[1:-1] & hot[:-2] & hot[2:]
-        run: list[int] = []
-        for number, is_hot in enumerate([*hot.tolist(), False]):
+        """The longest runs [start, end) of tokens none of which is small."""
+        start = None
+        for number, is_hot in enumerate([*(self.sizes >= _HOT * self.least).tolist(), False]):
             if is_hot:
-                run.append(number)
-                continue
-            kept = [at for at in run if certain[at]]
-            if kept:
-                yield kept[0], kept[-1] + 1
-            run = []
-
-
-def widened(start: int, end: int, hinted: list[bool]) -> tuple[int, int]:
-    """A run of at least two tokens, extended over hinted tokens right before and after it."""
-    if end - start > 1:
-        while start > 0 and hinted[start - 1]:
-            start -= 1
-        while end < len(hinted) and hinted[end]:
-            end += 1
-    return start, end
+                start = number if start is None else start
+            elif start is not None:
+                yield start, number
+                start = None
 
 
 def window(values: torch.Tensor) -> tuple[int, int]:

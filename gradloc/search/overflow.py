@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.certificate import Alone, Removal
+from ..core.certificate import Removal
 from ..core.selection import Token
 from ..record import Certificate
 from .task import SearchResult, Task
@@ -29,12 +29,12 @@ class RescaledTask(Task):
 
     original: Task | None = None
 
-    def certify(self, culprits: list[Token], alone: Alone | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
         """As in training's unit, where the norm was not finite; if it still is not, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit
         step.rescale(1.0)
-        found = self.original.certify(culprits, None, goes_on)
+        found = self.original.certify(culprits, goes_on)
         step.rescale(unit)
         if not culprits:
             return found

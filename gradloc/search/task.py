@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.certificate import Alone, Removal
+from ..core.certificate import Removal
 from ..core.gradients import Gradient
-from ..core.precision import UNITS
 from ..core.probe import Prober
 from ..core.selection import Token
 from ..core.step import only
@@ -79,7 +78,7 @@ class Task:
         left = self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)
         return int(min(max(left, 0), 10**9))
 
-    def certify(self, culprits: list[Token], alone: Alone | None = None, goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
         """The norm without these tokens; arguments and ``.grad`` as in :meth:`..core.certificate.Removal.certify`."""
 
         def can_afford(num_probes: int) -> bool:
@@ -87,7 +86,7 @@ class Task:
 
         norms = self.spike.grad_norm, self.spike.threshold
         removal = Removal(self.prober, self.gradient, self.scale, *norms, culprits, can_afford)
-        return removal.certify(alone, goes_on)
+        return removal.certify(goes_on)
 
     def kept(self, without: Sequence["Span"], micro_batch: int) -> torch.Tensor:
         """All positions of this rank's micro-batch but these spans' tokens, padding included: bool (B, T)."""
@@ -100,9 +99,8 @@ class Task:
 
     def readouts(self, without: Sequence["Span"]) -> list[Readout]:
         """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
-        is_half = self.prober.unit > UNITS[torch.float32]
         recorded = self.prober.step.recorded
-        return [Readout(recorded(i), *found, is_half) for i, found in enumerate(self.coefficients(without))]
+        return [Readout(recorded(i), *found) for i, found in enumerate(self.coefficients(without))]
 
     def coefficients(self, without: Sequence["Span"]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """c_t and e_t (B, T) of each of this rank's micro-batches, 0 for tokens already named."""
@@ -129,12 +127,10 @@ class Span:
     """``index`` of its first token, see :class:`~..core.selection.Token`."""
     end: int
     """Exclusive."""
-    is_weighed: bool = False
-    """Whether its coefficient makes it a culprit as well."""
     is_exact: bool = False
     """Whether ``norm`` was measured."""
     threshold: float = math.nan
-    """Which the norm was over."""
+    """Which the norm, or its bound, was over; NaN until it was held against one."""
     share: float | None = None
     """<g, G> / ||G||^2; None unless measured."""
     squares: torch.Tensor | None = field(default=None, compare=False)

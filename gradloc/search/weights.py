@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
-from ..core.precision import Shift, cast_weights
+from ..core.precision import Shift, shifted_weights
 from ..core.probe import Prober
 from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
@@ -33,6 +33,7 @@ from ..core.step import Outputs
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _EXPONENT = 0x7F800000  # its bits in a float32
+_MANY = 1_000  # more than a sketch has directions: each shard draws numbers of its own
 _LARGE_PRIME = 1_000_003  # more than a model has parameters: each gets random numbers of its own
 
 
@@ -51,14 +52,14 @@ class MovedWeights:
         space: the trainable parameters.
         compute_dtype: of the forward; half precision is dithered, whatever the precision of the master weights.
         seed: of the dither, the same for every move in this context.
-        is_wide: whether forwards are :func:`~..core.precision.float32_forwards`. Then weights that are cast there are
-            shifted in the cast, and only shards that are kept in half precision are dithered.
+        is_wide: whether forwards are :func:`~..core.precision.float32_forwards`. Then weights kept in half precision
+            are shifted there, and nothing is dithered.
     """
 
     def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0, is_wide: bool = False):
         self._space = space
         self._dtype = torch.float32 if is_wide else compute_dtype
-        self._cast = {id(weight) for weight in cast_weights(space.module)} if is_wide else set()
+        self._cast = {id(weight) for weight in shifted_weights(space.module)} if is_wide else set()
         self._seed = seed
         self._saved: list[torch.Tensor] = []
 
@@ -143,7 +144,8 @@ class MovedWeights:
             zip(space.params, self._saved, drawn_by, strict=True)
         ):
             if id(param) in self._cast:
-                shifts[id(param)] = partial(_drawn, param, _LARGE_PRIME * seed + number)
+                own = seed + _MANY * space.shard_index
+                shifts[id(param)] = partial(_drawn, local_shard(param), _LARGE_PRIME * own + number)
                 continue
             for shard, was in in_parts(local_shard(param), saved):
                 was = was.to(shard.device, non_blocking=True)

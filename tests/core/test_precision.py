@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.precision import NoFloat32, Shift, cast_bytes, cast_weights, float32_forwards
+from gradloc.core.precision import NoFloat32, Shift, cast_bytes, cast_weights, float32_forwards, shifted_weights
 from gradloc.core.sharding import reshard
 from tests.bare import build, random_batch, shard
 
@@ -118,6 +119,32 @@ def test_a_forward_is_float32_s_and_training_is_bit_for_bit_what_it_was(layout):
 def test_so_it_is_on_two_ranks(bare_world, layout):
     for found in bare_world.run("tests.core.test_precision.around", layout=layout):
         check(found)
+
+
+def shifted_shards() -> dict[str, Any]:
+    """FSDP2's half-precision shards, shifted: what a world's ranks call."""
+    model, exact, tokens = made("fsdp2, kept in bfloat16"), build("tiny").to(BF16).float(), random_batch(build("tiny"))
+    torch.manual_seed(1)
+    whole = {name: torch.randn_like(param) for name, param in exact.named_parameters()}
+    directions, held = {}, {}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            part = distribute_tensor(whole[name], param.device_mesh, param.placements).to_local()
+            directions[id(param)], held[name] = partial(torch.clone, part), param.to_local().clone()
+        for name, param in exact.named_parameters():
+            param.add_(whole[name], alpha=1e-5)
+        model(tokens.tokens, 4)  # as training, before any search
+        with float32_forwards(model, Shift(directions, 1e-5)):
+            moved = model(tokens.tokens, 4)
+        is_kept = all(torch.equal(held[name], param.to_local()) for name, param in model.named_parameters())
+        off = float((moved - exact(tokens.tokens, 4)).abs().max())
+    return {"off": off, "is_kept": is_kept, "all": len(shifted_weights(model)) == len(held), "bytes": cast_bytes(model)}
+
+
+@pytest.mark.full
+def test_a_shift_moves_shards_that_are_kept_in_half_precision_and_no_weight(bare_world):
+    for found in bare_world.run("tests.core.test_precision.shifted_shards"):
+        assert found["off"] < 1e-5 and found["is_kept"] and found["all"] and found["bytes"] > 0
 
 
 def test_a_shift_moves_the_casts_exactly_and_no_weight():

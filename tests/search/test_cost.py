@@ -47,27 +47,7 @@ def test_a_culprit_beside_louder_ones_is_named_with_no_backward_of_its_own():
     sizes = dict.fromkeys(places, 100.0) | {places[-1]: 40.0}
     found, cost = search(batch.planted({at: sizes[at] / own[at] for at in places}), threshold=32.0)
     assert len(found.culprits) == 8 and found.certificate.verdict == "explained"
-    weakest = min(found.culprits, key=lambda culprit: culprit.norm)
-    assert not weakest.is_exact and weakest.norm < 32.0 / 4, "its bound alone would not name it"
-    assert cost <= 2 * M + 3 * M, "no step is settled anew: no log-prob moves by more than a quarter"
-
-
-@pytest.mark.parametrize(("size", "count"), [(0.5, 1), (6.0, 2)])
-def test_a_loud_token_beside_a_row_that_makes_the_spike_is_named_only_where_the_spike_needs_it(size, count):
-    model, row, place = build("tiny"), 5, (12, 3)
-    batch = random_batch(model, length=24)
-    advantages = batch.advantages.clone()
-    advantages[row] *= 60.0 / float(advantages[row].abs().mean())
-    batch = batch.edited(advantages=advantages)
-    one = size * THRESHOLD / Oracle(model, batch.planted({place: 1.0})).norm(place)
-    planted = batch.planted({place: one})
-    found, _ = search(planted)
-    named = {batch.place(token, 1, M)[0] for token in found.tokens}
-    assert len(found.culprits) == count and named == {row, *[place[0]] * (count - 1)}
-    assert found.certificate.verdict == "explained"
-    oracle, taken = Oracle(model, planted), [batch.place(token, 1, M) for token in found.tokens]
-    left = float((oracle.gradient() - oracle.gradient(taken)).norm())
-    assert found.certificate.norm_after == pytest.approx(left, rel=1e-3)
+    assert found.num_backwards <= 2 * M and cost <= 2 * (2 * M + 3 * M), "two rounds at most"
 
 
 @pytest.mark.parametrize("factor", [4.2, 5.0, 1e3])

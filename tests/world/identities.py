@@ -128,8 +128,6 @@ def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         )
         given = prober, task.readouts([]), saved, clip, range(prober.step.num_micro_batches)
         shares = measurement(*given).run()
-        if not shares.is_trusted:
-            shares = measurement(*given, refined=shares).run()
         after = [local_of(param) for param in prober.space.params]
         by_micro_batch = [
             hook.ranks.sum([float(shares.shares(i).sum())])[0] for i in range(prober.step.num_micro_batches)
