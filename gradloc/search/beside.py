@@ -69,29 +69,30 @@ def _again(task: Task) -> tuple[float, float]:
 
 
 def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
-    """Return why a spike does not come back: two further runs that are alike say that its gradient was changed after
-    the backward, and others that the machine does not repeat itself. One gradient more is held."""
+    """Return why a spike does not come back: where two runs are alike its gradient was changed after the backward,
+    else the machine does not repeat itself.
+
+    ``.grad`` holds the first run's gradient less the spike's. One gradient more is held.
+    """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
-    if not task.can_afford(backwards=2 * len(everything), is_certificate=True):
+    if not task.can_afford(backwards=len(everything), is_certificate=True):
         return StepCause("transient", TRANSIENT, numbers)
+    first = space.keep()
     prober.compute((index, None) for index in everything)
-    first, norm = space.keep(), 0.0
-    prober.compute((index, None) for index in everything)
+    again, norm = space.squares(), space.norm()
+    prober.add(task.gradient, alpha=-1.0 / task.scale)
     prober.add(first, alpha=-1.0)
-    apart = space.norm()
-    space.put(first)
-    norm = space.norm()
-    if not apart <= _REPEATS * norm:
+    if not space.norm() <= _REPEATS * norm:
         return StepCause("transient", TRANSIENT, numbers)
-    again, given = space.squares(), space.squares(task.gradient) / task.scale**2
+    given = space.squares(task.gradient) / task.scale**2
     ratios = (given / again.clamp(min=_TINY)).sqrt()
     off = (given.sqrt() - again.sqrt()).square()
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE_SHARE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MOST_NAMES])
     factor = float(ratios[order[0]]) if order else 1.0
     numbers = {**numbers, "factor": factor}
-    if len(order) == len(space.params) or float(ratios.max()) <= _STABLE * float(ratios[again > 0].min()):
+    if float(ratios[again > 0].max()) <= _STABLE * float(ratios[again > 0].min()):
         why = f"every gradient was multiplied by {factor:.3g} after the backward"
         return StepCause("gradient_scaled", why, {**numbers, "factor_times": factor})
     why = f"two further runs give the same gradient, and the optimizer got another: {names[0]}'s {factor:.3g} times"
@@ -304,6 +305,8 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     norm, difference = _again(task) if known is None or None in known else known
     assert norm is not None and difference is not None
     if difference > _REPEATS:
+        if known is not None and None not in known:
+            _again(task)  # which leaves it in .grad
         return _not_reproduced(task, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if shares.unseen or not task.can_afford(forwards=2 * len(everything)):
         return None

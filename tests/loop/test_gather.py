@@ -117,7 +117,7 @@ def test_every_row_says_what_it_carries_and_of_shares_that_are_not_trusted_none_
     assert sum(found.share for found in rows) == pytest.approx(shares.closure)
     assert sum(found.num_tokens for found in rows) == sum(int(step.token_mask(index).sum()) for index in range(M))
     assert rows[5].variance == pytest.approx(float((shares.errors[1][1] / shares.square).square().sum()))
-    for none in (None, replace(shares, is_trusted=False)):
+    for none in (None, replace(shares, is_exact=False)):
         assert gathered(context, finding=replace(context.finding, shares=none)).row_shares == ()
 
 
@@ -155,7 +155,7 @@ def test_each_token_of_a_span_has_the_least_norm_that_its_share_says(context):
     assert found(shares).token_norms == pytest.approx((products.abs() / shares.square**0.5).tolist())
     assert found(shares).share == pytest.approx(float(products.sum()) / shares.square)
     assert found(shares).share_error == pytest.approx(float(errors.norm()) / shares.square)
-    for none in (None, replace(shares, is_trusted=False)):
+    for none in (None, replace(shares, is_exact=False)):
         assert found(none).token_norms is None and found(none).share is found(none).share_error is None
 
 
@@ -176,7 +176,7 @@ def test_rows_that_carry_a_notable_share_are_wanted_the_largest_first(context):
         products[index][row, 0] = size * shares.square
 
     def kept(is_trusted):
-        changed = replace(shares, products=products, is_trusted=is_trusted)
+        changed = replace(shares, products=products, is_exact=is_trusted)
         found = gathered(context, finding=replace(context.finding, shares=changed))
         return [(sequence.micro_batch, sequence.micro_batch_row) for sequence in found.sequences]
 
