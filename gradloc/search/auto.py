@@ -139,9 +139,7 @@ class _AutoSearch:
         left, error = shares.square, max(shares.noise, abs(1 - shares.closure)) * shares.square
         for candidate in candidates:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
-            most = (
-                self.task.reference / 2 if is_proved else self.task.reference
-            )  # beyond it, proofs are worth a backward
+            most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             if shares.is_exact and abs(left) + error < most**2:
                 break
             # a sequence takes the place of its tokens that were named before

@@ -31,7 +31,7 @@ from ..core.probe import Prober
 from ..core.step import Outputs, Recorded, only
 from .weights import MovedWeights, forward_on_routes, hold_routes
 
-_ROUNDING = 64.0  # unit roundoffs that a forward's log-odds are off by: in bfloat16 0.25, as measured on three models
+_ROUNDING = 64.0  # unit roundoffs that a forward's log-odds may be off by: 0.25 in bfloat16; TF32 was not measured
 _CURVATURE = 0.2  # closure's error over the squared response: 0.01 was measured with 135M weights, 1 with 60k
 _LEAST_RESPONSE = 0.05  # log-odds: a shorter step of 135M weights is near the last place of a float32
 _FINE = 0.02  # of closure: an error that is not worth another step
