@@ -29,7 +29,9 @@ def fault_sentences(event: Event) -> list[str]:
     if "norm_without_update" in known:
         made.append(f"With the last update undone this step's norm is {number(known['norm_without_update'], 3)}.")
     if "norm_under_usual_update" in known:
-        made.append(f"Had that update been of its usual size, it is {number(known['norm_under_usual_update'], 3)}.")
+        made.append(
+            f"Had that update been of its usual size, it would be {number(known['norm_under_usual_update'], 3)}."
+        )
     if "norm_with_those_undone" in known:
         made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
     if "norm_without_change" in known:

@@ -14,7 +14,6 @@ from .causes import APART, NOTABLE, RULES, Meaning
 from .culprits import again, group, leader
 from .cures import healer, how_healed, said_of
 from .documents import document_words
-from .faults import fault_sentences
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
 from .text import listed, one_line
@@ -126,7 +125,6 @@ class Evidence:
             "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
             "more": number(event.search.num_more),
             "since": str(event.fault.step) if event.fault and event.fault.step is not None else "this one",
-            "fault": " ".join(fault_sentences(event)) or "It was measured when the gradient was run again.",
             "reason": certificate.reason or "the bound on the norm is too wide",
             "it": pronoun(event),
             "loss": str(self.loss_mode),
