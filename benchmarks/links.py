@@ -266,8 +266,6 @@ def _judged(run: Run, events: list[Record]) -> Record:
         "accused": len(first["culprits"]) if truth != "batch" else 0,
         "step": first["step"]["global_step"],
         "cost": first["search"]["forwards"] + 2 * first["search"]["backwards"],
-        "reason": found["reason"],
-        "evidence": found["evidence"],
         "early": len(early),
     }
 
@@ -301,28 +299,33 @@ def _warned(cell: tuple[str, int, int]) -> Record:
     return warnings(*cell)
 
 
-def summary(rows: list[Record]) -> str:
-    """Return the confusion matrix, and what share is right."""
+def matrix(rows: list[Record]) -> str:
+    """Return the confusion matrix as a table."""
     ats = ("batch", "last_update", "weights", "after_backward", "undecided", "no spike")
     counts: dict[tuple[str, bool], Counter[str]] = {}
     for row in rows:
         counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
-    body = [
-        (f"{fault}{', over ten steps' if is_gradual else ''}", FAULTS[fault], *(count[at] or "" for at in ats))
-        for (fault, is_gradual), count in sorted(
-            counts.items(), key=lambda each: (list(FAULTS).index(each[0][0]), each[0][1])
-        )
-    ]
+    order = sorted(counts, key=lambda each: ([*FAULTS].index(each[0]), each[1]))
+    return table(
+        [
+            ("planted", "truth", *ats),
+            *(
+                (fault + ", over ten steps" * is_gradual, FAULTS[fault], *(counts[fault, is_gradual][at] for at in ats))
+                for fault, is_gradual in order
+            ),
+        ]
+    )
+
+
+def sentence(rows: list[Record]) -> str:
+    """Return what share is right."""
     judged = [row for row in rows if row["right"] is not None]
     named = [row for row in judged if row["named"] is not None]
-    lines = [
-        table([("planted", "truth", *ats), *body]),
-        "",
+    return (
         f"{sum(row['right'] for row in judged)} of {len(judged)} spikes have the right link; the parameter is among "
-        f"the first three in {sum(row['named'] for row in named)} of {len(named)}; innocents accused in "
-        f"{sum(row['accused'] > 0 for row in judged)}; events before the fault: {sum(row['early'] for row in rows)}.",
-    ]
-    return "\n".join(lines)
+        f"the first three in {sum(row['named'] for row in named)} of {len(named)}; a token is accused in "
+        f"{sum(row['accused'] > 0 for row in judged)} of those whose batch is not at fault."
+    )
 
 
 def main() -> int:
@@ -354,7 +357,7 @@ def main() -> int:
         total = sum(len(row["warnings"]) for row in rows)
         text = f"{total} early warnings in {sum(row['steps'] for row in rows):,} healthy steps"
     else:
-        text = summary(rows)
+        text = f"{matrix(rows)}\n\n{sentence(rows)}"
     record = {"command": as_typed("links"), "sources": digest(), "rows": rows}
     finish(record, args.out, "links", text)
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import healthy, spiking, unrepeatable, worlds
+from benchmarks import healthy, links, spiking, unrepeatable, worlds
 from benchmarks.localization import cost
 from benchmarks.localization import tables as localization
 from benchmarks.trigger import __main__ as trigger
@@ -83,6 +83,7 @@ WHOLE = {
     "natural-spikes.md## What heals them": ("natural", as_suites_do(natural.cured)),
     "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
     "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
+    "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
     "pretraining.md## By kind of damage": ("pretrain", as_suites_do(pretrain.by_kind)),
     "pretraining.md## Every peak": ("pretrain", as_suites_do(pretrain.peaks)),
 }
@@ -97,6 +98,10 @@ def test_a_page_s_table_is_the_record_s(table):
     else:
         assert [line for line in text.splitlines() if line.startswith("|")] == made
         assert "Every event" not in table or len(made) - 2 >= 30
+
+
+def test_how_often_the_link_is_right_is_the_record_s():
+    assert links.sentence(record("links")["rows"]) in page("docs/spikes-without-tokens.md")
 
 
 def test_what_pretraining_says_of_its_peaks_is_the_record_s():
