@@ -130,11 +130,11 @@ class Run:
     def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
         torch.manual_seed(plan.seed)
         self.plan, self.fault, self.steps = plan, fault, _SPREAD if is_gradual else 1
-        self.model = _model(plan)
+        self.model = self.wrapped(_model(plan))
         betas = (0.9, plan.second_beta)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), plan.rate, betas, weight_decay=plan.decay)
         self.watch = gradloc.Watch(self.model, self.optimizer, folder, **given) if folder else None
-        self._rng = torch.Generator().manual_seed(plan.seed + 1)
+        self.rng = torch.Generator().manual_seed(plan.seed + 1)
         self._picked = random.Random(plan.seed + 2)
         named = [name for name, param in self.model.named_parameters() if param.dim() == 2 and "head" not in name]
         self.parameter = {
@@ -145,11 +145,15 @@ class Run:
         }.get(fault, "")
         self.step = 0
 
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is trained; tests share it over processes."""
+        return model
+
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the step's micro-batches: ids and the weights of their tokens."""
         part, plan = self._part(), self.plan
         for number in range(plan.micro_batches):
-            starts = torch.randint(len(_TEXT) - _LENGTH - 1, (plan.rows,), generator=self._rng)
+            starts = torch.randint(len(_TEXT) - _LENGTH - 1, (plan.rows,), generator=self.rng)
             ids = torch.stack([_TEXT[start : start + _LENGTH + 1] for start in starts])
             weights = torch.ones(plan.rows, _LENGTH)
             if part and number == plan.micro_batches - 1:

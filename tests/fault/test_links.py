@@ -121,3 +121,17 @@ def test_without_an_earlier_step_it_is_said_that_nothing_is_decided(tmp_path):
     (event,) = events(tmp_path, 0)
     assert event["fault"]["at"] == "undecided" and "to compare with" in event["fault"]["reason"]
     watch.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("ddp", "learning_rate"), ("fsdp2", "second_moments"), ("fsdp2", "weight_decay"), ("fsdp2", "token")],
+)
+def test_ranks_agree_and_sharded_weights_come_back(world, tmp_path, layout, fault):
+    plain = world.run("tests.fault.ranks.train", layout=layout, fault=fault)
+    watched = world.run("tests.fault.ranks.train", layout=layout, fault=fault, folder=str(tmp_path))
+    for one, other in zip(plain, watched, strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+    first, *_ = events(tmp_path)
+    assert first["fault"]["at"] == links.FAULTS[fault], first["fault"]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of :mod:`benchmarks.links` on several ranks; called inside a rank of :mod:`tests.world`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from benchmarks import links
+
+PLAN = links.Plan("gpt", 7, 32, 2, 2e-3, 0.1, 0.999, 2, 4)
+
+
+class Shared(links.Run):
+    """Each rank has its own batches, and the model is wrapped as ``layout`` says."""
+
+    layout = "ddp"
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        if self.layout == "ddp":
+            return DDP(model)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+
+def train(layout: str, fault: str, folder: str = "") -> dict[str, Any]:
+    """Train up to two steps after the fault; returns this rank's part of the weights and of the optimizer's state."""
+    torch.set_num_threads(1)
+    made = type("Layout", (Shared,), {"layout": layout})(PLAN, fault, folder=folder, trigger={"floor": 2.0, "cap": 2.5})
+    made.rng.manual_seed(100 + dist.get_rank())
+    for _ in range(links.HEALTHY + 3):
+        made.take()
+    held = [*made.model.parameters(), *(value for each in made.optimizer.state.values() for value in each.values())]
+    parts = [getattr(each, "_local_tensor", each).detach().flatten().double() for each in held]
+    if made.watch is not None:
+        made.watch.close()
+    return {"weights": torch.cat(parts)}
