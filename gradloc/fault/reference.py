@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.step import TrainingStep
+from ..core.step import Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
 _WINDOW = 32  # norms by which a step is known to be ordinary
@@ -54,7 +54,7 @@ class ReferenceKeeper:
 
     def after_backward(self, space: GradientSpace) -> None:
         """Note the norm of what ``.grad`` holds; nothing is read from the device."""
-        if self.is_wanted:
+        if self.is_wanted and space.params:
             try:
                 self._squares = [*self._squares[:1], space.local_squares().sum()]
             except (torch.OutOfMemoryError, MemoryError):  # training itself has room
@@ -62,7 +62,7 @@ class ReferenceKeeper:
 
     def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
         """Keep the first micro-batch where the step was ordinary. Steps that cannot be kept have no ``kept``."""
-        make = getattr(step, "kept", None)
+        make = None if isinstance(step, Scheduled) else getattr(step, "kept", None)  # not of a pipeline
         is_ordinary = norm > 0 and (not self._norms or norm <= _ORDINARY * statistics.median(self._norms))
         if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
             kept = make()
