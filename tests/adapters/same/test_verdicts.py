@@ -159,4 +159,4 @@ def test_on_request_a_spike_is_run_again(world, dump_dir, kind, came_back):
     assert event["rerun"]["is_reproduced"] == came_back
     healthy = 0.81  # verl 0.7 and 0.9 do not weigh tokens alike
     assert event["rerun"]["norm"] == pytest.approx(event["trigger"]["grad_norm"] if came_back else healthy, rel=0.025)
-    assert event["search"]["backwards"] == 2 or came_back
+    assert event["search"]["backwards"] == 4 or came_back, "run twice, and no further"
