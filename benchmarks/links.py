@@ -146,7 +146,7 @@ class Run:
         self.step = 0
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is trained; tests share it over processes."""
+        """Return the model to train. A subclass may wrap it, as in DDP."""
         return model
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
