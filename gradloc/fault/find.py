@@ -22,7 +22,7 @@ import torch
 from ..core.probe import Prober
 from ..core.sharding import local_shard
 from ..record import Fault, PathEntry
-from ..search.beside import fault_result
+from ..search.step_causes import fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
 from ..words.text import listed, plural

@@ -42,9 +42,9 @@ from ..fault.find import Clues, judge
 from ..fault.reference import ReferenceKeeper
 from ..fault.updates import Updates
 from ..record import Action
-from ..search.beside import parted_replicas
 from ..search.cures import records_under
 from ..search.find import localize
+from ..search.step_causes import parted_replicas
 from ..search.task import SearchResult
 from ..words.text import plural
 from .gather import RawEvent, SpikeContext, raw_event

@@ -17,11 +17,11 @@ import torch
 from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .batch import culprits_of, is_spread
-from .beside import doubt_backward, nothing_found, split_off
 from .bisect import bisect
 from .candidates import alike, apart, carried, non_finite, proposed
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
+from .step_causes import doubt_backward, nothing_found, split_off
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps

@@ -18,12 +18,20 @@ from ..core.step import Groups, HostStep, TrainingStep
 from ..core.trigger import Spike
 from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
-from .beside import apart_from_any_batch, fault_result, first_not_finite, rerun, scaled_batch, unsearched, whole_loss
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
 from .overflow import in_training_unit, rescaled
 from .sketch import sketch
+from .step_causes import (
+    apart_from_any_batch,
+    fault_result,
+    first_not_finite,
+    rerun,
+    scaled_batch,
+    unsearched,
+    whole_loss,
+)
 from .task import SearchResult, Task
 
 Judge = Callable[[Task], tuple[SearchResult | None, Fault]]

@@ -204,7 +204,7 @@ class ModelTap:
         self.num_seen = 0
         """Training forwards so far."""
         self.keeps_logits = False
-        """Whether the next forward keeps z beside dL/dz, as far as there is room; it resets this."""
+        """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""

@@ -18,7 +18,7 @@ from gradloc.words.causes import RULES
 from tests.bare import build, random_batch
 from tests.bare.routers import add_router_loss
 from tests.report.builder import REPO, make_culprit, make_event
-from tests.search.test_beside import PLANT, THRESHOLD, Spiking
+from tests.search.test_step_causes import PLANT, THRESHOLD, Spiking
 
 GOLDEN = REPO / "tests" / "data" / "golden"
 CASES = json.loads((GOLDEN / "events.json").read_text(encoding="utf-8"))

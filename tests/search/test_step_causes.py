@@ -15,10 +15,10 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.core.selection import mask_without
 from gradloc.core.trigger import Spike
-from gradloc.search import beside
-from gradloc.search.beside import _Sizes, first_not_finite
+from gradloc.search import step_causes
 from gradloc.search.find import localize
 from gradloc.search.share import ShareMeasurement
+from gradloc.search.step_causes import _Sizes, first_not_finite
 from gradloc.search.task import SearchResult
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
@@ -67,7 +67,7 @@ def test_a_large_weight_is_finite_though_its_square_is_not():
     space = Spiking().space
     with torch.no_grad():
         space.params[0].view(-1)[0] = 1e30
-    assert beside.non_finite_weights(space) == ()
+    assert step_causes.non_finite_weights(space) == ()
 
 
 def test_packed_weights_are_integers_and_finite():
@@ -76,7 +76,7 @@ def test_packed_weights_are_integers_and_finite():
         setattr(spiking.model, name, torch.nn.Parameter(torch.zeros(4).to(dtype), requires_grad=False))
     with torch.no_grad():
         spiking.model.head.weight[0, 0] = math.inf
-    assert beside.non_finite_weights(GradientSpace(spiking.model)) == ("head.weight",)
+    assert step_causes.non_finite_weights(GradientSpace(spiking.model)) == ("head.weight",)
 
 
 def test_a_padded_position_is_blamed_where_it_alone_is_not_finite():
@@ -223,7 +223,7 @@ def test_what_no_token_made_is_told_with_culprits_beside_it_whatever_clipping_le
     [(None, ("a", "b")), ({"a": 91.0, "b": 0.1, "c": 1e-9}, ("b", "a")), ({"a": 0.0, "b": 0.0}, ("a", "b"))],
 )
 def test_parameters_with_a_notable_part_are_suspect_and_first_those_far_above_what_is_usual(usual, names):
-    assert beside.suspects({"b": 5.0, "a": 91.0, "c": 4.0}, usual) == names, "from a twentieth of the square on"
+    assert step_causes.suspects({"b": 5.0, "a": 91.0, "c": 4.0}, usual) == names, "from a twentieth of the square on"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_spike_comes_back_where_it_is_one_again(grad_norm, threshold, norm, di
     prober.compute = lambda selections: list(selections)
     prober.add = lambda gradient, alpha: None
     task = SimpleNamespace(prober=prober, spike=Spike("", grad_norm, threshold, None, 9), gradient=[], scale=1.0)
-    assert beside.rerun(task).is_reproduced is comes_back
+    assert step_causes.rerun(task).is_reproduced is comes_back
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(clos
         half.append(known.step)
         return SimpleNamespace(run=lambda: SimpleNamespace(closure=closures[1]))
 
-    monkeypatch.setattr(beside, "ShareMeasurement", measured)
+    monkeypatch.setattr(step_causes, "ShareMeasurement", measured)
     norms = iter([made.spike.grad_norm, 0.05 * made.spike.grad_norm])  # again, and by how much it differs
     monkeypatch.setattr(made.prober.space, "norm", lambda *_: next(norms, 0.0))
-    found = beside.doubt_backward(made, replace(shares, closure=closures[0]))
+    found = step_causes.doubt_backward(made, replace(shares, closure=closures[0]))
     assert found is None or found[0].label == "not_tokens", "it came back"
     assert (found is not None) is is_doubted and half == [shares.step / 2]
-    assert beside.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
+    assert step_causes.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
 
 
 class Pair(Ranks):
@@ -293,9 +293,9 @@ def test_a_parameter_that_two_replicas_hold_differently_is_named(off_by):
         with torch.no_grad():
             model.weight.fill_(0.5), model.bias.fill_(-0.25 + shift)
         space = GradientSpace(model)
-        assert beside.parted_replicas(space, ranks) == (), "one process has no replica"
+        assert step_causes.parted_replicas(space, ranks) == (), "one process has no replica"
         space.num_replicas = 2
-        found.append(beside.parted_replicas(space, ranks))
+        found.append(step_causes.parted_replicas(space, ranks))
     assert found == [(), ("bias",) if off_by else ()]
 
 
