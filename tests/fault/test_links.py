@@ -104,6 +104,7 @@ def test_a_failure_anywhere_leaves_the_run_as_it_was(tmp_path, owner, name, call
     assert watched.watch.localizer.num_failures == 1
 
 
+@pytest.mark.full
 def test_an_early_warning_comes_before_the_norm(tmp_path, caplog):
     run(tmp_path, "learning_rate", links.HEALTHY + 2)
     said = [record.getMessage() for record in caplog.records if "as usual" in record.getMessage()]

@@ -18,6 +18,8 @@ from gradloc.words.text import printable
 from tests.report import hostile
 from tests.report.builder import REPO
 
+pytestmark = pytest.mark.full  # each is a process of its own
+
 QUICK = {
     *("deep.jsonl", "deep.json", "deep900.jsonl", "opened.log", "minus.log", "escapes.log", "exponents.jsonl"),
     *("many.zip", "slip.zip", "long.zip", "escape.zip", "slip.tar", "links.tar", "escape.tar", "cut.log.gz", "view.db"),
