@@ -129,6 +129,9 @@ def _why_not(case: _Case) -> str:
     if not task.prober.ranks.all(is_fresh):
         return "the inputs of an earlier step were written over, so it cannot be run again; give the model a copy"
     assert reference is not None
+    newest, oldest = task.prober.ranks.max([float(reference.number), -float(reference.number)])
+    if newest != -oldest:
+        return "ranks keep micro-batches of different steps, as where one was short of memory"
     if math.isfinite(task.spike.grad_norm) and task.spike.grad_norm <= reference.norm:
         return f"step {reference.number} had as large a norm"
     return "" if task.can_afford(backwards=2) else "max_steps allows no comparison with an earlier step"
@@ -205,32 +208,40 @@ def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     return _growth_fault(case) if is_loud else None
 
 
-def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
-    """Return the step's norm with this part of the last update made: 0 for none of it, 1 for all.
+def _norm_at(case: _Case, weights: Callable[[int, torch.Tensor], torch.Tensor | None]) -> float | None:
+    """Return the step's norm at other weights; None where these are not known, or ``max_steps`` does not allow it.
 
-    Only the first half of ``max_steps`` is spent on it; None where the update cannot be undone, or that does not
-    suffice. Weights come back bit for bit.
+    The weights come back bit for bit.
+
+    Args:
+        case: the spike.
+        weights: gives this process' part of a parameter, by its number and what it is now; None where not known.
     """
-    task, updates = case.task, case.clues.updates
-    prober = task.prober
+    task, prober = case.task, case.task.prober
     step = prober.step if case.clues.again is None else case.clues.again()
     if not task.can_afford(backwards=step.num_micro_batches):
         return None
     prober.space.clear()
     with MovedWeights(prober.space, torch.float32) as moved:
-
-        def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
-            if only is not None and index not in only:
-                return saved
-            there = updates.before_last(index, saved)
-            if there is None or not updates.is_undone(index, saved, there):
-                return None
-            return there if part == 0.0 else torch.lerp(there.float(), saved.float(), part)
-
-        if not prober.ranks.all(prober.ranks.agree(lambda: moved.assign(before))):
+        if not prober.ranks.all(prober.ranks.agree(lambda: moved.assign(weights))):
             return None
         prober.space.publish()
         return _run(prober, step)
+
+
+def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
+    """Return the step's norm with this part of the last update made, 0 for none of it; of these parameters alone."""
+    updates = case.clues.updates
+
+    def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
+        if only is not None and index not in only:
+            return saved
+        there = updates.before_last(index, saved)
+        if there is None or not updates.is_undone(index, saved, there):
+            return None
+        return there if part == 0.0 else torch.lerp(there.float(), saved.float(), part)
+
+    return _norm_at(case, before)
 
 
 def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
@@ -243,7 +254,7 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
         names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
         times = float(ratios.median()) if len(order) > len(ratios) / 2 else float(ratios.max())
         evidence["moved_times"] = times
-        who = "all parameters" if len(order) > len(ratios) / 2 else listed([f"{name}" for name in names[:3]])
+        who = "all parameters" if len(order) > len(ratios) / 2 else listed([*names[:3]])
         if order:
             how = f"the update of step {last} moved {who} {times:.3g} times as far as usual"
         label, more = _mechanism(case, times)
@@ -271,7 +282,7 @@ def _mechanism(case: _Case, times: float) -> tuple[str, str]:
     if rate_times >= _NOTABLE and times / rate_times < _SPREAD:
         return "learning_rate_jumped", f": the learning rate was {rates[-1]:.3g}, {rate_times:.3g} times the usual"
     decayed, lost, small = _moments(case)
-    evidence |= {"decay_share": decayed, "square_over_moment": small}
+    evidence |= {"decay_share": decayed, "moment_over_root": small}
     if decayed >= _DECAYED:
         return "weight_decay", f": weight decay made {100 * decayed:.0f} % of it"
     if lost:
@@ -359,27 +370,19 @@ def _loudest_element(case: _Case, name: str) -> tuple[list[int], float] | None:
 
 def _with_changed(case: _Case, changed: dict[str, float], element_in: str) -> float | None:
     """Return the step's norm with those weights scaled back, or their loudest element set to 0."""
-    task, prober = case.task, case.task.prober
-    step = prober.step if case.clues.again is None else case.clues.again()
-    if not task.can_afford(backwards=step.num_micro_batches):
-        return None
-    names = prober.space.names
-    prober.space.clear()
-    with MovedWeights(prober.space, torch.float32) as moved:
+    names = case.task.prober.space.names
 
-        def before(index: int, saved: torch.Tensor) -> torch.Tensor:
-            name = names[index]
-            if name not in changed:
-                return saved
-            if name == element_in:
-                there = saved.clone().flatten()
-                there[int(there.abs().argmax())] = 0.0
-                return there.view_as(saved)
-            return saved / max(changed[name], 1e-60)
+    def before(index: int, saved: torch.Tensor) -> torch.Tensor:
+        name = names[index]
+        if name not in changed:
+            return saved
+        if name == element_in:
+            there = saved.clone().flatten()
+            there[int(there.abs().argmax())] = 0.0
+            return there.view_as(saved)
+        return saved / max(changed[name], 1e-60)
 
-        moved.assign(before)
-        prober.space.publish()
-        return _run(prober, step)
+    return _norm_at(case, before)
 
 
 def _growth_fault(case: _Case) -> Fault:
