@@ -108,12 +108,6 @@ def test_a_model_by_name_has_as_many_weights_as_its_checkpoint(name):
     assert model.weights + model.layers * small == PUBLISHED[name]
 
 
-def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time():
-    model, layout = model_of("the model", BASE), Layout()
-    sizes = [forecast(model, layout, Load(tokens, rows=512)).need.forward for tokens in (256, 512, 1024)]
-    assert sizes[1] == 2 * sizes[0] == sizes[2] > 256 * model.vocabulary
-
-
 @pytest.mark.parametrize(
     ("layout", "gathered"),
     [
