@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from ..record import Certificate
-from .candidates import MUCH, STRONG, carried, pulls_of, usual_pull
+from .candidates import MUCH, STRONG, carried, pulls_of, usual_pulls
 from .share import ShareMap
 from .task import Span, Task
 
@@ -43,7 +43,7 @@ def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> lis
 
 def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
     """Of each span, whether its loss pulls a token more than chance pulls any of the batch's; if that is scaled."""
-    step, ranks, usual = task.prober.step, task.prober.ranks, usual_pull(task)
+    step, ranks, (usual, most) = task.prober.step, task.prober.ranks, usual_pulls(task)
 
     def local() -> list[float]:
         pulls = [pull[step.token_mask(index)] for index, pull in enumerate(pulls_of(task))]
@@ -51,6 +51,6 @@ def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
         there = [pulls[span.micro_batch][span.start : span.end] for span in spans]
         return [float(each.max()) if is_own else 0.0 for is_own, each in zip(own, there, strict=True)]
 
-    least = STRONG * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * usual
+    least = STRONG * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * most
     mine = ranks.agree(local)
     return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual > _ORDINARY

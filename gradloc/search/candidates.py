@@ -25,23 +25,24 @@ _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
 _NEARLY_ALL = 0.9  # of what a row carries, or of its tokens
 _FEW = 3  # tokens of a row: if they alone carry it, it is they and not the row
+_USUAL = 0.6  # of the rows pull less than the usual one: two fifths may be culprits
 STRONG = 3.0  # times usual: the loss pulls such a token more than others
-_TINY = 1e-300  # instead of a weight of 0
+TINY = 1e-300  # instead of a weight, or a usual square, of 0
 
 _Found = tuple[float, int, int, int, str, float]
 """(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
 
 
 def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
-
-    These have the largest coefficients; where there is no span, also the loudest.
-    """
+    """Spans whose share makes them culprits, loudest first; where it proves none, tokens that a backward of their own
+    has to prove: those with the largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
         similar = alike(task, shares, named)
         found = similar if carried(task, shares, similar) > MUCH * shares.square else []
+    if found and shares.is_exact:
+        return found
     hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
     if found or not is_read:
         return found + hints
@@ -54,7 +55,7 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
 
     :func:`spans_in` decides what of a row is a span. Tokens that are ``named`` already read 0.
     """
-    norm, strong = shares.square**0.5, STRONG * usual_pull(task)
+    norm, strong = shares.square**0.5, STRONG * usual_pulls(task)[0]
     carried_by_row = _over_rows(
         task, lambda: [float(values.sum().abs()) for _, _, (values,) in rows_of(task, shares.products.__getitem__)]
     )
@@ -101,17 +102,21 @@ def pulls_of(task: Task) -> list[torch.Tensor]:
     found = []
     for index, readout in enumerate(task.readouts(())):
         weights = task.prober.step.token_weights(index).abs().double()
-        found.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
+        found.append(torch.where(weights > 0, readout.weight / weights.clamp(min=TINY), 0.0))
     return found
 
 
-def usual_pull(task: Task) -> float:
-    """That of a row which two fifths of all ranks' rows surpass, by their medians: if more are off, the batch is."""
+def usual_pulls(task: Task) -> tuple[float, float]:
+    """That of a row which two fifths of all ranks' rows surpass, by their medians: if more are off, the batch is. And
+    how large it may be, since rows are few: two standard errors of their rank further up."""
 
-    known = _over_rows(
-        task, lambda: [median_size([pulls]) for _, _, (pulls,) in rows_of(task, pulls_of(task).__getitem__)]
-    )
-    return known[len(known) * 3 // 5] if known else 0.0
+    def local() -> list[float]:
+        return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, pulls_of(task).__getitem__)]
+
+    known = _over_rows(task, local) or [0.0]
+    place = _USUAL * len(known)
+    further = place + 2 * math.sqrt(place * (1 - _USUAL))
+    return known[int(place)], known[min(math.ceil(further), len(known) - 1)]
 
 
 def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:

@@ -21,12 +21,11 @@ from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
 from ..record import Cured
 from ..words.advice import lines_of
 from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, settings_in
-from .share import ShareMap
+from .share import CERTAIN, ShareMap
 from .task import SearchResult, Task
 
 logger = logging.getLogger(__name__)
 
-_CERTAIN = 3.0  # standard errors
 _VERDICTS = {"explained": "healed", "not_explained": "not_healed", "undecided": "undecided"}
 _ORDER = ("healed", "undecided", "not_healed", "no_change")
 
@@ -198,7 +197,7 @@ def _outlook(sums: Sequence[float], shares: ShareMap | None) -> _Outlook | None:
     surely = 0.0
     if shares is not None and shares.is_trusted:
         left = abs(carried) / shares.square
-        surely = max(left - _CERTAIN * shares.closure_error, 0.0)
+        surely = max(left - CERTAIN * shares.closure_error, 0.0)
     return _Outlook(num_changed / max(num_tokens, 1), num_bad == 0, left, surely)
 
 
