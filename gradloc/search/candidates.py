@@ -34,15 +34,15 @@ _Found = tuple[float, int, int, int, str, float]
 
 
 def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans whose share makes them culprits, loudest first; where it proves none, tokens that a backward of their own
-    has to prove: those with the largest coefficients and, where there is no span, the loudest."""
+    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove: those
+    with the largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
         similar = alike(task, shares, named)
         found = similar if carried(task, shares, similar) > MUCH * shares.square else []
-    if found and shares.is_exact:
-        return found
+    if found and shares.is_exact and task.prober.step.num_micro_batches <= _MAX_HINTS:
+        return found  # a further round of so few costs hardly more than the hints' backwards
     hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
     if found or not is_read:
         return found + hints
