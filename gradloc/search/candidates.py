@@ -34,8 +34,8 @@ _Found = tuple[float, int, int, int, str, float]
 
 
 def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove: those
-    with the largest coefficients and, where there is no span, the loudest."""
+    """Spans whose share makes them culprits, loudest first; then tokens that take a backward to prove: those with the
+    largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
