@@ -251,6 +251,14 @@ class _Watched(Checkpointed):
         if self.gradloc.analysis is not None:
             self.gradloc.analysis.check_data(len(self.train_dataset))
 
+    def on_init_end(self) -> None:
+        """Refuse what only the workers know before the first rollout."""
+        super().on_init_end()
+        if self.gradloc.is_in_update or self.gradloc.analysis is not None:
+            KVUpdate(self, _ACTOR, None).watch()
+        if self.gradloc.critic is not None:
+            KVUpdate(self, _CRITIC, None).watch()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self.gradloc.begin_fit(self.logger)
