@@ -170,15 +170,16 @@ class WorkersUpdate:
         raise NotImplementedError
 
 
-_PEAK = "perf/max_memory_allocated_gb"
+_PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
-    """verl reads its device's peak, which we reset before each step: tell the process' own, under any role."""
-    most = max(report.peak_bytes for report in reports) / 2**30
-    for name in [name for name in metrics if name.endswith(_PEAK)]:
-        told = metrics[name]
-        metrics[name] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
+    """verl reads its device's peaks, which we reset before each step: put back the process' own, under any role."""
+    for peak, values in zip(_PEAKS, zip(*(report.peak_bytes for report in reports), strict=True), strict=True):
+        most = max(values) / 2**30
+        for name in [name for name in metrics if name.endswith(peak)]:
+            found = metrics[name]
+            metrics[name] = [max(each, most) for each in found] if isinstance(found, list) else max(found, most)
 
 
 class Checkpointed:
