@@ -19,6 +19,7 @@ from ..record import PathEntry, StepCause
 from .batch import culprits_of, is_spread
 from .bisect import bisect
 from .candidates import apart, carried, non_finite, proposed
+from .overflow import in_training_unit, rescaled
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .step_causes import doubt_backward, nothing_found, split_off
@@ -333,7 +334,15 @@ def auto(task: Task) -> SearchResult:
 
     ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
-    return _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
+    found = _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
+    norm = 0.0 if found.certificate is None else found.certificate.norm_after or 0.0
+    is_open = found.culprits and task.unit == 1.0 and not math.isfinite(norm)
+    other = rescaled(task, found.culprits) if is_open else None
+    if other is None:
+        return found
+    more = in_training_unit(other, auto(other))  # without what is not finite itself, the norm overflows
+    more.path = found.path + more.path
+    return more
 
 
 def share(task: Task) -> SearchResult:
