@@ -42,6 +42,12 @@ def test_so_are_several_of_very_different_sizes(scale):
     assert (found["verdict"] == "explained") == (len(found["places"]) == 3)
 
 
+def test_so_is_one_beside_another_whose_loss_is_not_finite_at_all():
+    found = search_planted("plain", {(3, 5): 1e22, (9, 1): math.inf}, said=math.inf)
+    assert found["places"] == [(3, 5), (9, 1)] and found["verdict"] == "explained"
+    assert found["cost"] <= 12 * NUM_MICRO_BATCHES
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_so_is_one_of_either_rank_s(bare_world, layout):
