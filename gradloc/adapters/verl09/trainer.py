@@ -369,9 +369,9 @@ def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
     """Of verl's nested tensors, by its names."""
     mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
     if not is_critics:
-        return RowFacts.of_nested(mask, rows["advantages"], scores)
+        return RowFacts.from_nested(mask, rows["advantages"], scores)
     errors = rows["returns"].values() - rows["values"].values()
-    return RowFacts.of_nested(mask, torch.nested.nested_tensor_from_jagged(errors, mask.offsets()), scores)
+    return RowFacts.from_nested(mask, torch.nested.nested_tensor_from_jagged(errors, mask.offsets()), scores)
 
 
 class SeenRows:
