@@ -22,10 +22,9 @@ from ..record import analysis
 from ..record.files import write_whole
 from ..record.store import plain
 from ..rollout_filter.groups import groups_of
-from .actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY
 from .buckets import analysis_metrics, bucket_cosines, bucket_records, group_table, split_groups
 from .config import BucketSettings, QuartileSettings
-from .quartile_probe import QUARTILE_KEY, SAMPLE_KEY
+from .parts import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, QUARTILE_KEY, SAMPLE_KEY
 from .quartiles import assign, measured, quartile_metrics, sample_tokens
 
 logger = logging.getLogger(__name__)
