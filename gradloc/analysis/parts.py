@@ -101,8 +101,7 @@ def measure(made: Callable[[], Analysed], space: GradientSpace, request: Mapping
 def _undisturbed(space: GradientSpace) -> Iterator[None]:
     """Put back what an analysis touches: gradients, what forwards move, train or eval mode."""
     state, gradient, kept = space.forward_state(), space.take(), space.keeps_on_host
-    was_training = space.module.training
-    space.module.train()
+    modes = [(module, module.training) for module in space.module.modules()]
     space.keeps_on_host = True
     try:
         yield
@@ -110,7 +109,8 @@ def _undisturbed(space: GradientSpace) -> Iterator[None]:
         space.keeps_on_host = kept
         space.put(gradient)
         state.restore()
-        space.module.train(was_training)
+        for module, is_training in modes:
+            module.training = is_training
 
 
 class Parts:

@@ -7,7 +7,7 @@ its weight in the step's (over N, the mean over tokens), times W because FSDP av
 Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T response positions, W ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,18 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import ByRow, Details, Numerics, Outputs, OwnLoss, Recorded, RngState, TrainingStep, below, record
+from gradloc.core.step import (
+    ByRow,
+    Details,
+    Numerics,
+    Outputs,
+    OwnLoss,
+    Recorded,
+    RngState,
+    TrainingStep,
+    below,
+    record,
+)
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of

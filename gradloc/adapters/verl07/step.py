@@ -229,7 +229,8 @@ class AnalysedStep(Averages, ActorStep):
 
     Args:
         actor: verl's.
-        data: this rank's rows, verl's DataProto; those that only fill up the ranks weigh nothing.
+        data: this rank's rows, verl's DataProto; those that only fill up the ranks weigh nothing. Forwards run with the
+            model in training mode, in which it is left.
         temperature: the rollout's.
         ranks: data-parallel.
     """
@@ -243,6 +244,7 @@ class AnalysedStep(Averages, ActorStep):
         on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
         super().__init__(actor, micro_batches, temperature, on_policy, ranks.size)
         self._num_rows = ranks.sum([float(is_real.sum())])[0]
+        actor.actor_module.train()
         for index in range(self.num_micro_batches):
             self.before_forward()
             with torch.no_grad():

@@ -366,6 +366,7 @@ class AnalysedStep(Averages, EngineStep):
                 # all run if none is real: the peers' collectives wait
                 real = tu.index_select_tensor_dict(micro_batch, is_real) if len(is_real) else micro_batch
                 self.before_forward(real)
+        engine.module.train()
         for index in range(self.num_micro_batches):
             with torch.no_grad():
                 self._recorded[index].rng = RngState(torch.device(get_device_name()))

@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -103,7 +104,8 @@ class VerlAnalyses:
             for feature, reporter in ((QUARTILES, self.quartiles), (BUCKETS, self.buckets)):
                 if reporter is None:
                     continue
-                was_due = reporter.run(self.seen(update, feature), self._last_step, metrics, timing_raw)
+                seen = partial(self.seen, update, feature)
+                was_due = reporter.run(seen, self._last_step, metrics, timing_raw)
                 if was_due and reporter.settings.exit_after:
                     metrics["training/global_step"] = self._last_step
                     metrics["trainer/exited_after_gradient_analysis"] = 1.0
