@@ -216,14 +216,19 @@ class Parts:
         space.module.eval()
         updates: dict[str, Update | None] = {}
         log_probs: dict[str, Any] = {"before": self._log_probs()}
+        norms = [space.norm(part) for part in parts]
         for name, chosen in UPDATES.items():
-            gradient = whole if len(chosen) == NUM_QUARTILES else parts[chosen[0]] if chosen else _zeros(whole)
-            updates[name], log_probs[name] = self._try(gradient)
+            if len(chosen) == 1:
+                (number,) = chosen
+                # without a gradient, as of a quartile without tokens, there is nothing to try
+                updates[name], log_probs[name] = (None, None) if norms[number] == 0 else self._try(parts[number])
+            else:
+                updates[name], log_probs[name] = self._try(whole if chosen else _zeros(whole))
         norm = space.norm(whole)
         return {
             "terms": list(self.terms),
             "whole": norm,
-            "norms": [space.norm(part) for part in parts],
+            "norms": norms,
             "dots": [self._dot(part, whole) for part in parts],
             "closure": self._distance(parts, whole) / norm if norm != 0 else None,
             "tokens": tokens,
@@ -273,10 +278,8 @@ class Parts:
         is_known = not has_entropy and coefficient != 0
         return {"log_prob_norm": loss_norm / abs(coefficient) if is_known else None, "loss_norm": loss_norm}
 
-    def _try(self, gradient: Gradient) -> tuple[Update | None, list[np.ndarray] | None]:
+    def _try(self, gradient: Gradient) -> tuple[Update, list[np.ndarray] | None]:
         """Update with this gradient, read every token's log-prob, and take the update back."""
-        if all(grad is None for grad in gradient):
-            return None, None  # no token of the quartile has a gradient
         with tried(self.of, gradient) as update:
             return update, self._log_probs() if update.is_taken else None
 

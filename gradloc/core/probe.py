@@ -177,14 +177,14 @@ class Prober:
     def compute_part(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> None:
         """Fill ``.grad`` with the gradient that these records' coefficients give, of what is selected.
 
-        Where the step can run rows by themselves, only those with something selected run: together, whatever
-        micro-batches they came from, in forwards no larger than training's. So sums round in another order.
+        Where the step can run rows by themselves, only those with a selected coefficient that is not 0 run: together,
+        whatever micro-batches they came from, in forwards no larger than training's. So sums round in another order.
 
         Args:
             records: one of each micro-batch.
             selected: bool (B, T) of each micro-batch.
         """
-        runs = self.ranks.agree(lambda: self._runs(selected) if self.step.is_by_row else [])
+        runs = self.ranks.agree(lambda: self._runs(records, selected) if self.step.is_by_row else [])
         missing = int(self.ranks.max([float(len(runs))])[0]) - len(runs)
 
         def made(_: bool) -> list[_Pass]:
@@ -198,14 +198,19 @@ class Prober:
 
         self._fill(made)
 
-    def _runs(self, selected: Sequence[torch.Tensor]) -> list[Chosen]:
-        """Cut the rows with anything selected into runs, none with more rows and tokens than a micro-batch has."""
+    def _runs(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> list[Chosen]:
+        """Cut the rows that have a part into runs, none with more rows and tokens than a micro-batch has."""
         lengths = [self.step.token_mask(index).sum(1).tolist() for index in range(len(selected))]
         known = [(len(each), sum(each)) for each in lengths]
+        nonzero = []
+        for record, mask in zip(records, selected, strict=True):
+            pull = record.pull(mask.to(self.space.device))
+            parts = [(values != 0).any(1) for values in pull[:2] if values is not None]  # NaN is one
+            nonzero.append(torch.stack(parts).any(0).cpu())
         runs: list[Chosen] = []
         size = (0, 0)
-        for index, mask in enumerate(selected):
-            for row in mask.any(1).nonzero().flatten().tolist():
+        for index, are_rows in enumerate(nonzero):
+            for row in are_rows.nonzero().flatten().tolist():
                 size = size[0] + 1, size[1] + lengths[index][row]
                 if not runs or not any(size[0] <= rows and size[1] <= tokens for rows, tokens in known):
                     runs.append([])
