@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return found // self.size[-1]
 
 
-class Stage(NamedTuple):
+class StageTokens(NamedTuple):
     """The tokens whose gradient a backward lets through."""
 
     is_low: torch.Tensor
@@ -106,7 +106,7 @@ class Forwarded:
         """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
-        self.stage: Stage | None = None
+        self.stage: StageTokens | None = None
         self.factor: torch.Tensor | None = None
         """Of Lopti's, bool (B, T): the positions whose gradient training's backward lets through; None for all."""
 
@@ -226,7 +226,7 @@ class ModelTap:
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
-        self.stage: Stage | None = None
+        self.stage: StageTokens | None = None
         """Of the forwards that begin now."""
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""

@@ -46,7 +46,7 @@ from .colocated import Colocated
 from .replay import hold_against
 from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
-from .taps import Forwarded, ModelTap, Stage, innermost
+from .taps import Forwarded, ModelTap, StageTokens, innermost
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Watch(Colocated):
         require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
         require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
         require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
-        stage, self.stage_name = Stage(old_log_probs.detach().exp() < eta, name == "low"), name
+        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
         self.tap.stage = stage
         try:
             yield

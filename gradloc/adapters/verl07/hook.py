@@ -26,7 +26,7 @@ from ...loop.wire import Policy, RankReport
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...touched import extended, replaced
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
-from .step import ActorStep, AnalysedStep, CriticStep
+from .step import ActorStep, AnalysedActorStep, CriticStep
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class _Analysing(BasePPOActor):
         space = GradientSpace(self.actor_module, ranks)
 
         def made() -> Analysed:
-            step = AnalysedStep(self, data, temperature, ranks)
+            step = AnalysedActorStep(self, data, temperature, ranks)
             optimizer, clip = self.actor_optimizer, self._clip_grad_norm
             return Analysed(step, step.label, space, ranks, optimizer, clip, self.config.grad_clip)
 

@@ -224,7 +224,7 @@ class ActorStep(VerlStep):
         return self.micro_batches[micro_batch]["old_log_probs"].to(recorded.device)
 
 
-class AnalysedStep(Averages, ActorStep):
+class AnalysedActorStep(Averages, ActorStep):
     """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
 
     Args:

@@ -25,7 +25,7 @@ from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
-from .step import AnalysedStep, EngineCriticStep, EngineStep, settle, weighed, within_stage
+from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, settle, weighed, within_stage
 
 CLIPPING = Clipping(transformer_impl)
 
@@ -218,7 +218,7 @@ def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]
     space = GradientSpace(engine.module, ranks)
 
     def made() -> Analysed:
-        step = AnalysedStep(engine, loss_function, data, ranks)
+        step = AnalysedEngineStep(engine, loss_function, data, ranks)
         clip = partial(CLIPPING.clip, engine.module, limit)
         return Analysed(step, step.label, space, ranks, engine.optimizer, clip, limit)
 

@@ -335,7 +335,7 @@ class EngineStep(OwnLoss, ByRow):
         return self.micro_batches[micro_batch].to(get_device_id())
 
 
-class AnalysedStep(Averages, EngineStep):
+class AnalysedEngineStep(Averages, EngineStep):
     """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
 
     Args:
@@ -357,7 +357,14 @@ class AnalysedStep(Averages, EngineStep):
         self._num_rows, self._num_tokens = map(int, ranks.sum(counts))
         sizes = {"batch_num_tokens": max(self._num_tokens, 1), "global_batch_size": self._num_rows, "sp_size": 1}
         names = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
-        tu.assign_non_tensor(data, dp_size=ranks.size, **sizes, **{name: getattr(settings, name) for name in names})
+        has_entropy = bool(config.calculate_entropy or config.entropy_coeff != 0)
+        tu.assign_non_tensor(
+            data,
+            dp_size=ranks.size,
+            calculate_entropy=has_entropy,
+            **sizes,
+            **{name: getattr(settings, name) for name in names},
+        )
         size = config.ppo_mini_batch_size * config.rollout_n // engine.get_data_parallel_size()
         for mini_batch in torch.arange(len(data)).split(size):
             part = tu.index_select_tensor_dict(data, mini_batch)
