@@ -164,6 +164,8 @@ class Parts:
         averages = self.ranks.agree(lambda: [self._averages(masks) for masks in inside])
         shape = num_buckets, 2, len(self.terms)
         weights, losses = np.moveaxis(np.reshape(self.ranks.sum(np.ravel(averages).tolist()), shape), 1, 0)
+        if not hasattr(self.of.step, "average"):  # weights in any unit
+            weights = weights / np.where(weights.sum(0) == 0, 1.0, weights.sum(0))
         for masks in inside:
             parts = {term: self.gradient(records, masks) for term, records in self.terms.items()}
             note(parts)
@@ -199,7 +201,8 @@ class Parts:
         own = getattr(self.of.step, "average", None)
         if own is not None:
             return own(index, term, mask.to(self.space.device))
-        return float(self.step.token_weights(index)[mask].sum()), math.nan
+        weights = self.step.details(index).weights
+        return float(mask.sum() if weights is None else weights.float()[mask].sum()), math.nan
 
     def _dot(self, left: Gradient, right: Gradient) -> float:
         return float(self.space.dots(left, right).sum())

@@ -57,10 +57,6 @@ def taken_apart(trainer: Any, data: Any) -> tuple[Any, dict[str, Any]]:
             self.kept.append(super().gradient(records, selected))
             return self.kept[-1]
 
-        def _whole(self):
-            self.all = super()._whole()
-            return self.all
-
     with mock.patch.object(module, "Parts", Keeping):
         numbers = trainer.analyze(data)
     return seen[0], numbers

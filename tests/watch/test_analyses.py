@@ -14,7 +14,7 @@ import torch
 import gradloc
 from gradloc.analysis.config import BucketSettings, QuartileSettings, taken_from
 from gradloc.analysis.quartiles import assign
-from tests.watch.loops import ROWS, TAU, Loop, batches
+from tests.watch.loops import ROWS, TAU, Loop, batches, flat
 from tests.world.events import validate
 
 REWARDS = torch.tensor([0.0, 0, 0, 1, 0, 2, 0, 3])
@@ -35,13 +35,13 @@ class Policy(Loop):
         return -(log_probs * self.advantages[rows, None] * mask).sum() / 96 + 0.1 * (log_probs.exp() * mask).sum() / 96
 
     def micro_batches(self, ids, mask, weight, each):
-        for rows in torch.arange(len(ids)).split(each):
+        for local in torch.arange(len(ids)).split(each):
+            x, rows = ids[local], local + self.rank * len(ids)
             known = {"rewards": REWARDS[rows], "advantages": self.advantages[rows]}
             known = {name: value for name, value in known.items() if name not in self.without}
             names = [str(int(row) // 2) for row in rows] if "rows" not in self.without else None
-            x = ids[rows]
-            log_probs = self.watch.log_probs(lambda x=x: self.forward(x), mask[rows], x[:, 1:], names, **known)
-            self.loss(log_probs, rows, mask[rows]).backward()
+            log_probs = self.watch.log_probs(lambda x=x: self.forward(x), mask[local], x[:, 1:], names, **known)
+            (self.loss(log_probs, rows, mask[local]) * self.size).backward()
 
 
 def one_step(tmp_path, **given):
@@ -112,6 +112,34 @@ def test_quartiles_and_single_tokens_are_parts_of_it_and_tried_updates_are_the_l
     after = gradloc.token_log_probs(loop.model(ids[:, :-1], ids.shape[1] - 1), ids[:, 1:]).exp()
     change = (after - log_probs.exp())[quartiles == 3].detach().abs().mean()
     assert record["updates"]["all"]["changes"]["quartiles"][3]["mean_abs"] == pytest.approx(float(change), rel=1e-2)
+
+
+def in_layout(folder, layout):
+    """Runs on every rank: a step of a loop in this layout; whether it left what the same without analyses leaves."""
+    (ids, mask), weights = next(iter(batches(1))), []
+    for given in ((folder, "observe", layout), ("", "observe", layout)):
+        loop = Policy(*given, **({**EACH_STEP, **TAU} if given[0] else {}))
+        loop.step(*(values.chunk(loop.size)[loop.rank] for values in (ids, mask, torch.ones(mask.shape))))
+        weights.append(flat(loop.model))
+    return bool(torch.equal(*weights))
+
+
+@pytest.mark.parametrize("layout", ["ddp-once", "fsdp2"])
+def test_ranks_measure_together_what_one_process_does(bare_world, tmp_path, layout):
+    one_step(tmp_path / "one")
+    same = bare_world.run("tests.watch.test_analyses.in_layout", folder=str(tmp_path / "two"), layout=layout)
+    assert same == [True, True], "bit for bit"
+    alone, together = (record_in(tmp_path / name, "gradient")["buckets"] for name in ("one", "two"))
+    for expected, found in zip(alone, together, strict=True):
+        assert found["norm"]["task"]["part"] == pytest.approx(expected["norm"]["task"]["part"], rel=1e-4)
+        assert found["weight"] == pytest.approx(expected["weight"])
+    alone, together = (record_in(tmp_path / name, "quartile") for name in ("one", "two"))
+    for expected, found in zip(alone["quartiles"], together["quartiles"], strict=True):
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    for expected, found in zip(alone["tokens"], together["tokens"], strict=True):
+        assert found["log_prob_norm"] == pytest.approx(expected["log_prob_norm"], rel=1e-3)
+    expected, found = (each["updates"]["lowest"]["changes"]["quartiles"][0]["mean"] for each in (alone, together))
+    assert found == pytest.approx(expected, rel=1e-2)
 
 
 def test_training_with_both_analyses_is_bit_identical_to_training_alone(tmp_path):

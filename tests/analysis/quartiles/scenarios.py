@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.analysis.scenarios import TERMS, flat, norm, taken_apart, training_step
 from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.harness import part as ours
 from tests.world.oracle import token_gradients
@@ -103,15 +102,6 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
         length = inputs["responses"].shape[1]
         log_probs = logits[:, -length - 1 : -1].log_softmax(-1)
         return log_probs.gather(-1, inputs["responses"][..., None]).squeeze(-1)
-
-
-def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """How far the parts miss the whole, and the whole that verl's own update computes."""
-    trainer = make_trainer(TERMS + overrides, dump_dir)
-    batch = make_batch()
-    training, _ = training_step(trainer, batch)
-    taken, numbers = taken_apart(trainer, prepared(batch)[0])
-    return {"closure": numbers["closure"], "whole_error": norm(flat(taken.all) - training) / norm(training)}
 
 
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
