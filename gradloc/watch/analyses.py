@@ -13,6 +13,7 @@ import torch
 from ..analysis.config import Analyses
 from ..analysis.parts import QUARTILE_KEY, Analysed, measure
 from ..analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, QuartileReporter, Reporter
+from ..core.ranks import LostRank
 from ..loop.batch import BatchView
 
 
@@ -28,7 +29,7 @@ class LoopAnalyses:
     def __init__(self, settings: Analyses, root: str, names: Mapping[str, str]):
         buckets, quartiles = settings
         own = dict.fromkeys(("loss_mode", "loss_agg_mode", "adv_estimator"), "the loop's own")
-        run = AnalysisRun(root, seed=0, trackers={}, names=names, loss=own)
+        run = AnalysisRun(root, seed=0, trackers={}, names=names, loss=own, vital=(LostRank,))
         self.reporters: list[Reporter] = [] if quartiles is None else [QuartileReporter(quartiles, run)]
         if buckets is not None:
             self.reporters.append(BucketAnalysis(buckets, run, _no_batch))
@@ -76,11 +77,9 @@ class LoopAnalyses:
             return records
 
         metrics: dict[str, Any] = {}
-        try:
-            for reporter in self.reporters:
-                reporter.run(lambda: batch_of(batch, objection, ask), number, metrics, {})
-        finally:
-            ranks.sent_by(0, None)
+        for reporter in self.reporters:
+            reporter.run(lambda: batch_of(batch, objection, ask), number, metrics, {})
+        ranks.sent_by(0, None)
         return metrics
 
 
