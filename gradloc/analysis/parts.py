@@ -5,7 +5,7 @@ The step is one that training recorded, or one of forwards alone that is never t
 the loss, where the trainer can be asked for its loss under other settings; a part is what a mask over the tokens lets
 through of them. So the parts add up to the whole gradient, whatever the loss and its average are.
 
-Two norms are told apart. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch. Its
+There are two norms. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch. Its
 *own* gradient is the part divided by the bucket's share of the average: what the gradient would be if the bucket were
 the batch, comparable between buckets of any size. For the whole they are the same.
 
@@ -189,7 +189,7 @@ class Parts:
 
     def _averages(self, inside: list[torch.Tensor]) -> list[list[float]]:
         """This rank's part of the bucket's share of each term's average, and of the term's value, NaN where the trainer
-        does not tell that: (2, C)."""
+        does not say that: (2, C)."""
         found = torch.zeros(2, len(self.terms), dtype=torch.float64)
         for index, mask in enumerate(inside):
             for place, term in enumerate(self.terms) if mask.any() else ():

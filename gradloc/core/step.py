@@ -488,7 +488,7 @@ class OwnLoss(ABC):
 
     @property
     def without_entropy(self) -> Mapping[str, Any] | None:
-        """Likewise of its entropy term."""
+        """Settings under which the loss has no entropy term; None if it has none anyway."""
         return None
 
     @abstractmethod

@@ -100,7 +100,7 @@ class Watch(Colocated):
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
-        of_analyses = taken_from(settings)
+        analyses = taken_from(settings)
         self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
         self.metrics: dict[str, float] = {}
         """Of the last step, by name, for any tracker; on the first process."""
@@ -129,7 +129,7 @@ class Watch(Colocated):
         if kept is not None and self.localizer is not None:
             self.localizer.updates.undo = undo
             names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
-            self.analyses = LoopAnalyses(of_analyses, kept.root, names)
+            self.analyses = LoopAnalyses(analyses, kept.root, names)
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
         self._has_written = False
         if kept is not None:

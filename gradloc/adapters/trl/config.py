@@ -37,25 +37,24 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
     if given in ("off", False, None):  # YAML reads a bare off as false
         return None
     if isinstance(given, Mapping):
-        given = {name: value for name, value in given.items() if name not in _BESIDE}
+        given = {name: value for name, value in given.items() if name not in _FEATURES}
     if isinstance(given, str):
         require(given in ACTIONS, "gradloc", f"off, {', '.join(ACTIONS)}, or settings by name", given)
         given = {"action": {"mode": given}}
     return settings_without_verl(given, os.path.join(output_dir, "gradloc"), "TRL, whose trainers have none")
 
 
-_BESIDE = ("buckets", "quartiles", "lopti")
+_FEATURES = ("buckets", "quartiles", "lopti")
 
 
 def features_of(given: Any) -> tuple[Analyses, LoptiConfig | None]:
-    """The gradient analyses and Lopti, of the same settings: blocks ``buckets``, ``quartiles`` and ``lopti`` beside the
-    others.
+    """The gradient analyses and Lopti: the blocks ``buckets``, ``quartiles`` and ``lopti`` of these settings.
 
     Raises:
         ValueError: one sentence.
     """
     given = _parsed(given)
-    blocks = {name: given[name] for name in _BESIDE if name in given} if isinstance(given, Mapping) else {}
+    blocks = {name: given[name] for name in _FEATURES if name in given} if isinstance(given, Mapping) else {}
     lopti, analyses = blocks.pop("lopti", None), taken_from(blocks)
     if lopti in (None, False):
         return analyses, None

@@ -86,7 +86,7 @@ class VerlStep(OwnLoss, ByRow):
         return _on_device(self.micro_batches[micro_batch])
 
     def _inputs_of(self, rows: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
-        """Likewise of these rows alone, by micro-batch; all have one length."""
+        """The same of these rows alone, by micro-batch; all have one length."""
 
         def below(name: str, first: Any) -> Any:
             if not hasattr(first, "shape"):

@@ -69,14 +69,14 @@ ETA = 0.023  # of a random model of 44 tokens: about half are less likely
 
 @pytest.mark.parametrize("eta", [ETA, -ETA])
 def test_loptis_stages_are_trls_two_passes_with_the_other_tokens_detached(run, eta):
-    def of_stage(trainer, inputs):
+    def in_stage(trainer, inputs):
         each = trainer.args.steps_per_generation
         is_low = inputs["old_per_token_logps"].exp() < abs(eta)
         return is_low if (trainer._step % (2 * each) < each) == (eta > 0) else ~is_low
 
     given = {"max_steps": 2, "num_iterations": 2, "beta": 0.05}
     watched = run("watched", gradloc={"lopti": {"eta": eta}}, **given)
-    by_hand = run("without", prepare=letting(of_stage), **given)
+    by_hand = run("without", prepare=letting(in_stage), **given)
     assert [watched[key] for key in SAME] == [by_hand[key] for key in SAME]
     assert watched["norms"] == by_hand["norms"] and all(norm > 0 for norm in watched["norms"])
     assert watched["weights"] != run("stock", **given)["weights"]
