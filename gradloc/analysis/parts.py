@@ -272,7 +272,7 @@ class Parts:
         ]
         has_entropy, coefficient = self.ranks.sum([float(any(len(each) > 1 for each in mine)), sum(c[0] for c in mine)])
         if all(isinstance(record.pull(None), Outputs) for record in records):
-            by_log_prob = [_of_log_prob(record, 1.0 / weight) for record in records]
+            by_log_prob = [_plain_log_prob(record, 1.0 / weight) for record in records]
             log_prob_norm: float | None = self.space.norm(self.gradient(by_log_prob, selected))
             if not has_entropy:
                 return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
@@ -340,7 +340,7 @@ def terms_of(step: OwnLoss) -> dict[str, Mapping[str, Any]]:
     return terms
 
 
-def _of_log_prob(record: Recorded, coefficient: float) -> Recorded:
+def _plain_log_prob(record: Recorded, coefficient: float) -> Recorded:
     """The coefficients of a sum of log-probs."""
     found = copy.copy(record)
     found.log_prob_coefficient = torch.full_like(record.log_prob, coefficient, dtype=torch.float32)
