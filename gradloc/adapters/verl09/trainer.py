@@ -138,6 +138,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         last, which the workers run for the sake of their peers."""
         fillers, real = _fillers(update.batch)
         whole = update.batch.select_keys([*real, *fillers])
+        tensors = {**tensors, ROW_KEY: torch.arange(len(real))}
         put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
         whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
         whole.extra_info[ASKED_KEY] = AnalysisRequest(dict(request), self.settings)
