@@ -5,7 +5,6 @@ They exchange two small messages an optimizer step.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
-from ..loop.batch import BatchView, Rows, joined
-from ..loop.driver import AbortedBySpike, Driver, sequence_ids
+from ..loop.batch import BatchView, Rows
+from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.wire import Policy
-from .step import LoopStep
+from .rows import brief_view, view_of
+from .tap_step import TapStep
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Colocated:
         self.driver = None if settings is None or not ranks.is_first else make_driver()
         self._is_told = False
 
-    def begin_step(self, step: LoopStep, module: torch.nn.Module) -> None:
+    def begin_step(self, step: TapStep, module: torch.nn.Module) -> None:
         """Before the first micro-batch's forward."""
         self.step = step
         if self.localizer is not None:
@@ -97,9 +97,9 @@ class Colocated:
         return policy
 
     signal = "advantages"
-    """What :meth:`.step.LoopStep.brief` tells beside the number of tokens, by the batch's names."""
+    """What :meth:`.step.TapStep.brief` tells beside the number of tokens, by the batch's names."""
 
-    def rows(self, step: LoopStep) -> Rows:
+    def rows(self, step: TapStep) -> Rows:
         """This rank's, where an event is written; all ranks call it together."""
         return step.all_rows()
 
@@ -107,7 +107,7 @@ class Colocated:
         """All ranks' rows as one batch."""
         return view_of(by_rank)
 
-    def _counts(self, step: LoopStep) -> list[list[float]]:
+    def _counts(self, step: TapStep) -> list[list[float]]:
         """Each rank's response tokens, rows and micro-batches."""
         ranks, size = self.ranks, self.ranks.size
         mine = [float(value) for value in (*step.counts(), step.num_micro_batches)]
@@ -117,7 +117,7 @@ class Colocated:
         return [counts[first : first + size] for first in range(0, len(counts), size)]
 
     def _policy(
-        self, step: LoopStep, global_step: int, tokens: list[float], rows: list[float], micro_batches: list[float]
+        self, step: TapStep, global_step: int, tokens: list[float], rows: list[float], micro_batches: list[float]
     ) -> Policy | None:
         """The driver's of this step, on every rank; None where the step cannot be looked into."""
         ranks = self.ranks
@@ -139,30 +139,3 @@ class Colocated:
 def whole(norm: Any) -> torch.Tensor:
     """A gradient norm as a plain scalar tensor."""
     return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-
-
-def view_of(by_rank: Sequence[Rows]) -> BatchView:
-    """All ranks' rows, one rank after the other; names that come more than once are those of prompts."""
-    shared = set.intersection(*(set(rows) for rows in by_rank))
-    rows = joined([{name: part[name] for name in by_rank[0] if name in shared} for part in by_rank])
-    names = rows.pop("names")
-    rows["input_ids"] = rows["responses"]
-    rows["loss_weights"] = rows["loss_weights"] * int(rows["response_mask"].sum())
-    if "advantages" in rows:
-        del rows["loss_weights"]
-    labels = {"sequence_id": names} if any(names) else {}
-    if max(Counter(names).values()) > 1 and any(names):
-        labels = {"uid": names, "sequence_id": sequence_ids(names)}
-    return BatchView(rows, labels)
-
-
-def brief_view(by_rank: Sequence[list[tuple[int, float]]], signal: str) -> BatchView:
-    """A batch of rows of these lengths, whose tokens have this signal each: enough to learn what is typical.
-
-    Args:
-        by_rank: pairs of a row's number of tokens and its signal.
-        signal: the tensor's name, such as ``advantages``.
-    """
-    lengths, values = torch.tensor([row for rows in by_rank for row in rows]).T
-    mask = torch.tensor(range(int(lengths.max()))) < lengths.unsqueeze(1)
-    return BatchView({"response_mask": mask, signal: values.unsqueeze(1).expand_as(mask)}, {})

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -96,6 +96,41 @@ class Watch(Colocated):
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
+        kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
+        if kept is not None:
+            is_trained = any(param.requires_grad for param in model.parameters())
+            require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
+            has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+            require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
+        ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
+        make_driver = partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer)
+        self._set_up(model, ranks, kept, make_driver, optimizer, hidden, keep_gb)
+        if self.localizer is not None:
+            self.localizer.updates.undo = undo
+        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
+        self._has_written = False
+
+    def _set_up(
+        self,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        settings: Any,
+        make_driver: Callable[[], Driver],
+        optimizer: Any = None,
+        hidden: torch.nn.Module | str | None = None,
+        keep_gb: float = 0.25,
+    ) -> None:
+        """Hang on a model.
+
+        Args:
+            model: as of this class.
+            ranks: all processes.
+            settings: of spikes; None: none are looked for.
+            make_driver: called on the first process.
+            optimizer: as of this class.
+            hidden: as of this class.
+            keep_gb: as of this class.
+        """
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
         self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
         self.metrics: dict[str, float] = {}
@@ -104,7 +139,7 @@ class Watch(Colocated):
         """Of the optimizer steps so far, or the trainer's own."""
         self._num_steps = self._num_looks = 0
         self._has_looked = False
-        """Whether :meth:`clip_grad_norm_` looked into the step that is about to be taken."""
+        """Whether :meth:`look` was called for the step that is about to be taken."""
         self._next_number: int | None = None
         self._clips: list[Clip] = []
         self._own_limit: float | None = None
@@ -114,32 +149,20 @@ class Watch(Colocated):
         """Of a clip by the loop's own code, once one was noticed."""
         self._before: Gradient | None = None
         self._handles: list[Any] = []
-        kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
-        if kept is not None:
-            is_trained = any(param.requires_grad for param in model.parameters())
-            require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
-            has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
-            require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
-        ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
-        super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
-        if self.localizer is not None:
-            self.localizer.updates.undo = undo
-        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
-        self._has_written = False
-        if kept is not None:
-            reference = _watches.pop(innermost(model), None)
-            before = None if reference is None else reference()
-            if before is not None:
-                before.close()
-            _watches[innermost(model)] = weakref.ref(self)
-            if is_compiled(
-                model
-            ):  # code that was compiled before has no hooks of ours, and is taken for any such model
-                torch.compiler.reset()
-            self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
-            self.tap.owner = self  # the model's hooks hold the tap, and so the watch
-            self.clip_tap = ClipTap(self._owns)
-            self._listen()
+        super().__init__(ranks, settings, make_driver)
+        if settings is None:
+            return
+        reference = _watches.pop(innermost(model), None)
+        before = None if reference is None else reference()
+        if before is not None:
+            before.close()
+        _watches[innermost(model)] = weakref.ref(self)
+        if is_compiled(model):  # code that was compiled before has no hooks of ours, and is taken for any such model
+            torch.compiler.reset()
+        self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
+        self.tap.owner = self  # the model's hooks hold the tap, and so the watch
+        self.clip_tap = ClipTap(self._owns)
+        self._listen()
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -311,23 +334,25 @@ class Watch(Colocated):
             return unknown
         forwards = self.tap.take_done() if self.step is not None else []
         is_scaled = any(each.dtype == torch.float16 for each in forwards)
-        num_ranks, num_scaled = self.ranks.sum([float(bool(forwards)), float(is_scaled)])
+        is_closed = not all(each.is_open for each in forwards)
+        mine = [float(each) for each in (bool(forwards), is_scaled, is_closed)]
+        num_ranks, num_scaled, num_closed = self.ranks.sum(mine)
         if not num_ranks:
             return unknown
         self.scales_loss, self.takes_what_is_not_finite = num_scaled > 0, not num_scaled
         try:
-            return self._look(forwards, norm)
+            return self._look(forwards, norm, not num_closed)
         except AbortedBySpike:
             raise
         except Exception as error:
             self.tap.give_up(error)
             return unknown
 
-    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None) -> torch.Tensor:
+    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None, is_open: bool) -> torch.Tensor:
         if self.step is None:  # another rank has micro-batches
-            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
+            self.begin_step(self.make_step(), self.tap.outer)
         self._num_looks += 1
-        self.step.take(forwards)
+        self.step.take(forwards, is_open)
         self._settle_outer()
         self._clips = self.clip_tap.take()
         with torch.no_grad():
@@ -345,9 +370,13 @@ class Watch(Colocated):
                     self.space.put(self._before)
                 self._before = None
             self.step, self._raw = None, None
-        self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+        self.metrics = metrics
         self._write_metrics(norm)
         return taken
+
+    def make_step(self) -> TapStep:
+        """Make the step that is about to begin."""
+        return TapStep(self.tap, self.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, for the loop's checkpoint; on the first process all of it."""
@@ -373,8 +402,9 @@ class Watch(Colocated):
             norms = [plain(call.again()) for call in self._clips]
         return self._joined(norms)
 
-    def save_weights(self, global_step: int) -> None:
+    def save_weights(self, global_step: int) -> str | None:
         """A loop keeps its own checkpoints."""
+        return None
 
     @property
     def signal(self) -> str:  # type: ignore[override]
@@ -511,6 +541,12 @@ class Watch(Colocated):
         if self.ranks.num_processes > 1 and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
+    def follow(self, optimizer: Any) -> None:
+        """Take this optimizer for the model's, where none was known."""
+        if self.optimizer is None:
+            self.optimizer = self._plain_optimizer(optimizer)
+            self._listen_to_zero_grad()
+
     def _step_aside(self, error: Exception) -> None:
         """After a failure of ours between a forward and its step: the run goes on without a watch."""
         what = f"{type(error).__name__}: {error}"
@@ -539,7 +575,7 @@ class Watch(Colocated):
 
     def _begin_forward(self) -> None:
         if self.step is None:
-            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
+            self.begin_step(self.make_step(), self.tap.outer)
         else:
             self._drop_what_is_gone()
         if self.tap.num_seen == _MANY and self._num_steps == 0:
@@ -582,9 +618,7 @@ class Watch(Colocated):
         return None
 
     def _look_before_step(self, optimizer: Any) -> None:
-        if self.optimizer is None:
-            self.optimizer = optimizer
-            self._listen_to_zero_grad()
+        self.follow(optimizer)
         if not self._has_looked:  # else the ranks would meet once more, for nothing
             self.look()
         self._has_looked = False
@@ -653,6 +687,7 @@ class Watch(Colocated):
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
         """A line of ``metrics.jsonl``, from which the report draws the run's curve."""
+        self.metrics = {name.removeprefix("actor/"): value for name, value in self.metrics.items()}
         if not self.ranks.is_first or not self.metrics or not self._metrics_path:
             return
         data = {"actor/grad_norm": float(norm), **{name: float(value) for name, value in self.metrics.items()}}

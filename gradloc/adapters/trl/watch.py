@@ -17,24 +17,23 @@ from typing import Any
 import torch
 from trl.trainer.utils import nanstd
 
-from ...checks import require
 from ...core.ranks import Ranks, host_group
-from ...core.step import Outputs, record
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
 from ...loop import metrics as step_metrics
 from ...loop.batch import BatchView, Rows, joined
 from ...loop.driver import Driver, sequence_ids
+from ...loop.wire import Policy
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
-from ...watch.colocated import Colocated, whole
-from .step import OF_PROMPT, FusedStep, TrlStep
+from ...watch.watch import Watch
+from .step import OF_PROMPT, FusedStep, TrlStep, mask_of
 
 
-class TrainerWatch(Colocated):
+class TrainerWatch(Watch):
     """Looks into the steps of one trainer.
 
     Args:
@@ -43,19 +42,18 @@ class TrainerWatch(Colocated):
         health: of the health monitor; None: off.
     """
 
-    step_class: type[FusedStep] = TrlStep
-
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
-        self.clip_limit = trainer.args.max_grad_norm or float("inf")
-        self.scales_loss = trainer.accelerator.scaler is not None
-        self.takes_what_is_not_finite = not self.scales_loss  # transformers steps on NaN; fp16's scaler does not
+        self.has_rollouts = hasattr(trainer.args, "num_generations")
+        if settings is not None and not self.has_rollouts:  # no replay knows these trainers
+            settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
         ranks = Ranks(host_group(), device=trainer.accelerator.device)
-        super().__init__(ranks, settings, partial(_driver_of, trainer, settings))
+        self._set_up(trainer.model, ranks, settings, partial(_driver_of, trainer, settings))
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
         """How many values of each of TRL's metrics are of earlier steps."""
-        self._loss = 0.0
+        self._loss: Any = None
+        """Of the step so far; None between two."""
         self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
@@ -65,36 +63,56 @@ class TrainerWatch(Colocated):
 
     def before_micro_batch(self, model: torch.nn.Module) -> None:
         """Before generation, forward and backward of the next micro-batch."""
-        if self.step is not None:
-            return
-        self.begin_step(self.step_class(self.trainer, model, self.ranks.size), model)
-        self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
-        self._loss = 0.0
+        if self.localizer is not None:
+            self.tap.attach(model)
+            self.follow(self.trainer.optimizer)
+        if self._loss is None:
+            self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+            self._loss = 0.0
+
+    def keep(self, **known: Any) -> None:
+        """Keep what the loss knows of the last forward; its search asks for it."""
+        if self.localizer is not None and self.tap.forwards and torch.is_grad_enabled():
+            self.tap.forwards[-1].known |= known
+
+    def keep_rollouts(self, inputs: dict[str, Any]) -> None:
+        """Keep what the inputs of TRL's loss say of the last forward's tokens."""
+        mask = mask_of(inputs)
+        advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
+        self.keep(inputs=inputs, mask=mask.bool(), ids=inputs["completion_ids"], tensors={"advantages": advantages})
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
         self._loss += loss.detach()
-        is_reduced = self.ranks.size == 1 or self.trainer.accelerator.sync_gradients
-        if self.localizer is not None and is_reduced:
-            self.localizer.after_backward()
 
     def before_step(self, norm: Any) -> Any:
         """After accumulation and clipping, before the optimizer; returns the norm of the gradient that it takes."""
-        taken, metrics = norm, {}
+        self.metrics, self._next_number, self._has_looked = {}, self.trainer.state.global_step + 1, True
         try:
-            if self.localizer is not None:
-                taken, metrics = self.end_step(norm, self.trainer.state.global_step + 1)
+            taken = self.look(norm)
+            if self.monitor is not None:
+                self._judge(norm, self.metrics)
         finally:
-            self.step = None
-        if self.monitor is not None:
-            self._judge(norm, metrics)
-        if metrics:
-            self._metrics.append(metrics)
+            self._loss = None
+        if self.metrics:
+            self._metrics.append(self.metrics)
         return taken
+
+    def make_step(self) -> FusedStep:
+        return (TrlStep if self.has_rollouts else FusedStep)(self.trainer, self.tap, self.ranks)
+
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """The trainer clips once and changes no gradient otherwise, so what was recorded of log-probs is all there is
+        to know."""
+        return policy if self.step.is_open else super().before_look(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)
-        return view_of(by_rank) if self.signal == "advantages" else super().view(by_rank)
+        has_prompts = all("prompt_ids" in rows for rows in by_rank)
+        return view_of(by_rank) if has_prompts else super().view(by_rank)
+
+    def _write_metrics(self, norm: torch.Tensor) -> None:
+        """The trainer logs them."""
 
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
@@ -134,13 +152,6 @@ class TrainerWatch(Colocated):
         metrics.update({name: value for name, value in step.items() if name not in before})
 
     # ---- what the localizer asks of the trainer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.trainer.optimizer.optimizer  # in accelerate's
-
-    def clip(self) -> torch.Tensor:
-        return whole(self.trainer.clip_again())
 
     def save_weights(self, global_step: int) -> str | None:
         folder = events_weights_folder(self.settings, global_step, self.ranks)
@@ -218,42 +229,3 @@ def view_of(by_rank: Sequence[Rows]) -> BatchView:
 def _uid(prompt: torch.Tensor) -> str:
     """TRL names no prompts; equal ones are siblings."""
     return hashlib.sha1(prompt.numpy().tobytes()).hexdigest()[:8]
-
-
-class LabelsWatch(TrainerWatch):
-    """Looks into the steps of one trainer.
-
-    Raises:
-        ValueError: one sentence, for a loss that is not made of log-probs.
-    """
-
-    signal, step_class = "loss_weights", FusedStep
-
-    def __init__(self, trainer: Any, settings: Any, health: Any):
-        args, why = trainer.args, "with gradloc (the loss would not be of log-probs)"
-        require(not getattr(args, "use_liger_kernel", False), "use_liger_kernel", f"false {why}", True)
-        require(trainer.compute_loss_func is None, "compute_loss_func", f"left out {why}", "a function")
-        smoothing = args.label_smoothing_factor
-        require(not smoothing, "label_smoothing_factor", f"0 {why}", smoothing)
-        if settings is not None:  # no replay knows these trainers
-            settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
-        super().__init__(trainer, settings, health)
-
-    def forward(self, model: torch.nn.Module, **given: Any) -> Any:
-        """The model's, in the place of training's call: its log-probs are recorded."""
-        if self.step is None or not given.get("fused_lm_head") or not torch.is_grad_enabled():
-            return model(**given)
-        outputs = model(**given)
-        labels = given["labels"][:, 1:]
-        virtual = outputs.log_probs.shape[1] - labels.shape[1]  # tokens of prompt learning, which come first
-        labels = torch.nn.functional.pad(labels, (virtual, 0), value=-100)
-        made = self.step.micro_batch(labels != -100, labels.clamp(min=0), {})
-        made.forward = partial(_log_probs, model, given)
-        record(made.recorded, Outputs(outputs.log_probs, None, outputs.aux_loss))
-        self.step.micro_batches.append(made)
-        return outputs
-
-
-def _log_probs(model: torch.nn.Module, given: dict[str, Any]) -> tuple[Any, None, Any]:
-    outputs = model(**given)
-    return outputs.log_probs, None, outputs.aux_loss

@@ -110,7 +110,7 @@ def test_a_replay_leaves_nothing_behind_in_the_trainer(tmp_path):
     step.details(0), kl_coefficients(step, 1), has_finite_loss(step, 0), step.forward(1)
     assert {name: vars(trainer)[name] for name in before} == before
     assert {name: len(values) for name, values in trainer._metrics["train"].items()} == counts
-    assert set(vars(trainer.accelerator)) == own and not step.is_asking
+    assert set(vars(trainer.accelerator)) == own
 
 
 def test_generation_is_no_part_of_what_a_step_takes(tmp_path):
