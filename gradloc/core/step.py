@@ -326,7 +326,9 @@ def record(recorded: Recorded, outputs: Outputs) -> None:
             value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
 
 
-def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
+def _keep(recorded: Recorded, name: str, grad: torch.Tensor | None) -> None:
+    if grad is None:  # of an output that the loss does not use, where a function has several
+        return
     before = getattr(recorded, name)  # of another backward through the same forward
     setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 

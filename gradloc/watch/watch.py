@@ -26,22 +26,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
-from ..core.gradients import Gradient, squared_norms
+from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks, host_group
-from ..core.sharding import compute_device, local_shard
+from ..core.sharding import compute_device
 from ..core.trigger import Spike
 from ..fault.updates import Undo
-from ..loop.batch import Rows, at_first
+from ..loop.batch import BatchView, Rows, at_first
 from ..loop.driver import AbortedBySpike, Driver
+from ..loop.localizer import Localizer
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
-from .clips import Clip, ClipTap, plain
-from .colocated import Colocated
+from .clips import Clipping, plain
 from .replay import hold_against
+from .rows import brief_view, view_of
 from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
 from .taps import Forwarded, ModelTap, innermost
@@ -50,13 +51,15 @@ logger = logging.getLogger(__name__)
 
 _EARLY = 10  # optimizer steps, after which it is said once that nothing could be watched
 _MANY = 64  # forwards without an optimizer step, after which that is said once
-_CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
-class Watch(Colocated):
+class Watch:
     """Looks into the optimizer steps of one model, in every process.
+
+    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange three
+    small messages an optimizer step.
 
     It lives as long as the model. A second watch on a model takes the place of the first.
 
@@ -132,7 +135,11 @@ class Watch(Colocated):
             keep_gb: as of this class.
         """
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
-        self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
+        self.scales_loss, self.takes_what_is_not_finite = False, True
+        self.is_unclipped = False
+        """See :class:`~..loop.localizer.ActorPowers`."""
+        self.step: Any = None
+        """The optimizer step that is being made; None between two."""
         self.metrics: dict[str, float] = {}
         """Of the last step, by name, for any tracker; on the first process."""
         self.number = 0
@@ -141,15 +148,12 @@ class Watch(Colocated):
         self._has_looked = False
         """Whether :meth:`look` was called for the step that is about to be taken."""
         self._next_number: int | None = None
-        self._clips: list[Clip] = []
-        self._own_limit: float | None = None
-        self._raw: torch.Tensor | None = None
-        self._sees_clips, self._last_norms = False, (0.0, 0.0)
-        self._known_limit: float | None = None
-        """Of a clip by the loop's own code, once one was noticed."""
         self._before: Gradient | None = None
         self._handles: list[Any] = []
-        super().__init__(ranks, settings, make_driver)
+        self._is_told = False
+        self.ranks, self.settings, self.clipping = ranks, settings, Clipping(self._owns)
+        self.localizer = None if settings is None else Localizer(self, ranks, settings)
+        self.driver = None if settings is None or not ranks.is_first else make_driver()
         if settings is None:
             return
         reference = _watches.pop(innermost(model), None)
@@ -161,14 +165,14 @@ class Watch(Colocated):
             torch.compiler.reset()
         self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
-        self.clip_tap = ClipTap(self._owns)
+        self.clipping.listen()
         self._listen()
 
     def close(self) -> None:
         """Take all hooks away."""
         if self.localizer is not None:
             self.tap.close()
-            self.clip_tap.close()
+            self.clipping.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -350,13 +354,12 @@ class Watch(Colocated):
 
     def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None, is_open: bool) -> torch.Tensor:
         if self.step is None:  # another rank has micro-batches
-            self.begin_step(self.make_step(), self.tap.outer)
+            self.begin_step()
         self._num_looks += 1
         self.step.take(forwards, is_open)
         self._settle_outer()
-        self._clips = self.clip_tap.take()
         with torch.no_grad():
-            norm = self._norm() if self._clips or norm is None else norm
+            norm = self.clipping.norm(self.space, norm)
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number, self._before = None, None
         try:
@@ -369,7 +372,7 @@ class Watch(Colocated):
                 if not outcomes or all(each.taken == "observe" for each in outcomes):
                     self.space.put(self._before)
                 self._before = None
-            self.step, self._raw = None, None
+            self.step = None
         self.metrics = metrics
         self._write_metrics(norm)
         return taken
@@ -377,6 +380,85 @@ class Watch(Colocated):
     def make_step(self) -> TapStep:
         """Make the step that is about to begin."""
         return TapStep(self.tap, self.ranks)
+
+    # ---- a step, on all ranks together
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch's forward."""
+        self.step, self.space = self.make_step(), GradientSpace(self.tap.outer, self.ranks)
+        self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
+        self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
+
+    def end_step(self, norm: Any, global_step: int) -> tuple[Any, dict[str, float]]:
+        """After the last micro-batch's backward and clipping: ask the driver, look, tell the driver.
+
+        Args:
+            norm: of the gradient, before clipping.
+            global_step: the trainer's number of this step, from 1.
+
+        Returns:
+            The norm of the gradient that the optimizer is given, and on the first process our metrics.
+
+        Raises:
+            AbortedBySpike: on every process, where a spike is to stop the run.
+        """
+        step, localizer, ranks = self.step, self.localizer, self.ranks
+        assert localizer is not None
+        localizer.ask_replicas()
+        counts = self._counts(step)
+        if not any(counts[-1]):
+            self._tell_once("steps whose log-probs nobody asked for as the trainer's own loss does are not looked into")
+            localizer.end_update()
+            step.release()
+            return norm, {}
+        policy, norm = self._policy(step, global_step, *counts), plain(norm)
+        if policy is not None:
+            policy = self.before_look(norm, policy)
+        taken = localizer.before_step(norm, policy)
+        localizer.end_update()
+        step.release()
+        is_written = any(spike.is_written for spike in localizer.outcomes)
+        by_rank = ranks.gather_first((localizer.report(), step.all_rows() if is_written else step.brief()))
+        metrics: dict[str, float] = {}
+        if by_rank is not None and self.driver is not None:
+            reports, rows = zip(*by_rank, strict=True)
+            batch = self.view(rows) if is_written else brief_view(rows, self.signal)
+            ours = self.driver.after_update(reports, batch)
+            metrics = {name: float(value) for name, (value,) in ours.items()}
+        if any(spike.taken == "abort" for spike in localizer.outcomes):
+            raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
+        is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
+        return taken if is_other else norm, metrics
+
+    def _counts(self, step: TapStep) -> list[list[float]]:
+        """Each rank's response tokens, rows and micro-batches."""
+        ranks, size = self.ranks, self.ranks.size
+        mine = [float(value) for value in (*step.counts(), step.num_micro_batches)]
+        everyones = [0.0] * (len(mine) * size)
+        everyones[ranks.rank :: size] = mine
+        counts = ranks.sum(everyones)
+        return [counts[first : first + size] for first in range(0, len(counts), size)]
+
+    def _policy(
+        self, step: TapStep, global_step: int, tokens: list[float], rows: list[float], micro_batches: list[float]
+    ) -> Policy | None:
+        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+        ranks = self.ranks
+        step.first_row = int(sum(rows[: ranks.rank]))
+        policy = None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step)
+        policy = ranks.sent_by(0, policy)
+        if len(set(micro_batches)) == 1:
+            return policy
+        found = ", ".join(f"{number:.0f}" for number in micro_batches)
+        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
+        return None
+
+    def _tell_once(self, why: str) -> None:
+        if self.ranks.is_first and not self._is_told:
+            self._is_told = True
+            logger.warning("gradloc: %s", why)
+
+    # ---- what was learned
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, for the loop's checkpoint; on the first process all of it."""
@@ -390,31 +472,36 @@ class Watch(Colocated):
 
     # ---- what the localizer asks
 
-    @torch.no_grad()
+    @property
+    def clip_limit(self) -> float:
+        """See :class:`~..loop.localizer.ActorPowers`."""
+        return self.clipping.limit
+
     def clip(self) -> torch.Tensor:
         """Clip what is in ``.grad`` as the loop clipped; returns the norm before."""
-        if not self._clips:
-            norm = self.space.norm()
-            if self._own_limit is not None:
-                self.space.scale(min(1.0, self._own_limit / (norm + 1e-6)))
-            return torch.tensor(norm)
-        with self.clip_tap.paused():
-            norms = [plain(call.again()) for call in self._clips]
-        return self._joined(norms)
+        return self.clipping.again(self.space)
 
     def save_weights(self, global_step: int) -> str | None:
         """A loop keeps its own checkpoints."""
         return None
 
     @property
-    def signal(self) -> str:  # type: ignore[override]
+    def signal(self) -> str:
+        """What :meth:`.tap_step.TapStep.brief` tells beside the number of tokens, by the batch's names."""
         return "advantages" if self.step.has_advantages else "loss_weights"
 
-    def rows(self, step: Any) -> Rows:
-        return step.all_rows()
+    def view(self, by_rank: Sequence[Rows]) -> BatchView:
+        """All ranks' rows as one batch."""
+        return view_of(by_rank)
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes."""
+        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes.
+
+        All ranks call this together: each has as many micro-batches.
+
+        Returns:
+            The policy; None: no look.
+        """
         assert self.localizer is not None
         value = float(norm)
         spike = policy.spike(value, 0)
@@ -444,7 +531,7 @@ class Watch(Colocated):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self._clips, self._own_factor(spike.grad_norm), self.clip_tap)
+                hold_against(step, space, before, self.clipping, spike.grad_norm)
                 self.is_unclipped = True
             else:
                 space.put(before)
@@ -458,59 +545,6 @@ class Watch(Colocated):
             state.restore()
         self._before = before
         return True
-
-    def _own_factor(self, norm: float) -> float | None:
-        """What a loop's own clip multiplied with; None where none was seen."""
-        return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
-
-    def _norm(self) -> torch.Tensor:
-        """The gradient's norm before clipping, from the clips that were seen, else from the gradient itself."""
-        covered = {id(param) for call in self._clips for param in call.params}
-        is_all = all(id(param) in covered for param in self._params() if param.grad is not None)
-        self._sees_clips, self._own_limit = bool(self._clips) and is_all, None
-        if self._sees_clips:
-            single = len(self._clips) == 1 and not self._clips[0].is_by_value
-            self.clip_limit = self._clips[0].limit if single else float("inf")
-            return self._joined([plain(call.norm) for call in self._clips])
-        self.clip_limit = float("inf")
-        return torch.tensor(self._norm_without_clips())
-
-    def _norm_without_clips(self) -> float:
-        """A loop that clips by code of its own leaves norms at its limit, which those after the backward are not."""
-        space, raw = self.space, self._raw
-        if raw is None:
-            return space.norm()
-
-        def local() -> torch.Tensor:
-            grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
-            there = [grad for grad in grads if grad is not None]
-            now = squared_norms(there).sum() if there else raw.new_zeros(())
-            return torch.stack([now.to(raw.device), raw])
-
-        now, after_backward = (value**0.5 for value in space.reduce(local).tolist())
-        (last_now, last_ratio), ratio = self._last_norms, now / after_backward if after_backward > 0 else 1.0
-        self._last_norms = now, ratio
-        if not ratio < 1 - _CLIPPED or not math.isfinite(now):
-            return now
-        is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
-        was_whole = abs(last_ratio - 1) <= _CLIPPED
-        is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
-        if was_whole or is_steady or is_near[1]:
-            self._own_limit = self._known_limit = self.clip_limit = now
-            return after_backward
-        return now
-
-    def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One norm from those of the clips: of several on the same parameters the first counts."""
-        if len(norms) == 1:
-            return norms[0]
-        seen: set[int] = set()
-        squares = []
-        for call, norm in zip(self._clips, norms, strict=True):
-            if seen.isdisjoint(id(param) for param in call.params):
-                squares.append(norm.double() ** 2)
-            seen |= {id(param) for param in call.params}
-        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
 
     def _params(self) -> list[torch.nn.Parameter]:
         return self.space.params if self.step is not None else list(self.tap.outer.parameters())
@@ -575,7 +609,7 @@ class Watch(Colocated):
 
     def _begin_forward(self) -> None:
         if self.step is None:
-            self.begin_step(self.make_step(), self.tap.outer)
+            self.begin_step()
         else:
             self._drop_what_is_gone()
         if self.tap.num_seen == _MANY and self._num_steps == 0:
@@ -590,10 +624,7 @@ class Watch(Colocated):
         done = [each for each in self.tap.forwards if each.is_done]
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
-            if not self._sees_clips:
-                space = self.space
-                there = [local_shard(g) for g in space.counted(space.current()) if g is not None]
-                self._raw = squared_norms(there).sum() if there else None
+            self.clipping.after_backward(self.space)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
@@ -673,7 +704,7 @@ class Watch(Colocated):
 
     def _drop(self) -> None:
         self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
-        self.clip_tap.take()
+        self.clipping.forget()
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
     def _drop_what_is_gone(self) -> None:
