@@ -122,16 +122,12 @@ class TapStep(LoopStep):
 
     @property
     def is_open(self) -> bool:
-        """Whether the model returned the log-probs that the loss is made of, on all ranks and in all micro-batches."""
+        """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
         return self.form == FORMS[0]
 
-    def take(self, forwards: Sequence[Forwarded], is_open: bool = False) -> None:
-        """Take over the forwards that had a backward.
-
-        Args:
-            forwards: of this rank.
-            is_open: whether those of all ranks are.
-        """
+    def take(self, forwards: Sequence[Forwarded]) -> None:
+        """Take over the forwards that had a backward."""
+        is_open = bool(forwards) and all(each.is_open for each in forwards)
         self.form = FORMS[0] if is_open else FORMS[1]
         self.micro_batches = [self._opened(each) if is_open else self._made(each) for each in forwards]
 

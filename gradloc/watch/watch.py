@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -55,10 +55,22 @@ _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradien
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
+class _Counts(NamedTuple):
+    """What each rank has of a step."""
+
+    tokens: list[float]
+    rows: list[float]
+    micro_batches: list[float]
+    scaled: list[float]
+    """1 where a forward is in float16: its loss may be scaled."""
+    opened: list[float]
+    """1 where all forwards returned the log-probs that the loss is made of."""
+
+
 class Watch:
     """Looks into the optimizer steps of one model, in every process.
 
-    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange three
+    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange two
     small messages an optimizer step.
 
     It lives as long as the model. A second watch on a model takes the place of the first.
@@ -318,7 +330,7 @@ class Watch:
             return False
         done = [each for each in self.tap.forwards if each.is_done]
         is_scaled = any(each.dtype == torch.float16 for each in done)
-        is_unknown = any("coefficient" not in each.known for each in done)
+        is_unknown = any("coefficient" not in each.known and not each.is_open for each in done)
         return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
@@ -336,46 +348,13 @@ class Watch:
         unknown = torch.zeros(()) if norm is None else norm
         if self.localizer is None:
             return unknown
-        forwards = self.tap.take_done() if self.step is not None else []
-        is_scaled = any(each.dtype == torch.float16 for each in forwards)
-        is_closed = not all(each.is_open for each in forwards)
-        mine = [float(each) for each in (bool(forwards), is_scaled, is_closed)]
-        num_ranks, num_scaled, num_closed = self.ranks.sum(mine)
-        if not num_ranks:
-            return unknown
-        self.scales_loss, self.takes_what_is_not_finite = num_scaled > 0, not num_scaled
         try:
-            return self._look(forwards, norm, not num_closed)
+            return self._look(norm, unknown)
         except AbortedBySpike:
             raise
         except Exception as error:
             self.tap.give_up(error)
             return unknown
-
-    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None, is_open: bool) -> torch.Tensor:
-        if self.step is None:  # another rank has micro-batches
-            self.begin_step()
-        self._num_looks += 1
-        self.step.take(forwards, is_open)
-        self._settle_outer()
-        with torch.no_grad():
-            norm = self.clipping.norm(self.space, norm)
-        self.number = self.number + 1 if self._next_number is None else self._next_number
-        self._next_number, self._before = None, None
-        try:
-            with torch.enable_grad():  # the loop may clip without
-                taken, metrics = self.end_step(norm, self.number)
-        finally:
-            self.is_unclipped = False
-            if self._before is not None:
-                outcomes = self.localizer.outcomes
-                if not outcomes or all(each.taken == "observe" for each in outcomes):
-                    self.space.put(self._before)
-                self._before = None
-            self.step = None
-        self.metrics = metrics
-        self._write_metrics(norm)
-        return taken
 
     def make_step(self) -> TapStep:
         """Make the step that is about to begin."""
@@ -383,75 +362,90 @@ class Watch:
 
     # ---- a step, on all ranks together
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Before the first micro-batch's forward."""
         self.step, self.space = self.make_step(), GradientSpace(self.tap.outer, self.ranks)
         self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
-    def end_step(self, norm: Any, global_step: int) -> tuple[Any, dict[str, float]]:
-        """After the last micro-batch's backward and clipping: ask the driver, look, tell the driver.
+    def _look(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
+        """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
+        if self.step is not None:
+            self.step.take(self.tap.take_done())
+        counts = self._counts()
+        if not any(counts.micro_batches):
+            return unknown
+        if self.step is None:  # another rank has micro-batches
+            self._begin_step()
+        self._num_looks += 1
+        self.scales_loss = any(counts.scaled)
+        self.takes_what_is_not_finite = not self.scales_loss
+        self._settle_outer()
+        with torch.no_grad():
+            norm = plain(self.clipping.norm(self.space, norm))
+        self.number = self.number + 1 if self._next_number is None else self._next_number
+        self._next_number, self._before = None, None
+        localizer: Any = self.localizer
+        try:
+            with torch.enable_grad():  # the loop may clip without
+                localizer.ask_replicas()
+                policy = self._policy(counts)
+                policy = None if policy is None else self.before_look(norm, policy)
+                taken = localizer.before_step(norm, policy)
+                localizer.end_update()
+                self.step.release()
+                self._send(norm)
+        finally:
+            self.is_unclipped = False
+            is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
+            if self._before is not None and not is_other:
+                self.space.put(self._before)
+            self.step = self._before = None
+        return taken if is_other else norm
 
-        Args:
-            norm: of the gradient, before clipping.
-            global_step: the trainer's number of this step, from 1.
+    def _counts(self) -> "_Counts":
+        """What all ranks have of the step."""
+        ranks, size, step = self.ranks, self.ranks.size, self.step
+        mine = [0.0] * len(_Counts._fields)
+        if step is not None and step.micro_batches:
+            is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
+            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.is_open)]
+        everyones = [0.0] * (len(mine) * size)
+        everyones[ranks.rank :: size] = mine
+        counts = ranks.sum(everyones)
+        return _Counts(*(counts[first : first + size] for first in range(0, len(counts), size)))
 
-        Returns:
-            The norm of the gradient that the optimizer is given, and on the first process our metrics.
+    def _policy(self, counts: "_Counts") -> Policy | None:
+        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+        self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
+        policy = None if self.driver is None else self.driver.before_update([int(sum(counts.tokens))], self.number)
+        policy = self.ranks.sent_by(0, policy)
+        if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
+            return policy
+        found = ", ".join(f"{number:.0f}" for number in counts.micro_batches)
+        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
+        return None
+
+    def _send(self, norm: torch.Tensor) -> None:
+        """Send what the ranks know of the step to the driver, on the first process.
 
         Raises:
             AbortedBySpike: on every process, where a spike is to stop the run.
         """
-        step, localizer, ranks = self.step, self.localizer, self.ranks
+        step, localizer, driver = self.step, self.localizer, self.driver
         assert localizer is not None
-        localizer.ask_replicas()
-        counts = self._counts(step)
-        if not any(counts[-1]):
-            self._tell_once("steps whose log-probs nobody asked for as the trainer's own loss does are not looked into")
-            localizer.end_update()
-            step.release()
-            return norm, {}
-        policy, norm = self._policy(step, global_step, *counts), plain(norm)
-        if policy is not None:
-            policy = self.before_look(norm, policy)
-        taken = localizer.before_step(norm, policy)
-        localizer.end_update()
-        step.release()
         is_written = any(spike.is_written for spike in localizer.outcomes)
-        by_rank = ranks.gather_first((localizer.report(), step.all_rows() if is_written else step.brief()))
-        metrics: dict[str, float] = {}
-        if by_rank is not None and self.driver is not None:
-            reports, rows = zip(*by_rank, strict=True)
-            batch = self.view(rows) if is_written else brief_view(rows, self.signal)
-            ours = self.driver.after_update(reports, batch)
-            metrics = {name: float(value) for name, (value,) in ours.items()}
+        rows: Any = step.all_rows() if is_written else step.brief()
+        by_rank = self.ranks.gather_first((localizer.report(), rows))
+        self.metrics = {}
+        if by_rank is not None and driver is not None:
+            reports, everyones = zip(*by_rank, strict=True)
+            batch = self.view(everyones) if is_written else brief_view(everyones, self.signal)
+            ours = driver.after_update(reports, batch)
+            self.metrics = {name: float(value) for name, (value,) in ours.items()}
         if any(spike.taken == "abort" for spike in localizer.outcomes):
             raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
-        is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
-        return taken if is_other else norm, metrics
-
-    def _counts(self, step: TapStep) -> list[list[float]]:
-        """Each rank's response tokens, rows and micro-batches."""
-        ranks, size = self.ranks, self.ranks.size
-        mine = [float(value) for value in (*step.counts(), step.num_micro_batches)]
-        everyones = [0.0] * (len(mine) * size)
-        everyones[ranks.rank :: size] = mine
-        counts = ranks.sum(everyones)
-        return [counts[first : first + size] for first in range(0, len(counts), size)]
-
-    def _policy(
-        self, step: TapStep, global_step: int, tokens: list[float], rows: list[float], micro_batches: list[float]
-    ) -> Policy | None:
-        """The driver's of this step, on every rank; None where the step cannot be looked into."""
-        ranks = self.ranks
-        step.first_row = int(sum(rows[: ranks.rank]))
-        policy = None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step)
-        policy = ranks.sent_by(0, policy)
-        if len(set(micro_batches)) == 1:
-            return policy
-        found = ", ".join(f"{number:.0f}" for number in micro_batches)
-        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
-        return None
+        self._write_metrics(norm)
 
     def _tell_once(self, why: str) -> None:
         if self.ranks.is_first and not self._is_told:
@@ -609,7 +603,7 @@ class Watch:
 
     def _begin_forward(self) -> None:
         if self.step is None:
-            self.begin_step()
+            self._begin_step()
         else:
             self._drop_what_is_gone()
         if self.tap.num_seen == _MANY and self._num_steps == 0:

@@ -58,10 +58,10 @@ class FusedStep(TapStep):
         super().__init__(tap, ranks)
         self.trainer = trainer
 
-    def take(self, forwards: Sequence[Forwarded], is_open: bool = False) -> None:
-        super().take(forwards, is_open)
+    def take(self, forwards: Sequence[Forwarded]) -> None:
+        super().take(forwards)
         scaler = self.trainer.accelerator.scaler
-        if is_open and scaler is not None:
+        if self.is_open and scaler is not None:
             self.backward_factor = 1.0 / scaler.get_scale()
 
     def forward_bytes(self) -> int:
