@@ -161,7 +161,7 @@ class TapStep(LoopStep):
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)
             window = slice(start, start + known["mask"].shape[1])
-        coefficient = known.get("coefficient")
+        coefficient = forwarded.coefficient
         coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
         mask = known["mask"] if "mask" in known else norms != 0
         ids = known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long)
@@ -388,7 +388,7 @@ class TapStep(LoopStep):
         recorded.beside_coefficient = forwarded.beside
         made.recorded = recorded
         made.on_host.setdefault("typical", made.on_host["coefficient"])
-        given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
+        given = forwarded.coefficient if self.form == "log_probs" else None
         made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
     @staticmethod

@@ -94,6 +94,8 @@ class Forwarded:
         """dL / d (the model's own auxiliary loss), a scalar."""
         self.declared: torch.Tensor | None = None
         """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
+        self.coefficient: torch.Tensor | None = None
+        """dL / d log_prob (B, T), where the loop gave its log-probs."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
 
@@ -129,6 +131,11 @@ class Forwarded:
         integers = [leaf for leaf in found if not (leaf.is_floating_point() or leaf.dtype == torch.bool)]
         named = [self.kwargs[name] for name in ("labels", "input_ids") if name in self.kwargs]
         return sorted(integers, key=lambda leaf: not any(leaf is each for each in named))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """B, and how many tokens of a row there are log-probs of, as far as that can be known."""
+        return self.positions if self.recorded is None else tuple(self.recorded.log_prob.shape)
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -446,7 +453,7 @@ class ModelTap:
             self._settle_heads()
         auxiliary, returned = _auxiliary(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
-            auxiliary.register_hook(partial(_add_to, present, "auxiliary"))
+            auxiliary.register_hook(partial(add_to, present, "auxiliary"))
         if returned is not None:
             present.recorded = Recorded(present.rng)
             record(present.recorded, returned)
@@ -491,7 +498,7 @@ class ModelTap:
         self._come_back(forwarded)
         if forwarded.is_open:
             return
-        _add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
+        add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
         assert forwarded.pull is not None
         norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
         forwarded.norms = norms.float().view(forwarded.positions).to(self.device)
@@ -603,7 +610,8 @@ def _called(hook: _Hook, *given: Any) -> Any:
         return None
 
 
-def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+def add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+    """Add what a backward left to what is known of a forward."""
     before = getattr(forwarded, name)  # of another backward through the same forward
     setattr(forwarded, name, grad.detach() if before is None else before + grad.detach())
 

@@ -7,7 +7,6 @@ Two taps are enough: on the model (:mod:`.taps`), and on the optimizer, whose st
 the loop's loss, its clip and its scaler are its own. Shapes: B rows of a micro-batch, T positions.
 """
 
-import json
 import logging
 import math
 import os
@@ -32,7 +31,7 @@ from ..core.ranks import LostRank, Ranks, host_group
 from ..core.sharding import compute_device
 from ..core.trigger import Spike
 from ..fault.updates import Undo
-from ..loop.batch import BatchView, Rows, at_first
+from ..loop.batch import BatchView, Rows
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.wire import Policy
@@ -41,11 +40,13 @@ from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
 from .clips import Clipping, plain
+from .curve import Curve
 from .replay import hold_against
 from .rows import brief_view, view_of
+from .said import check_outputs, said
 from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
-from .taps import Forwarded, ModelTap, innermost
+from .taps import ModelTap, add_to, innermost
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,7 @@ class Watch:
         self._set_up(model, ranks, kept, make_driver, optimizer, hidden, keep_gb)
         if self.localizer is not None:
             self.localizer.updates.undo = undo
-        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
-        self._has_written = False
+        self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
 
     def _set_up(
         self,
@@ -223,36 +223,13 @@ class Watch:
         if self.localizer is None:
             return
         self._next_number = self._next_number if step is None else int(step)
-        for name, value in (("mask", mask), ("ids", ids)):
-            is_matrix = value is None or isinstance(value, torch.Tensor) and value.dim() == 2
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
-        require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
-        if mask is None and not self.tap.forwards:
-            return
-        size = tuple(mask.shape) if mask is not None else self.tap.forwards[-1].positions
-        known: dict[str, Any] = {}
-        if mask is not None and ids is not None:
-            if ids.shape != mask.shape:
-                raise ValueError(
-                    f"Watch: the ids have shape {tuple(ids.shape)}, the mask {size}: give all of the tokens that the "
-                    "positions predict, such as ids[:, 1:] for next-token log-probs."
-                )
-            known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
-        if rows is not None:
-            known["rows"] = [*rows]
-            if len(known["rows"]) != size[0]:
-                raise ValueError(f"Watch: rows has {len(known['rows'])} names for {size[0]} rows.")
-        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
-        tensors = {name: _wide(name, value, size) for name, value in given.items() if value is not None}
-        if rewards is not None:
-            flat = _wide("rewards", rewards, size, is_flat=True)[:, 0]
-            tensors["token_level_scores"] = at_first(flat, torch.zeros(size, device=flat.device))
-        if self.tap.forwards and torch.is_grad_enabled():
-            last = self.tap.forwards[-1].known
-            last |= known | {"tensors": last.get("tensors", {}) | tensors}
+        last = self.tap.forwards[-1] if self.tap.forwards else None
+        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights, "rewards": rewards}
+        known = said(None if last is None else last.size, mask, ids, rows, given)
+        if last is not None and torch.is_grad_enabled():
+            last.known |= known | {"tensors": last.known.get("tensors", {}) | known.get("tensors", {})}
             if log_probs is not None and log_probs.requires_grad:
-                log_probs.register_hook(partial(_keep_coefficient, last))
+                log_probs.register_hook(partial(add_to, last, "coefficient"))
 
     def log_probs(
         self,
@@ -290,11 +267,11 @@ class Watch:
         given = forward()
         outputs = outputs_of(given)
         self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
-        _check_outputs(outputs, mask, entropy)
+        check_outputs(outputs, mask, entropy)
         if self.tap.num_seen > before and outputs.beside is not None and outputs.beside.requires_grad:
             last = self.tap.forwards[-1]
             last.again = frozen(forward)
-            outputs.beside.register_hook(partial(_keep_beside, last))
+            outputs.beside.register_hook(partial(add_to, last, "declared"))
         return given
 
     def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
@@ -330,7 +307,7 @@ class Watch:
             return False
         done = [each for each in self.tap.forwards if each.is_done]
         is_scaled = any(each.dtype == torch.float16 for each in done)
-        is_unknown = any("coefficient" not in each.known and not each.is_open for each in done)
+        is_unknown = any(each.coefficient is None and not each.is_open for each in done)
         return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
@@ -448,7 +425,7 @@ class Watch:
         self._write_metrics(norm)
 
     def _tell_once(self, why: str) -> None:
-        if self.ranks.is_first and not self._is_told:
+        if why and self.ranks.is_first and not self._is_told:
             self._is_told = True
             logger.warning("gradloc: %s", why)
 
@@ -711,38 +688,9 @@ class Watch:
             self._drop()
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
-        """A line of ``metrics.jsonl``, from which the report draws the run's curve."""
         self.metrics = {name.removeprefix("actor/"): value for name, value in self.metrics.items()}
-        if not self.ranks.is_first or not self.metrics or not self._metrics_path:
-            return
-        data = {"actor/grad_norm": float(norm), **{name: float(value) for name, value in self.metrics.items()}}
-        known = {name: value for name, value in data.items() if math.isfinite(value)}
-        try:
-            if not self._has_written:
-                self._has_written = True
-                begin_file(self._metrics_path, self.number)
-            with open(self._metrics_path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.number, "data": known}) + "\n")
-        except OSError as error:
-            self._tell_once(f"{self._metrics_path} cannot be written ({error}): the report will have no curve")
-
-
-def begin_file(path: str, step: int) -> None:
-    """Make place for the metrics of a run that begins at this step: an earlier run's, which went further, move aside.
-
-    A run that goes on where an earlier one ended appends to its file.
-    """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(os.path.getsize(path) - 2**16, 0))
-            last = json.loads(file.read().splitlines()[-1])["step"]
-    except (FileNotFoundError, IndexError, ValueError, KeyError, TypeError):
-        return
-    if last >= step:
-        base, end = os.path.splitext(path)
-        number = next(number for number in range(1, 10**6) if not os.path.exists(f"{base}.{number}{end}"))
-        os.rename(path, f"{base}.{number}{end}")
+        if self.metrics and self._curve is not None:
+            self._tell_once(self._curve.write(self.number, {"actor/grad_norm": float(norm), **self.metrics}))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -754,16 +702,6 @@ def is_compiled(model: torch.nn.Module) -> bool:
 def _to(reference: Any, name: str, *given: Any) -> Any:
     watch = reference()
     return None if watch is None else getattr(watch, name)(*given)
-
-
-def _keep_coefficient(known: dict[str, Any], grad: torch.Tensor) -> None:
-    before = known.get("coefficient")  # of another backward through the same log-probs
-    known["coefficient"] = grad.detach() if before is None else before + grad.detach()
-
-
-def _keep_beside(forwarded: Forwarded, grad: torch.Tensor) -> None:
-    before = forwarded.declared
-    forwarded.declared = grad.detach() if before is None else before + grad.detach()
 
 
 def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
@@ -786,25 +724,3 @@ def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig
         value = getattr(settings.evidence, name)
         require(value == "off", f"gradloc.evidence.{name}", "off in a loop of one's own, which no replay knows", value)
     return settings
-
-
-def _wide(name: str, value: Any, size: tuple[int, ...], is_flat: bool = False) -> torch.Tensor:
-    """As (B, T)."""
-    require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
-    value = value.detach().view(-1) if is_flat else value.detach()
-    value = value.unsqueeze(1) if value.dim() == 1 else value
-    if value.dim() != 2 or value.shape[0] != size[0] or value.shape[1] not in (1, size[1]):
-        raise ValueError(f"Watch: {name} has shape {tuple(value.shape)}, the mask {size}.")
-    return value.expand(size)
-
-
-def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
-    shapes = {"log_probs": outputs.log_prob.shape, "entropies": getattr(outputs.entropy, "shape", None)}
-    for name, shape in shapes.items():
-        if shape is not None and shape != mask.shape:
-            raise ValueError(
-                f"Watch.log_probs: the {name} have shape {tuple(shape)}, the mask {tuple(mask.shape)}: give all of the "
-                "tokens that the log-probs are of, such as ids[:, 1:] for next-token log-probs."
-            )
-    if has_entropy and outputs.entropy is None:
-        raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
