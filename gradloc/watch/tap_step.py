@@ -321,7 +321,9 @@ class TapStep(LoopStep):
         for labels, start in self._labels(made):
             flat = labels.reshape(-1)
             trial = fit(h[loudest], weight, bias, flat[loudest], pulls[loudest], tolerance, further=further)
-            off = float(trial.residual.nan_to_num().square().sum())
+            has_moved = trial.labels != flat[loudest]  # a token that fits is found wherever the given one does not
+            left = torch.where(has_moved, pulls[loudest].float().norm(dim=-1), trial.residual)
+            off = float(left.nan_to_num().square().sum())
             if least is None or off < _BETTER * least:
                 least, made.labels, made.start = off, labels, start
         assert made.labels is not None
