@@ -80,7 +80,7 @@ class ClipTap:
             self.is_off = False
 
 
-class Clipping:
+class SeenClips:
     """What clips have made of a step's gradient: the norm before them, and the same clips again.
 
     Args:

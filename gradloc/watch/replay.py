@@ -15,7 +15,7 @@ from ..core.gradients import Gradient, GradientSpace, in_parts, total_of
 from ..core.sharding import local_shard
 from ..record import Fault
 from ..words.text import plural
-from .clips import Clip, Clipping
+from .clips import Clip, SeenClips
 from .tap_step import TapStep
 
 SAME = {torch.float32: 3e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
@@ -26,7 +26,7 @@ _MOST_FAULTY = 8  # parameters of a fault
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
-def hold_against(step: TapStep, space: GradientSpace, before: Gradient, clipping: Clipping, norm: float) -> None:
+def hold_against(step: TapStep, space: GradientSpace, before: Gradient, clipping: SeenClips, norm: float) -> None:
     """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
 
     ``.grad`` is left holding it in the unit in which it was clipped; ``step.backward_factor`` says by what it was
@@ -143,7 +143,7 @@ def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> fl
 
 
 @torch.no_grad()
-def _after_clips(space: GradientSpace, before: Gradient, clipping: Clipping, factor: float) -> torch.Tensor:
+def _after_clips(space: GradientSpace, before: Gradient, clipping: SeenClips, factor: float) -> torch.Tensor:
     """Squared difference per parameter once the same clips were made; ``.grad`` is as it was."""
     kept = space.take()
     space.put([None if grad is None else grad * factor for grad in kept])

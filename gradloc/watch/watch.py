@@ -39,7 +39,7 @@ from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
-from .clips import Clipping, plain
+from .clips import SeenClips, plain
 from .curve import Curve
 from .replay import hold_against
 from .rows import brief_view, view_of
@@ -163,7 +163,7 @@ class Watch:
         self._before: Gradient | None = None
         self._handles: list[Any] = []
         self._is_told = False
-        self.ranks, self.settings, self.clipping = ranks, settings, Clipping(self._owns)
+        self.ranks, self.settings, self.clipping = ranks, settings, SeenClips(self._owns)
         self.localizer = None if settings is None else Localizer(self, ranks, settings)
         self.driver = None if settings is None or not ranks.is_first else make_driver()
         if settings is None:
