@@ -8,8 +8,7 @@ FSDP1 has a method of its own.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -50,63 +49,31 @@ def plain(norm: Any) -> torch.Tensor:
 
 
 class ClipTap:
-    """Keeps the clips of one model's gradient until they are taken.
+    """The clips of one model's gradient: the norm before them, and the same clips again.
 
     Args:
         owns: whether a parameter is one of the model's.
     """
 
     def __init__(self, owns: Callable[[Any], bool]):
-        self.owns, self.calls = owns, list[Clip]()
-        self.is_off = False
-        _install()
-        _taps.add(self)
-
-    def take(self) -> list[Clip]:
-        """Return the clips since the last call, in order."""
-        calls, self.calls = self.calls, []
-        return calls
-
-    def close(self) -> None:
-        _taps.discard(self)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """See no clips in here."""
-        self.is_off = True
-        try:
-            yield
-        finally:
-            self.is_off = False
-
-
-class SeenClips:
-    """What clips have made of a step's gradient: the norm before them, and the same clips again.
-
-    Args:
-        owns: whether a parameter is one of the model's.
-    """
-
-    def __init__(self, owns: Callable[[Any], bool]):
-        self._owns, self.tap = owns, None
+        self.owns = owns
+        self.pending: list[Clip] = []
+        """Since the last step, in order."""
         self.calls: list[Clip] = []
-        """Of the step that is looked into, in order."""
+        """Of the step that is looked into."""
         self.limit = math.inf
         """On the norm, of the one clip that there was; else inf."""
-        self._sees_all, self._own_limit, self._last = False, None, (0.0, 0.0)
+        self.is_off = False
+        self._sees_all, self._last = False, (0.0, 0.0)
+        self._own_limit: float | None = None
         self._known_limit: float | None = None
         """Of a clip by the loop's own code, once one was noticed."""
         self._raw: torch.Tensor | None = None
-
-    def listen(self) -> None:
-        self.tap = ClipTap(self._owns)
+        _install()
+        _taps.add(self)
 
     def close(self) -> None:
-        self.tap.close()
-
-    def forget(self) -> None:
-        """Drop the clips of a gradient that is not taken."""
-        self.tap.take()
+        _taps.discard(self)
 
     def after_backward(self, space: GradientSpace) -> None:
         """Note the norm that a clip would begin with, where the loop's clips cannot be seen."""
@@ -121,7 +88,7 @@ class SeenClips:
             space: the trained parameters.
             given: the norm where no clip was seen, if it is known.
         """
-        self.calls, raw, self._raw = self.tap.take(), self._raw, None
+        self.calls, self.pending, raw, self._raw = self.pending, [], self._raw, None
         if given is not None and not self.calls:
             return given
         covered = {id(param) for call in self.calls for param in call.params}
@@ -142,9 +109,11 @@ class SeenClips:
             if factor is not None:
                 space.scale(factor)
             return torch.tensor(norm)
-        with self.tap.paused():
-            norms = [plain(call.again()) for call in self.calls]
-        return self._joined(norms)
+        self.is_off = True
+        try:
+            return self._joined([plain(call.again()) for call in self.calls])
+        finally:
+            self.is_off = False
 
     def own_factor(self, norm: float) -> float | None:
         """What a loop's own clip multiplies with; None where none was seen."""
@@ -194,7 +163,7 @@ def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
     for tap in list(_taps):
         own = [] if tap.is_off else [param for param in params if tap.owns(param)]
         if own:
-            tap.calls.append(make(own))
+            tap.pending.append(make(own))
 
 
 def _listed(parameters: Any) -> list[Any]:

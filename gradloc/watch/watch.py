@@ -39,7 +39,7 @@ from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
-from .clips import SeenClips, plain
+from .clips import ClipTap, plain
 from .curve import Curve
 from .replay import hold_against
 from .rows import brief_view, view_of
@@ -163,7 +163,7 @@ class Watch:
         self._before: Gradient | None = None
         self._handles: list[Any] = []
         self._is_told = False
-        self.ranks, self.settings, self.clipping = ranks, settings, SeenClips(self._owns)
+        self.ranks, self.settings = ranks, settings
         self.localizer = None if settings is None else Localizer(self, ranks, settings)
         self.driver = None if settings is None or not ranks.is_first else make_driver()
         if settings is None:
@@ -177,14 +177,14 @@ class Watch:
             torch.compiler.reset()
         self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
-        self.clipping.listen()
+        self.clips = ClipTap(self._owns)
         self._listen()
 
     def close(self) -> None:
         """Take all hooks away."""
         if self.localizer is not None:
             self.tap.close()
-            self.clipping.close()
+            self.clips.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -359,7 +359,7 @@ class Watch:
         self.takes_what_is_not_finite = not self.scales_loss
         self._settle_outer()
         with torch.no_grad():
-            norm = plain(self.clipping.norm(self.space, norm))
+            norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number, self._before = None, None
         localizer: Any = self.localizer
@@ -446,11 +446,11 @@ class Watch:
     @property
     def clip_limit(self) -> float:
         """See :class:`~..loop.localizer.ActorPowers`."""
-        return self.clipping.limit
+        return self.clips.limit
 
     def clip(self) -> torch.Tensor:
         """Clip what is in ``.grad`` as the loop clipped; returns the norm before."""
-        return self.clipping.again(self.space)
+        return self.clips.again(self.space)
 
     def save_weights(self, global_step: int) -> str | None:
         """A loop keeps its own checkpoints."""
@@ -502,7 +502,7 @@ class Watch:
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self.clipping, spike.grad_norm)
+                hold_against(step, space, before, self.clips, spike.grad_norm)
                 self.is_unclipped = True
             else:
                 space.put(before)
@@ -523,12 +523,9 @@ class Watch:
     def _owns(self, param: Any) -> bool:
         if self.step is None:  # on one process no gradient is the model's then
             return self.ranks.num_processes > 1 and any(param is own for own in self.tap.outer.parameters())
-        return id(param) in self._ids()
-
-    def _ids(self) -> set[int]:
         if self._ids_of is not self.space:
-            self._ids_of, self._known_ids = self.space, {id(param) for param in self.space.params}
-        return self._known_ids
+            self._ids_of, self._ids = self.space, {id(own) for own in self.space.params}
+        return id(param) in self._ids
 
     _ids_of: Any = None
 
@@ -595,7 +592,7 @@ class Watch:
         done = [each for each in self.tap.forwards if each.is_done]
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
-            self.clipping.after_backward(self.space)
+            self.clips.after_backward(self.space)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
@@ -643,7 +640,7 @@ class Watch:
     def _is_ours(self, optimizer: Any) -> bool:
         if self.optimizer is optimizer:
             return True
-        ours = self._ids() if self.step is not None else {id(param) for param in self.tap.outer.parameters()}
+        ours = {id(param) for param in self.tap.outer.parameters()}
         return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
 
     @staticmethod
@@ -675,7 +672,7 @@ class Watch:
 
     def _drop(self) -> None:
         self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
-        self.clipping.forget()
+        self.clips.pending.clear()
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
     def _drop_what_is_gone(self) -> None:

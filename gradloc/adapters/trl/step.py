@@ -51,12 +51,15 @@ _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""
 
 
-class FusedStep(TapStep):
+class TrlStep(TapStep, OwnLoss):
     """All micro-batches of one optimizer step. TRL's kernel makes log-probs without ever holding all logits."""
+
+    trainer_name = "trl"
 
     def __init__(self, trainer: Any, tap: ModelTap, ranks: Ranks):
         super().__init__(tap, ranks)
-        self.trainer = trainer
+        self.trainer, self.dp_size = trainer, ranks.size
+        self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
 
     def take(self, forwards: Sequence[Forwarded]) -> None:
         super().take(forwards)
@@ -87,32 +90,21 @@ class FusedStep(TapStep):
 
         return replaced(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=apply))
 
-
-class TrlStep(FusedStep, OwnLoss):
-    """Of a loss of advantages: see :class:`~...core.step.TrainingStep`."""
-
-    trainer_name = "trl"
-
-    def __init__(self, trainer: Any, tap: ModelTap, ranks: Ranks):
-        super().__init__(trainer, tap, ranks)
-        self.dp_size = ranks.size
-        self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
+    # ---- a loss of advantages
 
     @property
     def knows_loss(self) -> bool:  # type: ignore[override]
-        """Whether the loss is made of the log-probs that TRL's own is made of."""
-        return self.is_open
+        """Whether the loss is one of advantages, made of the log-probs that TRL's own is made of."""
+        return self.is_open and all("inputs" in each.forwarded.known for each in self.micro_batches)
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
         """Of the trainer's loss, for each micro-batch."""
         return [each.forwarded.known["inputs"] for each in self.micro_batches]
 
-    # ---- what the search may ask
-
     @property
     def numerics(self) -> Numerics:
-        return replace(super().numerics, temperature=float(self.trainer.temperature))
+        return replace(super().numerics, temperature=float(getattr(self.trainer, "temperature", 1.0)))
 
     def details(self, micro_batch: int) -> Details:
         if not self.knows_loss:

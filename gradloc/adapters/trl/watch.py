@@ -30,7 +30,7 @@ from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
 from ...watch.watch import Watch
-from .step import OF_PROMPT, FusedStep, TrlStep, mask_of
+from .step import OF_PROMPT, TrlStep, mask_of
 
 
 class TrainerWatch(Watch):
@@ -44,8 +44,7 @@ class TrainerWatch(Watch):
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
-        self.has_rollouts = hasattr(trainer.args, "num_generations")
-        if settings is not None and not self.has_rollouts:  # no replay knows these trainers
+        if settings is not None and not hasattr(trainer.args, "num_generations"):  # which no replay knows
             settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
         ranks = Ranks(host_group(), device=trainer.accelerator.device)
         self._set_up(trainer.model, ranks, settings, partial(_driver_of, trainer, settings))
@@ -77,9 +76,8 @@ class TrainerWatch(Watch):
 
     def keep_rollouts(self, inputs: dict[str, Any]) -> None:
         """Keep what the inputs of TRL's loss say of the last forward's tokens."""
-        mask = mask_of(inputs)
-        advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
-        self.keep(inputs=inputs, mask=mask.bool(), ids=inputs["completion_ids"], tensors={"advantages": advantages})
+        self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
+        self.keep(inputs=inputs)
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
@@ -98,8 +96,8 @@ class TrainerWatch(Watch):
             self._metrics.append(self.metrics)
         return taken
 
-    def make_step(self) -> FusedStep:
-        return (TrlStep if self.has_rollouts else FusedStep)(self.trainer, self.tap, self.ranks)
+    def make_step(self) -> TrlStep:
+        return TrlStep(self.trainer, self.tap, self.ranks)
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
         """The trainer clips once and changes no gradient otherwise, so what was recorded of log-probs is all there is
