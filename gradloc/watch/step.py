@@ -38,6 +38,21 @@ class LoopStep:
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
 
+def auxiliary_loss(output: Any) -> torch.Tensor | None:
+    """Return what a transformers model's output has of a loss that passes through no hidden state: routers' balancing
+    loss."""
+    found = getattr(output, "aux_loss", None)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
+
+
+def returned_log_probs(output: Any) -> Outputs | None:
+    """Return the log-probs (B, T) that a model's output has, its entropies and its auxiliary loss; None without any."""
+    found = getattr(output, "log_probs", None)
+    if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.requires_grad and torch.is_grad_enabled():
+        return None
+    return Outputs(found, getattr(output, "entropy", None), auxiliary_loss(output))
+
+
 def outputs_of(given: Any) -> Outputs:
     """What a loop's function gave, as a search reads it.
 

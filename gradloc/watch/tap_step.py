@@ -32,8 +32,8 @@ from ..record import Fault
 from .anew import TapRecorded, kept, present
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
 from .rows import brief_of, shown
-from .step import LoopStep
-from .taps import Forwarded, Graph, ModelTap, Zero, returned_log_probs
+from .step import LoopStep, returned_log_probs
+from .taps import Forwarded, Graph, ModelTap, Zero
 
 FORMS = ("outputs", "log_probs", "logits", "hidden")
 _PROBED = 64  # positions by which labels are told from other inputs

@@ -32,12 +32,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.gradients import host_copy
 from ..core.sharding import compute_dtype, is_reduction_deferred
-from ..core.step import MovingState, Outputs, Recorded, RngState, generators_in, record
+from ..core.step import MovingState, Recorded, RngState, generators_in, record
 from .head import typical_size
-from .step import autocast_now
+from .step import autocast_now, auxiliary_loss, returned_log_probs
 
-_AUXILIARY = ("aux_loss",)
-"""Outputs of transformers' models that enter the loss and pass through no hidden state: routers' balancing losses."""
 _SAMPLE = 64  # positions
 
 
@@ -443,7 +441,7 @@ class ModelTap:
         present = self._present
         if self._graph is not None and (module is not self.body or module in self._attached):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            auxiliary = _auxiliary(output)
+            auxiliary = auxiliary_loss(output)
             self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
             self._graph.anchors = leaves if isinstance(self.outer, FSDP1 | FSDPModule) else []
             return
@@ -451,7 +449,7 @@ class ModelTap:
             return
         if self._is_searching and self._called:
             self._settle_heads()
-        auxiliary, returned = _auxiliary(output), returned_log_probs(output)
+        auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
             auxiliary.register_hook(partial(add_to, present, "auxiliary"))
         if returned is not None:
@@ -675,19 +673,6 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
 def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
     """Return a body's output with another tensor wherever it has h: in last_hidden_state, and last in hidden_states."""
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
-
-
-def _auxiliary(output: Any) -> torch.Tensor | None:
-    found = next((getattr(output, name, None) for name in _AUXILIARY), None)
-    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
-
-
-def returned_log_probs(output: Any) -> Outputs | None:
-    """Return the log-probs (B, T) that a model's output has, its entropies and its auxiliary loss; None without any."""
-    found = getattr(output, "log_probs", None)
-    if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.requires_grad and torch.is_grad_enabled():
-        return None
-    return Outputs(found, getattr(output, "entropy", None), _auxiliary(output))
 
 
 def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:

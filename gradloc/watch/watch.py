@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ class Watch:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         folder: str | os.PathLike[str] = "runs/gradloc",
-        action: str = "observe",
+        action: Any = "observe",
         tokenizer: Any = None,
         scaler: Any = None,
         hidden: torch.nn.Module | str | None = None,
@@ -118,37 +118,10 @@ class Watch:
             require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
             has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
-        ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
-        make_driver = partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer)
-        self._set_up(model, ranks, kept, make_driver, optimizer, hidden, keep_gb)
-        if self.localizer is not None:
-            self.localizer.updates.undo = undo
+        ranks = Ranks(None if kept is None else host_group(), device=self._device_of(model))
         self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
-
-    def _set_up(
-        self,
-        model: torch.nn.Module,
-        ranks: Ranks,
-        settings: Any,
-        make_driver: Callable[[], Driver],
-        optimizer: Any = None,
-        hidden: torch.nn.Module | str | None = None,
-        keep_gb: float = 0.25,
-    ) -> None:
-        """Hang on a model.
-
-        Args:
-            model: as of this class.
-            ranks: all processes.
-            settings: of spikes; None: none are looked for.
-            make_driver: called on the first process.
-            optimizer: as of this class.
-            hidden: as of this class.
-            keep_gb: as of this class.
-        """
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
-        self.scales_loss, self.takes_what_is_not_finite = False, True
-        self.is_unclipped = False
+        self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
         """See :class:`~..loop.localizer.ActorPowers`."""
         self.step: Any = None
         """The optimizer step that is being made; None between two."""
@@ -163,13 +136,15 @@ class Watch:
         self._before: Gradient | None = None
         self._handles: list[Any] = []
         self._is_told = False
-        self.ranks, self.settings = ranks, settings
-        self.localizer = None if settings is None else Localizer(self, ranks, settings)
-        self.driver = None if settings is None or not ranks.is_first else make_driver()
-        if settings is None:
+        self.ranks, self.settings = ranks, kept
+        self.localizer = None if kept is None else Localizer(self, ranks, kept)
+        self.driver = None
+        if self.localizer is None:
             return
-        reference = _watches.pop(innermost(model), None)
-        before = None if reference is None else reference()
+        self.localizer.updates.undo = undo
+        if ranks.is_first:
+            self.driver = self._make_driver(os.path.basename(os.path.abspath(folder)), tokenizer)
+        before = _watches.pop(innermost(model), lambda: None)()
         if before is not None:
             before.close()
         _watches[innermost(model)] = weakref.ref(self)
@@ -179,6 +154,17 @@ class Watch:
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
         self.clips = ClipTap(self._owns)
         self._listen()
+
+    def _device_of(self, model: torch.nn.Module) -> torch.device:
+        return compute_device(next(model.parameters()))
+
+    def _make_driver(self, name: str, tokenizer: Any) -> Driver:
+        run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
+        driver = Driver(self.settings, tokenizer=tokenizer, run=run, trained={})
+        driver.action_key = "action"
+        root = str(self.settings.root).encode("utf-8", "replace").decode("utf-8")
+        print(f"gradloc: on ({self.settings.action.mode}); events go to {root}", flush=True)
+        return driver
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -701,17 +687,11 @@ def _to(reference: Any, name: str, *given: Any) -> Any:
     return None if watch is None else getattr(watch, name)(*given)
 
 
-def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
-    run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
-    driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
-    driver.action_key = "action"
-    root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
-    print(f"gradloc: on ({settings.action.mode}); events go to {root}", flush=True)
-    return driver
-
-
 def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig | None:
-    """The effective ones; a loop has no checkpoint format, and nothing that could replay a bundle."""
+    """The effective ones; a loop has no checkpoint format, and nothing that could replay a bundle. A trainer's adapter
+    gives its own."""
+    if isinstance(action, GradLocConfig):
+        return action
     mode = {"mode": action} if isinstance(action, str) else action
     given = {"action": mode, **blocks, "evidence": {"bundle": "off", **blocks.get("evidence", {})}}
     settings = settings_without_verl(given, os.path.join(folder, "gradloc"), "a loop, which has none")

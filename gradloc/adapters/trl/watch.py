@@ -10,14 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from trl.trainer.utils import nanstd
 
-from ...core.ranks import Ranks, host_group
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
@@ -46,8 +44,7 @@ class TrainerWatch(Watch):
         self.trainer = trainer
         if settings is not None and not hasattr(trainer.args, "num_generations"):  # which no replay knows
             settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
-        ranks = Ranks(host_group(), device=trainer.accelerator.device)
-        self._set_up(trainer.model, ranks, settings, partial(_driver_of, trainer, settings))
+        super().__init__(trainer.model, action="off" if settings is None else settings, metrics=False)
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
         """How many values of each of TRL's metrics are of earlier steps."""
@@ -129,6 +126,18 @@ class TrainerWatch(Watch):
 
     # ---- inside
 
+    def _device_of(self, model: torch.nn.Module) -> torch.device:
+        return self.trainer.accelerator.device  # where the model may only come to be
+
+    def _make_driver(self, *_: Any) -> Driver:
+        trainer, settings = self.trainer, self.settings
+        args, trained = trainer.args, trainer.args.to_dict()
+        model = getattr(trainer.model.config, "_name_or_path", None)
+        name = args.run_name or os.path.basename(args.output_dir)
+        run = origin(Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args)), trained, "trl")
+        print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
+        return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
+
     @property
     def _stateful(self) -> dict[str, Any]:
         parts = {"spikes": self.driver, "health": self.monitor}
@@ -154,16 +163,6 @@ class TrainerWatch(Watch):
     def save_weights(self, global_step: int) -> str | None:
         folder = events_weights_folder(self.settings, global_step, self.ranks)
         return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
-
-
-def _driver_of(trainer: Any, settings: Any) -> Driver:
-    args = trainer.args
-    name, trained = args.run_name or os.path.basename(args.output_dir), args.to_dict()
-    model = getattr(trainer.model.config, "_name_or_path", None)
-    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args))
-    run = origin(run, trained, "trl")
-    print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
-    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
 
 def group_of(args: Any) -> dict[str, Any]:
