@@ -77,19 +77,18 @@ class VerlDriver(Driver):
     """The metrics of each update of the trainer's present step."""
     _global_step = -1
 
-    def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
+    def before_batch(self, per_row: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
         """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update`.
 
         Args:
-            response_mask: (R, T), in the order in which the rows are dealt out: to ranks in equal runs, each of which
-                is cut into mini-batches in order.
+            per_row: int (R,), response tokens, in the order in which the rows are dealt out: to ranks in equal runs,
+                each of which is cut into mini-batches in order.
             global_step: the trainer's.
             dp_size: data-parallel ranks.
             stage: of Lopti's.
         """
         if global_step != self._global_step:
             self._global_step, self.step_metrics = global_step, ()
-        per_row = response_mask.sum(-1)
         rows_per_rank = len(per_row) // dp_size
         by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
         rows_each = max(self.sequences_per_mini_batch // dp_size, 1)
@@ -171,15 +170,16 @@ class WorkersUpdate:
         raise NotImplementedError
 
 
-_PEAK = "perf/max_memory_allocated_gb"
+_PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
-    """verl reads its device's peak, which we reset before each step: tell the process' own, under any role."""
-    most = max(report.peak_bytes for report in reports) / 2**30
-    for name in [name for name in metrics if name.endswith(_PEAK)]:
-        told = metrics[name]
-        metrics[name] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
+    """verl reads its device's peaks, which we reset before each step: put back the process' own, under any role."""
+    for peak, values in zip(_PEAKS, zip(*(report.peak_bytes for report in reports), strict=True), strict=True):
+        most = max(values) / 2**30
+        for name in [name for name in metrics if name.endswith(peak)]:
+            found = metrics[name]
+            metrics[name] = [max(each, most) for each in found] if isinstance(found, list) else max(found, most)
 
 
 class Checkpointed:
@@ -286,7 +286,7 @@ class TrainerParts:
         if driver is None:
             policy = self._silent_policy(update)
         else:
-            policy = driver.before_batch(view.tensors["response_mask"], step, update.dp_size, stage)
+            policy = driver.before_batch(view.facts.num_tokens, step, update.dp_size, stage)
             if driver.settings.search.max_cures > 0 and not stage:  # which has a part of the advantages
                 groups = groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
                 policy = replace(policy, groups=groups)
