@@ -55,7 +55,7 @@ class Monitor:
     def _observe(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         if ZERO_VARIANCE not in metrics and self._compares_rollouts:
             metrics.update(_zero_variance(batch))
-        hidden = () if self._compares_rollouts else (ZERO_VARIANCE,)  # a filter or an analysis may have told it
+        hidden = () if self._compares_rollouts else (ZERO_VARIANCE,)  # a filter or an analysis may have set it
         judged = {name: value for name, value in metrics.items() if name not in hidden}
         verdict = self._judge.observe(global_step, judged)
         if verdict is None:

@@ -259,7 +259,7 @@ def watch_actor(worker: Any) -> DataProto:
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise of verl's ``CriticWorker``, whose critic is ours from here on."""
+    """The same of verl's ``CriticWorker``, whose critic is ours from here on."""
     worker.critic.__class__ = extended(type(worker.critic), WatchedCritic)
     return DataProto()
 
@@ -270,5 +270,5 @@ def report_of_actor(worker: Any) -> DataProto:
 
 
 def report_of_critic(worker: Any) -> DataProto:
-    """Likewise verl's ``CriticWorker``."""
+    """What verl's ``CriticWorker`` has to say."""
     return answer(worker.critic.report())

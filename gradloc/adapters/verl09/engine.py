@@ -199,7 +199,7 @@ def watch_actor(worker: Any) -> DataProto:
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise in each of the critic's (``TrainingWorker``)."""
+    """The same in each of the critic's (``TrainingWorker``)."""
     worker.engine.__class__ = extended(type(worker.engine), GradLocValueEngine)
     return DataProto()
 

@@ -167,7 +167,7 @@ class V1TrainerAnalyses(VerlAnalyses):
 
 
 def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
-    """Those of which it is true, and the others."""
+    """Those for which it is true, and the others."""
     pairs = list(zip(keys, is_it, strict=True))
     return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
 
@@ -218,7 +218,7 @@ class TrainerSide(TrainerParts):
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
         for driver in self.drivers:
-            if len(driver.step_metrics) > 1:  # of which verl has taken means
+            if len(driver.step_metrics) > 1:  # verl has taken their means
                 metrics.update(joined(driver.step_metrics))
         _, real = _fillers(batch)
         self.judge(view_of(batch.select_keys(real), self.seen), metrics, global_step)
@@ -326,7 +326,7 @@ _LABELS = ("uid", "data_source", "index")
 
 
 def fetch(batch: Any, fields: Sequence[str]) -> Any:
-    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that nobody put is left out."""
+    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that is not there is left out."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 

@@ -185,7 +185,7 @@ def aggregation_of(config: Any) -> str:
 
 def is_of_micro_batch(config: Any) -> bool:
     """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
-    engine that tells the loss how large the mini-batch is."""
+    engine that gives the loss how large the mini-batch is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **batch_info) for batch_info in sizes)
     return once == twice

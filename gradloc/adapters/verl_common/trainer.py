@@ -105,7 +105,7 @@ def _estimator(algorithm: Any) -> str | None:
 
 
 def _critic_settings(settings: Any) -> Any:
-    """The actor's settings as they hold for the critic: its own action, and no weights beside the checkpoints'."""
+    """The actor's settings as they hold for the critic: its own action, and no weights apart from the checkpoints'."""
     return replace(
         settings,
         enable=True,
@@ -183,7 +183,7 @@ def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> Non
 
 
 class Checkpointed:
-    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` lie beside each checkpoint."""
+    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` are kept with each checkpoint."""
 
     def _load_checkpoint(self) -> Any:
         answer = super()._load_checkpoint()
@@ -200,7 +200,7 @@ class Checkpointed:
 
 
 class TrainerParts:
-    """The parts that are on; their states lie in one file beside each checkpoint."""
+    """The parts that are on; their states are in one file in each checkpoint's folder."""
 
     spikes: VerlDriver | None = None
     """Of the actor's spikes."""
@@ -253,7 +253,7 @@ class TrainerParts:
             metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
 
     def update_actor(self, update: WorkersUpdate) -> dict[str, Any]:
-        """The actor's update, once or in Lopti's two stages; its metrics, of which ours are lists."""
+        """The actor's update, once or in Lopti's two stages; its metrics; ours are lists."""
         if self.lopti is None:
             return self._update(update, self.spikes, self.stabilizers)
         advantages, old_log_probs, response_mask = update.get("advantages", "old_log_probs", "response_mask")
@@ -315,7 +315,7 @@ class TrainerParts:
         return Policy(step, thresholds=nothing, tau=nothing, update=number, settings=self.settings)
 
     def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
+        """Once verl's ``Tracking`` is open, before the first step: where events are announced and tables shown."""
         for driver in self.drivers:
             driver.teller.trackers = tracking.logger
         if self.analysis is not None:
@@ -330,7 +330,7 @@ class TrainerParts:
         self._checkpoint = None
 
     def save(self, folder: str) -> None:
-        """Put the parts' states beside a checkpoint."""
+        """Put the parts' states into a checkpoint's folder."""
         if save_states(self._stateful, folder):
             self._checkpoint = folder
             self._remember(folder)

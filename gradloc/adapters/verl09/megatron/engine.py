@@ -35,7 +35,7 @@ class MegatronWatch(EngineWatch):
 
     @property
     def grad_clip(self) -> float:
-        """Megatron's own, which override_optimizer_config may set beside verl's."""
+        """Megatron's own, which override_optimizer_config may set apart from verl's."""
         return leaves_of(self.engine.optimizer)[0].config.clip_grad
 
     @property
@@ -145,7 +145,7 @@ class GradLocMegatronEngine(WatchedEngine):
 
 
 def check(engine: Any) -> None:
-    """Refuse what was not run, and only the engine tells.
+    """Refuse what was not run, and only the engine knows.
 
     Raises:
         RuntimeError: one sentence.
