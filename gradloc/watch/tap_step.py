@@ -163,6 +163,8 @@ class TapStep(LoopStep):
             window = slice(start, start + known["mask"].shape[1])
         coefficient = forwarded.coefficient
         coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        if forwarded.factor is not None:
+            coefficient = coefficient.where(forwarded.factor[:, window], 0.0)
         mask = known["mask"] if "mask" in known else norms != 0
         ids = known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long)
         recorded = Recorded(forwarded.rng)

@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..analysis.config import taken_from
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
 from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
-from ..core.ranks import LostRank, Ranks, host_group
+from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
 from ..core.sharding import compute_device
-from ..core.trigger import Spike
 from ..fault.updates import Undo
 from ..loop.batch import BatchView, Rows
 from ..loop.driver import AbortedBySpike, Driver
@@ -39,6 +40,7 @@ from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
+from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .curve import Curve
 from .replay import hold_against
@@ -46,7 +48,7 @@ from .rows import brief_view, view_of
 from .said import check_outputs, said
 from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
-from .taps import ModelTap, add_to, innermost
+from .taps import ModelTap, StageTokens, add_to, innermost
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,8 @@ class Watch:
         undo: for an optimizer whose last step cannot be undone from its state by the rules of torch's Adam, AdamW and
             SGD with momentum: called with a parameter's local shard, its state and its group's hyperparameters, returns
             the shard before the step, or None.
-        settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
+        settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all. ``buckets`` and
+            ``quartiles``, True or with settings, take a step's gradient apart now and then.
 
     Raises:
         ValueError: one sentence, for a wrong setting or a model without trained parameters.
@@ -112,6 +115,7 @@ class Watch:
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
+        analyses = taken_from(settings)
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
             is_trained = any(param.requires_grad for param in model.parameters())
@@ -136,12 +140,19 @@ class Watch:
         self._before: Gradient | None = None
         self._handles: list[Any] = []
         self._is_told = False
+        self.analyses: LoopAnalyses | None = None
+        self.is_analysing = False
+        """Whether steps of the optimizer are an analysis' own, which are taken back."""
+        self.stage_name = ""
+        """Of Lopti's, which the step that is being made is of."""
         self.ranks, self.settings = ranks, kept
         self.localizer = None if kept is None else Localizer(self, ranks, kept)
         self.driver = None
-        if self.localizer is None:
+        if kept is None or self.localizer is None:
             return
         self.localizer.updates.undo = undo
+        names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
+        self.analyses = LoopAnalyses(analyses, kept.root, names)
         if ranks.is_first:
             self.driver = self._make_driver(os.path.basename(os.path.abspath(folder)), tokenizer)
         before = _watches.pop(innermost(model), lambda: None)()
@@ -260,6 +271,38 @@ class Watch:
             outputs.beside.register_hook(partial(add_to, last, "declared"))
         return given
 
+    @contextmanager
+    def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
+        """Around a micro-batch's forward and backward: one of Lopti's two stages (arXiv 2505.12929).
+
+        The loop makes two optimizer steps of its batch, one in each stage. In the backward only the stage's tokens have
+        a gradient, whatever the loss: its value and its denominators stay, so at the same weights the gradients of both
+        stages add up to the ordinary one. What passes through no token is in both.
+
+        Args:
+            name: ``low``: the tokens with a probability under ``eta``; ``high``: all others.
+            old_log_probs: (B, T), from before both stages: of all positions, or all but the last.
+            eta: between 0 and 1.
+
+        Raises:
+            ValueError: one sentence, for a wrong argument.
+            RuntimeError: one sentence, where the stage could not be kept to: take no step then.
+        """
+        require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
+        require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
+        require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
+        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
+        self.tap.stage = stage
+        try:
+            yield
+        finally:
+            self.tap.stage = None
+        made = [each for each in self.tap.forwards if each.stage is stage]
+        is_inlined = self.tap.has_trained_head and any(not each.head_calls for each in made)
+        if not made or is_inlined or self.tap.has_failed or not all(each.is_done for each in made):
+            why = "the head's weight is used without a call of the head" if is_inlined else "no gradient passed by"
+            raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
+
     def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
         """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step now if it spikes.
 
@@ -356,15 +399,45 @@ class Watch:
                 policy = None if policy is None else self.before_look(norm, policy)
                 taken = localizer.before_step(norm, policy)
                 localizer.end_update()
+                analysed = self._analyse(float(norm))
                 self.step.release()
-                self._send(norm)
+                self._send(analysed)
         finally:
             self.is_unclipped = False
             is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
             if self._before is not None and not is_other:
                 self.space.put(self._before)
-            self.step = self._before = None
+            self.step, self._before, self.stage_name = None, None, ""
+        self._write_metrics(norm)
         return taken if is_other else norm
+
+    def _analyse(self, norm: float) -> dict[str, float]:
+        """Take the step apart, where an analysis is due; returns its metrics on the first process."""
+        if self.analyses is None or not self.analyses.are_due(self.number):
+            return {}
+
+        def view() -> BatchView | None:
+            by_rank = self.ranks.gather_first(self.step.all_rows())
+            return None if by_rank is None else self.view(by_rank)
+
+        self.is_analysing = True
+        try:
+            return self.analyses.run(self.number, partial(self._objection_to_analysis, norm), self, view)
+        finally:
+            self.is_analysing = False
+
+    def _objection_to_analysis(self, norm: float) -> str:
+        """Run the gradient again from the taps, unless a spike had that done; a sentence where there is no analysis."""
+        if not math.isfinite(norm):
+            return "the gradient of this step is not finite"
+        if self._before is None and not self.step.is_open:
+            try:
+                self._prepare(norm)
+            except PeerFailure as error:
+                return str(error)
+        if not self.step.objection and self.optimizer is None:
+            return "an analysis needs the optimizer: pass it to gradloc.Watch"
+        return self.step.objection
 
     def _counts(self) -> "_Counts":
         """What all ranks have of the step."""
@@ -381,7 +454,11 @@ class Watch:
     def _policy(self, counts: "_Counts") -> Policy | None:
         """The driver's of this step, on every rank; None where the step cannot be looked into."""
         self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
-        policy = None if self.driver is None else self.driver.before_update([int(sum(counts.tokens))], self.number)
+        policy = (
+            None
+            if self.driver is None
+            else self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
+        )
         policy = self.ranks.sent_by(0, policy)
         if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
             return policy
@@ -389,7 +466,7 @@ class Watch:
         self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
         return None
 
-    def _send(self, norm: torch.Tensor) -> None:
+    def _send(self, analysed: dict[str, float]) -> None:
         """Send what the ranks know of the step to the driver, on the first process.
 
         Raises:
@@ -401,14 +478,24 @@ class Watch:
         rows: Any = step.all_rows() if is_written else step.brief()
         by_rank = self.ranks.gather_first((localizer.report(), rows))
         self.metrics = {}
-        if by_rank is not None and driver is not None:
+
+        def learn() -> AbortedBySpike | None:
+            """Write the event, on the first process; returns why it ends the run, if it does."""
+            if by_rank is None or driver is None:
+                return None
             reports, everyones = zip(*by_rank, strict=True)
             batch = self.view(everyones) if is_written else brief_view(everyones, self.signal)
-            ours = driver.after_update(reports, batch)
-            self.metrics = {name: float(value) for name, (value,) in ours.items()}
+            try:
+                ours = driver.after_update(reports, batch)
+            except AbortedBySpike as error:
+                return error
+            self.metrics = {name: float(value) for name, (value,) in ours.items()} | analysed
+            return None
+
         if any(spike.taken == "abort" for spike in localizer.outcomes):
-            raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
-        self._write_metrics(norm)
+            why = self.ranks.agree_slowly(learn)  # a launcher ends the first process with any other that has ended
+            raise why or AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
+        learn()
 
     def _tell_once(self, why: str) -> None:
         if why and self.ranks.is_first and not self._is_told:
@@ -466,12 +553,12 @@ class Watch:
             return policy
         if spike.kind == "non_finite" and self.scales_loss and self.localizer._safely(self.localizer._has_finite_loss):
             return None  # an overflow by the scale alone
-        is_ready = self.localizer._safely(partial(self._prepare, spike))
+        is_ready = self.localizer._safely(partial(self._prepare, spike.grad_norm))
         return policy if is_ready else None
 
     # ---- inside
 
-    def _prepare(self, spike: Spike) -> bool:
+    def _prepare(self, norm: float) -> bool:
         step, space, ranks = self.step, self.space, self.ranks
         changed = sum(each.forwarded.is_changed for each in step.micro_batches)
         (changed,) = ranks.sum([float(changed)])
@@ -484,11 +571,11 @@ class Watch:
         state, before = space.forward_state(), space.take()
         try:
             step.settle()
-            if math.isfinite(spike.grad_norm):
+            if math.isfinite(norm):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self.clips, spike.grad_norm)
+                hold_against(step, space, before, self.clips, norm)
                 self.is_unclipped = True
             else:
                 space.put(before)
@@ -582,7 +669,7 @@ class Watch:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
-        if not self._is_ours(optimizer):
+        if self.is_analysing or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:

@@ -125,6 +125,10 @@ class TrlStep(TapStep, OwnLoss):
         has_term = self.knows_loss and "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
         return {"beta": 0.0} if has_term else None
 
+    @property
+    def without_entropy(self) -> dict[str, Any] | None:
+        return {"_entropy_bonus_enabled": False} if getattr(self.trainer, "_entropy_bonus_enabled", False) else None
+
     def setting(self, name: str) -> Any:
         trainer, name = self.trainer, _IN_LOSS.get(name, name)
         return getattr(trainer if hasattr(trainer, name) else trainer.args, name)
@@ -148,7 +152,8 @@ class TrlStep(TapStep, OwnLoss):
         arguments = {name: value for name, value in settings.items() if not hasattr(trainer, name)}
         states |= {name: value for name, value in settings.items() if name not in arguments}
         inputs, kept = {**self.inputs[micro_batch], **tensors}, self.micro_batches[micro_batch].forwarded.known
-        states["_get_per_token_logps_and_entropies"] = lambda *_, **__: given
+        staged = (*within_stage(kept["stage"], *given[:2]), *given[2:])
+        states["_get_per_token_logps_and_entropies"] = lambda *_, **__: staged
         states["get_high_entropy_mask"] = lambda *_, **__: kept["entropy_mask"]  # over all ranks, as training had it
         with replaced(trainer, **states), replaced(trainer.args, **arguments):
             with replaced(trainer.accelerator, **_ALONE), trainer.compute_loss_context_manager():
@@ -201,6 +206,13 @@ class TrlStep(TapStep, OwnLoss):
 
 _ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values, *_, **__: values)
 """TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
+
+
+def within_stage(stage: torch.Tensor | None, *values: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The same values (B, T), of which only the stage's tokens pass a gradient back; None: all do."""
+    if stage is None:
+        return [*values]
+    return [None if value is None else value.where(stage, value.detach()) for value in values]
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import trl
 
+from ...checks import require
 from ...core.ranks import PeerFailure, Ranks
 from ...touched import extended
-from .config import check_trl, health_of, refuse, settings_of, setup_of
-from .step import OTHER_KEY, REWARD_KEY
+from ...watch.analyses import LoopAnalyses
+from .config import check_trl, features_of, health_of, refuse, settings_of, setup_of
+from .step import OTHER_KEY, REWARD_KEY, within_stage
 from .watch import TrainerWatch, group_of, other_advantages
 
 
@@ -34,13 +36,22 @@ class WatchedTrainer:
 
     def _start(self, gradloc: Any, health: Any) -> None:
         args = self.args
-        settings = settings_of(getattr(args, "gradloc", "observe") if gradloc is None else gradloc, args.output_dir)
+        given = getattr(args, "gradloc", "observe") if gradloc is None else gradloc
+        settings, (analyses, lopti) = settings_of(given, args.output_dir), features_of(given)
         judge = health_of(getattr(args, "health", False) if health is None else health)
         if settings is None and judge is None:
             return
         check_trl()
         refuse(setup_of(self), settings)
+        if lopti is not None:
+            is_grpo = isinstance(self, trl.GRPOTrainer)
+            require(is_grpo, "the trainer with gradloc's lopti", "TRL's GRPOTrainer", type(self).__name__)
+            expected = "2 with gradloc's lopti, whose stages they are"
+            require(self.num_iterations == 2, "num_iterations", expected, self.num_iterations)
         self._watch = TrainerWatch(self, settings, judge)
+        if settings is not None:
+            names = {"project": "trl", "experiment": args.run_name or os.path.basename(args.output_dir)}
+            self._watch.analyses, self._watch.lopti = LoopAnalyses(analyses, settings.root, names), lopti
 
     # ---- an optimizer step, from its first micro-batch to the optimizer
 
@@ -88,12 +99,20 @@ class WatchedRewards(WatchedTrainer):
     """In front of a trainer whose loss is of advantages."""
 
     _rewards: torch.Tensor | None = None
+    _stage: torch.Tensor | None = None
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        if self._watch is None:
+            return super()._compute_loss(model, inputs)
+        self._stage = self._watch.stage_of(inputs["old_per_token_logps"]) if self._watch.lopti is not None else None
         loss = super()._compute_loss(model, inputs)
-        if self._watch is not None:
-            self._watch.keep_rollouts(inputs)
+        self._watch.keep_rollouts(inputs, self._stage)
         return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:
+        log_probs, entropies, *others = super()._get_per_token_logps_and_entropies(*args, **given)
+        stage = self._stage if torch.is_grad_enabled() else None
+        return (*within_stage(stage, log_probs, entropies), *others)
 
     def get_high_entropy_mask(self, *args: Any, **given: Any) -> Any:
         mask = super().get_high_entropy_mask(*args, **given)

@@ -27,6 +27,7 @@ from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
+from ...reweighting.config import LoptiConfig
 from ...watch.watch import Watch
 from .step import OF_PROMPT, TrlStep, mask_of
 
@@ -39,6 +40,8 @@ class TrainerWatch(Watch):
         settings: of spikes; None: none are looked for.
         health: of the health monitor; None: off.
     """
+
+    lopti: LoptiConfig | None = None
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
@@ -71,10 +74,21 @@ class TrainerWatch(Watch):
         if self.localizer is not None and self.tap.forwards and torch.is_grad_enabled():
             self.tap.forwards[-1].known |= known
 
-    def keep_rollouts(self, inputs: dict[str, Any]) -> None:
+    def keep_rollouts(self, inputs: dict[str, Any], stage: torch.Tensor | None) -> None:
         """Keep what the inputs of TRL's loss say of the last forward's tokens."""
         self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
-        self.keep(inputs=inputs)
+        self.keep(inputs=inputs, stage=stage)
+
+    def stage_of(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
+        """Which tokens, bool (B, T), Lopti's stage lets move the weights in this micro-batch; None without Lopti. TRL's
+        first pass over its rollouts is the first stage."""
+        if self.lopti is None:
+            return None
+        each = self.trainer.args.steps_per_generation
+        is_first = self.trainer._step % (2 * each) < each
+        is_low = is_first == (self.lopti.eta > 0)
+        self.stage_name = "low" if is_low else "high"
+        return (old_log_probs.exp() < abs(self.lopti.eta)) == is_low
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
