@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+from . import Event, version1
+from .bundle import SequenceFile
+
 T = TypeVar("T")
 _SPELLED = ("NaN", "Infinity", "-Infinity")
 _SIMPLE = {int: "an integer", bool: "true or false", str: "text"}
@@ -59,10 +62,13 @@ def _object(kind: Any) -> Reader:
         (field.name, _reader(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
         for field in fields(kind)
     ]
+    upgrade = {Event: version1.event, SequenceFile: version1.sequences}.get(kind)
 
     def make(raw: Any, where: str) -> Any:
         if not isinstance(raw, dict):
             raise _wrong(where, "an object", raw)
+        if upgrade is not None and raw.get("schema_version", 1) == 1:
+            raw = upgrade(raw)
         found = {}
         for name, read_field, is_required in parts:
             if name in raw:

@@ -83,5 +83,5 @@ def _row(event: Event, culprit: Culprit) -> list[Any]:
         share,
         culprit.share_error if share is not None else None,
         culprit.grad_norm,
-        culprit.advantage,
+        culprit.at("advantage"),
     ]

@@ -80,10 +80,11 @@ def engine_words(culprit: Culprit) -> str:
     """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
     if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
         return ""
-    old = culprit.old_log_prob_stored
-    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
-    engines = number(culprit.rollout_log_prob, 3)
-    return f": the engine says log-prob {engines}, the trainer{before} {number(culprit.log_prob, 3)} now"
+    old, engines = culprit.at("old_log_prob"), culprit.at("rollout_log_prob")
+    before = "" if old in (None, engines) else f" {number(old, 3)} before the update and"
+    return (
+        f": the engine says log-prob {number(engines, 3)}, the trainer{before} {number(culprit.at('log_prob'), 3)} now"
+    )
 
 
 def group(event: Event) -> str:
@@ -92,7 +93,7 @@ def group(event: Event) -> str:
     known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
     if "rollouts" not in known:
         return ""
-    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    rollouts, advantage = int(known["rollouts"]), culprit.at("advantage") or 0.0
     if known.get("group_size") == 1:
         drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
         return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."

@@ -59,7 +59,6 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
         facts = {
             "extreme_advantage": {"advantage": 0.7 * factor},
             "token_mismatch": {
-                "ratios": make_culprit()["ratios"] | {"current_over_old": factor},
                 **dict.fromkeys(("old_log_prob_used", "old_log_prob_stored"), -4.6 - math.log(factor)),
             },
             "low_probability": {"log_prob": -9.2},

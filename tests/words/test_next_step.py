@@ -14,6 +14,7 @@ from gradloc.words.causes import MEANINGS, RULES
 from gradloc.words.cures import MILDEST_FIRST, OF_BATCH, cures_for, settings_in
 from gradloc.words.next_step import FACTS, next_step
 from tests.report import events as golden
+from tests.words import a_culprit
 
 TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
 DISTILLED = {"teacher_gap": 0.1}
@@ -62,7 +63,7 @@ CLAMPED = {"ppo_epochs": 1, "gradloc": {"stabilize": {"token_clip": {"mode": "cl
 def test_the_step_is_the_first_that_is_not_in_force_and_that_can_help(name, changes, actor, line):
     found = event(name, **changes)
     if changes.get("batch"):
-        found = replace(found, culprits=(replace(found.culprits[0], **TAUGHT | {"log_prob": -1.0}),))
+        found = replace(found, culprits=(a_culprit(found.culprits[0], **TAUGHT | {"log_prob": -1.0}),))
     assert lines(found, actor)[0].startswith(line)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...record import Culprit, Event, PartShare, PathEntry, Search
 from ...record.bundle import Sequence
+from ...record.columns import COLUMNS, OF_A_TOKEN, SHOWN
 from ...words.advice import replay_line
 from ...words.causes import Meaning, meaning_of
 from ...words.culprits import by_size, carried, leader, shares_sentence
@@ -31,22 +32,6 @@ _PARTS = 6
 """Of the rows, prompts and data sources each."""
 PICTURE_BYTES = 3_000_000
 """Of the pictures of one event in a page."""
-ODD_FACTS = {
-    "token_mismatch": "ratio new / old",
-    "sequence_mismatch": "ratio of the sequence",
-    "extreme_advantage": "advantage",
-    "low_probability": "log-prob",
-    "kl_term": "of it the KL term",
-    "is_weight": "rollout-correction weight",
-    "entropy_term": "d loss / d entropy",
-    "value_outlier": "return",
-    "teacher_gap": "teacher's log-prob",
-    "non_finite": "d loss / d log-prob",
-}
-"""Which fact of a culprit each cause is about."""
-ESSENTIAL = ("value", "return", "advantage", "ratio new / old", "log-prob", "entropy", "reward of the sequence")
-_AMONG_FACTS = ("value", "value_target", "teacher_log_prob", "coefficient")
-"""Numbers of a cause that stand among the facts by another name."""
 _REPLAYED = {
     "none": "the step",
     "subtract": "the culprits alone",
@@ -73,51 +58,35 @@ class CulpritView:
             self.place += f", turn {culprit.turn.number} of {culprit.turn.num_turns}"
         self.share = carried(event, [culprit]) or number(None)
         self.norm = ("" if culprit.is_exact else "at least ") + number(culprit.grad_norm)
-        known = _facts(culprit)
+        known, meaning = _facts(culprit), meaning_of(culprit.cause.label)
         # The fact that the cause is about comes first, with what is odd about it.
-        odd, about = odd_number(culprit), ODD_FACTS.get(culprit.cause.label, "")
-        if about not in known and odd:  # a cause about no single fact of the record, such as the Jacobian
-            about = _in_words(f"{meaning_of(culprit.cause.label).factor}_over_typical")
-        self.essential = [(about, known[about], odd or "the odd one")] if about in known else []
-        self.essential += [(name, known[name], "") for name in ESSENTIAL if name in known and name != about]
-        named = {label for label, _, _ in self.essential}
-        self.rest = [(label, text) for label, text in known.items() if label not in named]
+        odd, about = odd_number(culprit), meaning.column
+        if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
+            about = f"{meaning.factor}_over_typical"
+        first = [name for name in (*SHOWN, "reward") if name == "reward" or SHOWN[name].is_essential]
+        self.essential = [(*known[about], odd or "the odd one")] if about in known else []
+        self.essential += [(*known[name], "") for name in first if name in known and name != about]
+        self.rest = [fact for name, fact in known.items() if name not in (about, *first)]
 
     @property
     def cells(self) -> tuple[str, ...]:
-        ratio = number(self.culprit.ratios.current_over_old)
-        return self.share, self.norm, number(self.culprit.advantage), ratio, spoken(self.culprit.cause.label)
+        numbers = (number(self.culprit.at(name)) for name in ("advantage", "ratio"))
+        return self.share, self.norm, *numbers, spoken(self.culprit.cause.label)
 
 
-def _facts(culprit: Culprit) -> dict[str, str]:
-    facts = {
-        "value": culprit.value,
-        "value before the update": culprit.old_value,
-        "return": culprit.value_target,
-        "advantage": culprit.advantage,
-        "log-prob": culprit.log_prob,
-        "teacher's log-prob": culprit.teacher_log_prob,
-        "old log-prob, used": culprit.old_log_prob_used,
-        "old log-prob, stored": culprit.old_log_prob_stored,
-        "rollout log-prob": culprit.rollout_log_prob,
-        "reference log-prob": culprit.ref_log_prob,
-        "ratio new / old": culprit.ratios.current_over_old,
-        "ratio old / rollout": culprit.ratios.old_over_rollout,
-        "ratio of the sequence": culprit.ratios.sequence_geometric_mean,
-        "entropy": culprit.entropy,
-        "rollout-correction weight": culprit.is_weight,
-        "d loss / d log-prob": culprit.coefficients.log_prob,
-        "of it the KL term": culprit.coefficients.kl,
-        "d loss / d entropy": culprit.coefficients.entropy,
-        "reward of the sequence": culprit.reward,
-        "largest token's own norm": max(culprit.token_norms or (), default=None),
+def _facts(culprit: Culprit) -> dict[str, tuple[str, str]]:
+    """A culprit's numbers that are known, by name: what each is called, and as text."""
+    facts = {name: (column.label, culprit.at(name)) for name, column in OF_A_TOKEN.items()} | {
+        "sequence_ratio": ("ratio of the sequence", culprit.sequence_ratio),
+        "reward": ("reward of the sequence", culprit.reward),
+        "token_norm": ("largest token's own norm", max(culprit.token_norms or (), default=None)),
     }
     numbers = culprit.cause.numbers.items()
-    pairs = [*facts.items(), *((_in_words(name), value) for name, value in numbers if name not in _AMONG_FACTS)]
-    known = {label: number(value) for label, value in pairs if value is not None}
-    return (
-        known if culprit.versions is None else {**known, "sampled by the weights of": _each("step", *culprit.versions)}
-    )
+    facts |= {name: (_in_words(name), value) for name, value in numbers if name not in COLUMNS}
+    known = {name: (label, number(value)) for name, (label, value) in facts.items() if value is not None}
+    if culprit.versions is not None:
+        known["versions"] = ("sampled by the weights of", _each("step", *culprit.versions))
+    return known
 
 
 def _each(noun: str, first: int, last: int) -> str:
@@ -197,7 +166,7 @@ class EventPage(EventView):
     @property
     def default(self) -> str:
         """Name of the measure that shades at first."""
-        return self.shades[0].measure.name if self.shades else ""
+        return self.shades[0].name if self.shades else ""
 
     def level(self, sequence: int, position: int) -> str:
         """The letter that shades a token at first."""
@@ -235,17 +204,20 @@ def _parts(event: Event) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
     """The sequence with the shares that the page shows: none that is not trusted, and a culprit's own as measured."""
-    if sequence.share is None:
+    if "share" not in sequence.columns:
         return sequence
+    columns = {name: values for name, values in sequence.columns.items() if not COLUMNS[name].is_summed}
     if event.shares is not None and not event.shares.is_trusted:
-        return replace(sequence, share=None, share_error=None)
-    share, error = list(sequence.share), list(sequence.share_error or [0.0] * len(sequence.share))
+        return replace(sequence, columns=columns)
+    shares = list(sequence.columns["share"])
+    errors = list(sequence.columns.get("share_error", [0.0] * len(shares)))
     for culprit in event.culprits:
         is_here = tokens.is_same(culprit, sequence) and len(culprit.positions) == 1
-        if is_here and culprit.positions[0] < min(len(share), len(error)) and culprit.share is not None:
-            share[culprit.positions[0]] = culprit.share
-            error[culprit.positions[0]] = culprit.share_error or 0.0
-    return replace(sequence, share=tuple(share), share_error=tuple(error) if sequence.share_error else None)
+        if is_here and culprit.positions[0] < min(len(shares), len(errors)) and culprit.share is not None:
+            shares[culprit.positions[0]] = culprit.share
+            errors[culprit.positions[0]] = culprit.share_error or 0.0
+    known = {"share": tuple(shares)} | ({"share_error": tuple(errors)} if "share_error" in sequence.columns else {})
+    return replace(sequence, columns=known | columns)
 
 
 def severity(event: Event) -> float:
@@ -263,7 +235,7 @@ def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, list[t
     made = []
     for culprit in {culprit.sequence_id: culprit for culprit in event.culprits if culprit.siblings}.values():
         own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)
-        lines = [(culprit.sequence_id, culprit.reward, culprit.advantage, len(own) if own else None)]
+        lines = [(culprit.sequence_id, culprit.reward, culprit.at("advantage"), len(own) if own else None)]
         lines += [(s.sequence_id, s.reward, s.advantage, s.num_tokens) for s in culprit.siblings or ()]
         cells = [((name or "").rpartition(":")[2] or "–", *map(number, numbers)) for name, *numbers in lines]
         # A chat's question is at its end.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...record import Culprit, Event
+from ...record.columns import OF_A_TOKEN
 from ...record.store import plain
 from ...words.culprits import trusted_share
 from ...words.cures import healer
@@ -21,6 +22,12 @@ from .eventview import EventView
 
 CULPRITS = 8
 """Culprits in an issue; the rest are counted."""
+
+
+def _column(name: str) -> Callable[[Event, Culprit], Any]:
+    return lambda _, culprit: culprit.at(name)
+
+
 EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "event_id": lambda event: _quoted(event.event_id),
     "global_step": lambda event: event.step.global_step,
@@ -48,10 +55,7 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
     "share": trusted_share,
     "share_error": lambda event, culprit: None if trusted_share(event, culprit) is None else culprit.share_error,
     "culprit_norm": lambda _, culprit: culprit.grad_norm,
-    "advantage": lambda _, culprit: culprit.advantage,
-    "log_prob": lambda _, culprit: culprit.log_prob,
-    "ratio": lambda _, culprit: culprit.ratios.current_over_old,
-    "coefficient": lambda _, culprit: culprit.coefficients.log_prob,
+    **{name: _column(name) for name in OF_A_TOKEN},
 }
 
 

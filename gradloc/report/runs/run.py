@@ -19,7 +19,7 @@ from typing import Any
 
 from ...health import Reason
 from ...health.rules import ADVICE
-from ...record import SCHEMA_VERSION, Culprit, Event
+from ...record import EVENT_VERSION, Culprit, Event
 from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
 from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
@@ -300,13 +300,13 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
     if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
         return None, f"{where} is no event record and was left out."
     version = raw.get("schema_version")
-    is_known = version == SCHEMA_VERSION
+    is_known = version in (1, EVENT_VERSION)
     try:
         event = read(Event, raw)
     except ValueError as error:
-        of = "" if is_known else f" is of schema version {version!r} (known: {SCHEMA_VERSION}) and"
+        of = "" if is_known else f" is of schema version {version!r} (known: 1, {EVENT_VERSION}) and"
         return None, f"{where}{of} cannot be read ({error}); it was left out."
-    reads = f"is of schema version {version!r}, and this reader knows version {SCHEMA_VERSION}"
+    reads = f"is of schema version {version!r}, and this reader knows versions 1 and {EVENT_VERSION}"
     return event, None if is_known else f"{where} {reads}: it is shown as far as it could be read."
 
 

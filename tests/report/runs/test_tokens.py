@@ -16,9 +16,8 @@ from tests.report.builder import make_culprit, make_path, make_sequence
 
 
 def sequence(num: int = 8, **changes) -> Sequence:
-    made = make_sequence(num)
-    made.update(changes)
-    return read(Sequence, made)
+    made = make_sequence(num, **{name: values for name, values in changes.items() if name != "tokens"})
+    return read(Sequence, made | {name: changes[name] for name in {"tokens"} & {*changes}})
 
 
 def culprit(position: int) -> Culprit:
@@ -71,8 +70,8 @@ def test_a_sequence_without_tokens_or_text_is_no_obstacle():
 
 
 def test_the_share_shades_when_measured_and_the_coefficient_when_not():
-    assert shade([sequence()])[0].measure.name == "share"
-    assert shade([sequence(share=None)])[0].measure.name == "coefficient"
+    assert shade([sequence()])[0].name == "share"
+    assert shade([sequence(share=None)])[0].name == "coefficient"
 
 
 def test_levels_keep_sign_scale_what_is_not_a_number_and_the_sequence_s_length_and_do_not_blow_up_noise():
@@ -81,7 +80,7 @@ def test_levels_keep_sign_scale_what_is_not_a_number_and_the_sequence_s_length_a
     assert found.levels == ["uapkzzlk--", "----"]
     assert found.ends == ("-100%", "100%")
     noise = shade([sequence(4, log_prob=[-1.0] * 4, rollout_log_prob=[-1.0001] * 4)])
-    assert next(s for s in noise if s.measure.name == "gap").levels == ["kkkk"]
+    assert next(s for s in noise if s.name == "gap").levels == ["kkkk"]
 
 
 def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
