@@ -42,7 +42,6 @@ from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of
 from ..words.causes import classify
-from ..words.culprits import leader
 from ..words.cures import cures_for
 from ..words.documents import Document, foreign_in, repeats_in, unspaced_in
 from ..words.numbers import number
@@ -209,7 +208,7 @@ def bundle_tensors(
 
 def _step_cause(event: Event, tensors: Any) -> StepCause:
     """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
-    cause, batch, first = event.cause, event.batch, leader(event.culprits)
+    cause, batch, first = event.cause, event.batch, event.leader
     over_run: dict[str, float | None] = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
     if cause is not None:
         names = cause.names or _not_finite_at(tensors, cause.places)

@@ -12,8 +12,10 @@ so a name that a later version adds to an ``enum`` is no reason to refuse a file
 ``Annotated`` carries what the schema says beyond the type: pairs of a JSON Schema keyword and its value.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 from . import columns
@@ -292,6 +294,12 @@ class Culprit:
         """Return a column of the table of tokens at ``peak``; None where it is not known."""
         return columns.value(self.values, column)
 
+    def size(self, has_share: bool) -> tuple[float, float]:
+        """Return its share, where that counts, and its norm; infinity for what is not finite or not known."""
+        values = (self.share if has_share else 0.0, self.grad_norm)
+        share, norm = (abs(value) if value is not None and math.isfinite(value) else math.inf for value in values)
+        return share, norm
+
     @property
     def text(self) -> str:
         """The span's text; where the run kept none, its first token numbers."""
@@ -565,6 +573,20 @@ class Event:
     lower bound on how far such a step moves the policy (arXiv 2605.19425)."""
     folder: str | None = None
     """Folder with batch.safetensors, meta.json and sequences.json, relative to events.jsonl."""
+
+    @cached_property
+    def by_size(self) -> list[Culprit]:
+        """The culprits, largest first: by share where each has one, else by norm.
+
+        What is not finite, or not known, comes first.
+        """
+        has_shares = all(culprit.share is not None for culprit in self.culprits)
+        return sorted(self.culprits, key=lambda culprit: culprit.size(has_shares), reverse=True)
+
+    @property
+    def leader(self) -> Culprit | None:
+        """The largest culprit; None without any."""
+        return next(iter(self.by_size), None)
 
     @property
     def is_distilled(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
 from .causes import APART, NOTABLE, RULES, Meaning
-from .culprits import again, group, leader
+from .culprits import again, group
 from .cures import healer, how_healed, said_of
 from .documents import document_words
 from .numbers import bounded, number
@@ -35,7 +35,7 @@ class Evidence:
     @property
     def first(self) -> Culprit:
         """The largest culprit; an empty one where there is none."""
-        return leader(self.event.culprits) or Culprit()
+        return self.event.leader or Culprit()
 
     def number(self, name: str) -> float | None:
         """One of the cause's numbers."""

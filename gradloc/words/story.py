@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..record import Culprit, Event, Search, StepCause, Turn
 from .causes import NOTABLE, meaning_of
-from .culprits import again, carried, engine_words, group, leader, trusted_share
+from .culprits import again, carried, engine_words, group, trusted_share
 from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
@@ -69,7 +69,7 @@ class Story:
 
 def tell(event: Event, clip: float | None = None) -> Story:
     """An event's story; ``clip`` is the norm that gradients were clipped to, where the event does not say it."""
-    first = leader(event.culprits) or Culprit()
+    first = event.leader or Culprit()
     cause = step_cause(event)
     names = [one_line(name, 80) for name in cause.names] if cause else []
     if len(names) > _MAX_NAMES:
@@ -96,7 +96,7 @@ def step_cause(event: Event) -> StepCause | None:
 
 def cause_of(event: Event) -> str:
     """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
-    cause, first = step_cause(event), leader(event.culprits)
+    cause, first = step_cause(event), event.leader
     return cause.label if cause else first.cause.label if first else ""
 
 
@@ -152,7 +152,7 @@ def span_of(event: Event, span: str) -> str:
 
 def lede(event: Event) -> str:
     """What the culprits carry and why, or what else made the spike; sentences."""
-    first, cause, search = leader(event.culprits), step_cause(event), event.search
+    first, cause, search = event.leader, step_cause(event), event.search
     other = _cause_in_words(cause) if cause else ""
     if first is None:
         if cause and says_reason(cause):
@@ -325,7 +325,7 @@ def _printable(text: str) -> str:
 
 
 def _where(event: Event) -> str:
-    first = leader(event.culprits)
+    first = event.leader
     if first is None or not first.positions:
         return ""
     start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]

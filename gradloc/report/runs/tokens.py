@@ -148,12 +148,12 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
 
     Args:
         sequence: T tokens.
-        culprits: all culprits of the event; those of this sequence are found by their address.
+        culprits: those of this sequence.
         limit: how many tokens the page can carry of this sequence.
         shown: how many it can show at first.
     """
     num = len(sequence)
-    mine = sorted({p for c in culprits if is_same(c, sequence) for p in c.positions if p < num})
+    mine = sorted({p for c in culprits for p in c.positions if p < num})
     turns = turns_in(sequence.columns.get("response_mask", ()))
     made = TokenView(sequence, mine)
     if len(turns) > 1:
@@ -166,9 +166,20 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
     return made
 
 
-def is_same(culprit: Culprit, sequence: Sequence) -> bool:
-    """Whether the culprit is in that sequence."""
-    return all(getattr(culprit, of) == getattr(sequence, of) for of in ("rank", "micro_batch", "micro_batch_row"))
+Place = tuple[int | None, int | None, int | None]
+
+
+def place(of: Culprit | Sequence) -> Place:
+    """Rank, micro-batch and row in it."""
+    return of.rank, of.micro_batch, of.micro_batch_row
+
+
+def by_sequence(culprits: Iterable[Culprit]) -> dict[Place, list[Culprit]]:
+    """The culprits of each sequence, by its place."""
+    found: dict[Place, list[Culprit]] = {}
+    for culprit in culprits:
+        found.setdefault(place(culprit), []).append(culprit)
+    return found
 
 
 def around(anchors: list[int], num: int, limit: int, reach: int) -> list[Interval]:

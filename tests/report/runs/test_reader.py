@@ -8,7 +8,8 @@ import pytest
 
 from gradloc.report.errors import ReportError
 from gradloc.report.logs.recording import MEAN
-from gradloc.report.runs.run import read_run, read_sequences
+from gradloc.report.runs.events import read_sequences
+from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
 
 

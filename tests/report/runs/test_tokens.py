@@ -9,7 +9,7 @@ import pytest
 from gradloc.record import Culprit, PathEntry, Search
 from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
-from gradloc.report.pages.eventview import LIMIT, tree
+from gradloc.report.pages.document import LIMIT, tree
 from gradloc.report.runs import tokens
 from gradloc.report.runs.tokens import shade
 from tests.report.builder import make_culprit, make_path, make_sequence
@@ -35,7 +35,8 @@ def culprit(position: int) -> Culprit:
 )
 def test_a_sequence_is_shown_around_its_own_culprit(num, place, pieces):
     stranger = read(Culprit, make_culprit(5, rank=0))
-    made = tokens.view(sequence(num), [culprit(place), stranger], limit=5000, shown=500)
+    own = tokens.by_sequence([culprit(place), stranger])[tokens.place(sequence(num))]
+    made = tokens.view(sequence(num), own, limit=5000, shown=500)
     assert ", ".join(f"{piece.kind} {piece.start}-{piece.end}" for piece in made.pieces) == pieces
     assert made.culprits == [place]
 
