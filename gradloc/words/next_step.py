@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record import Culprit, Event
-from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
+from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, Meaning
 from .culprits import again, group
 from .cures import healer, how_healed, said_of
@@ -224,11 +224,14 @@ def _lines(name: str, evidence: Evidence) -> dict[str, str]:
         return {}
     if name == "more_steps" and event.search.strategy == "bisect":
         name = "more_probes"
-    lines = lines_of(name, trainer)
+    options = options_of(name, trainer)
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if name == "go_back" and checkpoint:
         if is_trl(trainer):
             return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
         path = shlex.quote(one_line(checkpoint))
-        return {label: line.replace(CHECKPOINT, path) for label, line in lines.items()}
-    return {label: line for label, line in lines.items() if not in_force(line, evidence.actor)}
+        return {label: option.line.replace(CHECKPOINT, path) for label, option in options.items()}
+    is_new = {
+        label: not option.settings or not in_force(option.settings, evidence.actor) for label, option in options.items()
+    }
+    return {label: option.line for label, option in options.items() if is_new[label]}

@@ -163,7 +163,7 @@ def _group_table(groups: Sequence[Group]) -> Table:
     table = Table("fault", "cause", "events", "last at step", "the worst of them", box=None, padding=(0, 2, 0, 0))
     for group in groups:
         cells = (spoken(group.fault) or "–", spoken(group.cause) or "–", f"{group.count:,}", f"{group.last:,}")
-        table.add_row(*cells, one_line(group.worst))
+        table.add_row(*cells, one_line(group.worst.event_id))
     return table
 
 

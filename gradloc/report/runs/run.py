@@ -36,8 +36,7 @@ class Group(NamedTuple):
     count: int
     last: int
     """The last one's step."""
-    worst: str
-    """The worst one's name."""
+    worst: Row
 
 
 @dataclass
@@ -108,7 +107,7 @@ class RunFolder:
         for row in self.events.rows:
             found.setdefault((row.fault, row.cause), []).append(row)
         groups = [
-            Group(*kind, len(rows), max(row.step for row in rows), max(rows, key=lambda row: row.severity).event_id)
+            Group(*kind, len(rows), max(row.step for row in rows), max(rows, key=lambda row: row.severity))
             for kind, rows in found.items()
         ]
         return sorted(groups, key=lambda group: (-group.count, group.fault, group.cause))
