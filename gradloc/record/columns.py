@@ -51,110 +51,57 @@ class Column:
 
 
 _LOGS = (ACTOR, DISTILLED)
+_SPIKE = Shade("orange adds to the spike, blue pulls the other way", 1e-6)
+_PULL = Shade("d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it", 1e-12)
+_LIKELIER = Shade("log of new / old; orange above 1, blue below", 0.2)
+_SIGNED = Shade("orange positive, blue negative", 1.0)
+_SPREAD = Shade("of the distribution the token was drawn from, in nats", 1.0, is_diverging=False)
+_ENGINES = Shade("trainer minus rollout engine; orange above, blue below", 0.1)
 COLUMNS = {
-    "share": Column(
-        "share of the spike",
-        "The token's share of the spike; all tokens' add up to 1.",
-        is_summed=True,
-        shade=Shade("orange adds to the spike, blue pulls the other way", 1e-6),
-    ),
+    "share": Column("share of the spike", "Its share of the spike; all add up to 1.", is_summed=True, shade=_SPIKE),
     "share_error": Column("its standard error", "Standard error of the share.", is_summed=True),
-    "coefficient": Column(
-        "d loss / d log-prob",
-        "d loss / d log_prob, all terms; of a critic d loss / d value.",
-        "1/nat",
-        shade=Shade(
-            "d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it", 1e-12
-        ),
-    ),
+    "coefficient": Column("d loss / d log-prob", "All terms; of a critic d loss / d value.", "1/nat", shade=_PULL),
     "kl_coefficient": Column("of it the KL term", "The KL term's part of the coefficient.", "1/nat"),
     "entropy_coefficient": Column("d loss / d entropy", "d loss / d entropy.", "1/nat"),
-    "value": Column(
-        "value",
-        "What the critic predicts in the training forward.",
-        "reward",
-        is_essential=True,
-    ),
+    "value": Column("value", "The critic's prediction in the training forward.", "reward", is_essential=True),
     "old_value": Column("value before the update", "The critic's prediction before the update.", "reward"),
     "value_target": Column(
-        "return",
-        "The return that the value is fitted to.",
-        "reward",
-        tensor="returns",
-        losses=(CRITIC,),
-        is_essential=True,
+        *("return", "The return that the value is fitted to.", "reward", "returns", (CRITIC,)), is_essential=True
     ),
     "ratio": Column(
-        "ratio new / old",
-        "Probability in the training forward over that before the update.",
+        *("ratio new / old", "Probability in the training forward over that before the update."),
         minus=("log_prob", "old_log_prob"),
         is_ratio=True,
         is_essential=True,
-        shade=Shade("log of new / old; orange above 1, blue below", 0.2),
+        shade=_LIKELIER,
     ),
     "advantage": Column(
-        "advantage",
-        "The advantage.",
-        tensor="advantages",
-        losses=(ACTOR, CRITIC),
-        is_essential=True,
-        shade=Shade("orange positive, blue negative", 1.0),
+        *("advantage", "The advantage.", "", "advantages", (ACTOR, CRITIC)), is_essential=True, shade=_SIGNED
     ),
-    "entropy": Column(
-        "entropy",
-        "Entropy of the distribution that the token was drawn from.",
-        "nat",
-        is_essential=True,
-        shade=Shade("of the distribution the token was drawn from, in nats", 1.0, is_diverging=False),
-    ),
-    "log_prob": Column(
-        "log-prob",
-        "Natural logarithm of the token's probability in the training forward.",
-        "nat",
-        is_essential=True,
-    ),
-    "old_log_prob_used": Column(
-        "old log-prob, used",
-        "The old log-prob as the loss used it: under verl's on-policy shortcut the current one.",
-        "nat",
-    ),
-    "old_log_prob": Column(
-        "old log-prob, stored", "The old log-prob as stored.", "nat", tensor="old_log_probs", losses=_LOGS
-    ),
-    "rollout_log_prob": Column(
-        "rollout log-prob", "The rollout engine's log-prob.", "nat", tensor="rollout_log_probs", losses=_LOGS
-    ),
-    "ref_log_prob": Column(
-        "reference log-prob", "The reference model's log-prob.", "nat", tensor="ref_log_prob", losses=(ACTOR,)
-    ),
+    "entropy": Column("entropy", "Entropy of its distribution.", "nat", is_essential=True, shade=_SPREAD),
+    "log_prob": Column("log-prob", "Log of its probability in the training forward.", "nat", is_essential=True),
+    "old_log_prob_used": Column("old log-prob, used", "As the loss used it: on policy the current one.", "nat"),
+    "old_log_prob": Column("old log-prob, stored", "As stored.", "nat", "old_log_probs", _LOGS),
+    "rollout_log_prob": Column("rollout log-prob", "The rollout engine's.", "nat", "rollout_log_probs", _LOGS),
+    "ref_log_prob": Column("reference log-prob", "The reference model's.", "nat", "ref_log_prob", (ACTOR,)),
     "teacher_log_prob": Column(
-        "teacher's log-prob",
-        "The teacher's log-prob, where distillation is the whole loss.",
-        "nat",
-        tensor="teacher_log_probs",
-        losses=(DISTILLED,),
+        *("teacher's log-prob", "Where distillation is the whole loss.", "nat", "teacher_log_probs", (DISTILLED,))
     ),
     "ratio_to_rollout": Column(
-        "ratio old / rollout",
-        "Probability before the update over the rollout engine's.",
+        *("ratio old / rollout", "Probability before the update over the rollout engine's."),
         minus=("old_log_prob", "rollout_log_prob"),
         is_ratio=True,
     ),
     "gap": Column(
-        "log-prob gap",
-        "Log-prob in the training forward minus the rollout engine's.",
-        "nat",
+        *("log-prob gap", "Log-prob in the training forward minus the rollout engine's.", "nat"),
         minus=("log_prob", "rollout_log_prob"),
-        shade=Shade("trainer minus rollout engine; orange above, blue below", 0.1),
+        shade=_ENGINES,
     ),
     "is_weight": Column(
-        "rollout-correction weight", "Weight of the rollout correction.", tensor="rollout_is_weights", losses=_LOGS
+        *("rollout-correction weight", "Weight of the rollout correction.", "", "rollout_is_weights", _LOGS)
     ),
     "loss_weight": Column(
-        "weight in the loss",
-        "Weight in the aggregated loss; without advantages -coefficient times the number of tokens.",
-        tensor="loss_weights",
-        losses=_LOGS,
+        *("weight in the loss", "Without advantages -coefficient times the tokens' number.", "", "loss_weights", _LOGS)
     ),
     "response_mask": Column("", "1 where the token is part of the loss.", tensor="response_mask"),
 }

@@ -4,7 +4,6 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -18,7 +17,19 @@ from ...words.faults import LINKS, fault_sentences
 from ...words.hurt import did_it_hurt
 from ...words.next_step import next_step
 from ...words.numbers import bounded, number, percent, with_error
-from ...words.story import ACTIONS, CERTIFICATES, odd_number, pronoun, step_cause, tell
+from ...words.story import (
+    ACTIONS,
+    CERTIFICATES,
+    became,
+    figures,
+    headline,
+    lede,
+    named,
+    odd_number,
+    pronoun,
+    quote_of,
+    step_cause,
+)
 from ...words.text import one_line, plural, span, spoken
 from ..runs.events import bundle_folder, read_actor
 from ..runs.run import RunFolder
@@ -47,74 +58,45 @@ class Token(NamedTuple):
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     """What the next blocks are about."""
 
     text: str
-    kind: str = "heading"
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of cells."""
 
     head: tuple[str, ...]
     rows: list[tuple[str | Token, ...]]
-    kind: str = "table"
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Numbers by name; what is odd about one, where it is."""
 
     pairs: list[tuple[str, str, str]]
-    kind: str = "facts"
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """Lines to copy, each under what it is for."""
 
     lines: dict[str, str]
-    kind: str = "lines"
 
 
-@dataclass(frozen=True)
-class Names:
-    """Parameters or tensors, after what they have in common."""
-
-    what: str
-    names: list[str]
-    kind: str = "names"
-
-
-@dataclass(frozen=True)
-class Fold:
-    """What a reader may want; a terminal has its summary alone."""
+class Fold(NamedTuple):
+    """What a reader may want, and the token that it is about; a terminal has the summary alone of one that is shut."""
 
     summary: str
     blocks: "list[Block]"
     is_open: bool = False
     token: Token | None = None
-    """What it is about, before the summary."""
-    kind: str = "fold"
 
 
-@dataclass(frozen=True)
-class Path:
-    """The tree of parts that a search measured."""
-
-    nodes: "list[Node]"
-    kind: str = "path"
-
-
-Block = str | Heading | Table | Facts | Lines | Names | Fold | Path
+Block = str | Heading | Table | Facts | Lines | Fold
 """A part of a section; text is a paragraph."""
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Blocks under a title; one without blocks is left out."""
 
     name: str
@@ -122,17 +104,7 @@ class Section:
     blocks: list[Block]
 
 
-@dataclass(frozen=True)
-class Quote:
-    """The largest culprit's token in its text."""
-
-    before: str
-    token: str
-    after: str
-
-
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """What is said of one event, in the order in which a reader wants it."""
 
     event: Event
@@ -141,12 +113,13 @@ class Document:
     verdict: str
     headline: str
     lede: str
-    quote: Quote | None
-    named: Names | None
+    quote: tuple[str, str, str] | None
+    """The largest culprit's token, between the text before and after it."""
+    named: str
+    """Where no token made it: the parameters or tensors of the batch that did."""
     figures: list[tuple[str, str, str]]
     """Three of value, what it is, and a remark."""
     sections: list[Section]
-    actor: Mapping[str, Any] = field(default_factory=dict)
 
     def section(self, name: str) -> Section:
         """Return a section by its name; one without blocks where there is none."""
@@ -157,9 +130,8 @@ def document(event: Event, run: RunFolder) -> Document:
     """Say everything of an event that its record, its run and its run's settings tell."""
     root = run.events_root or run.path
     actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
-    story = tell(event, _clip(event, actor))
     sections = [
-        _hurt(event, run, story.given),
+        _hurt(event, run, became(event, _clip(event, actor))),
         _todo(event, actor),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),
@@ -167,18 +139,9 @@ def document(event: Event, run: RunFolder) -> Document:
         _where(event),
         _proof(event, root),
     ]
-    return Document(
-        event,
-        _title(event),
-        spoken(event.certificate.verdict),
-        story.headline,
-        story.lede,
-        Quote(story.before, story.token, story.after) if story.token else None,
-        Names(story.named, list(story.names)) if story.names else None,
-        story.figures,
-        [section for section in sections if section.blocks],
-        actor,
-    )
+    told, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
+    says = headline(event), lede(event), quote_of(event), named(event), figures(event)
+    return Document(event, _title(event), verdict, *says, told)
 
 
 def _title(event: Event) -> str:
@@ -309,7 +272,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
         meaning = meaning_of(other.label)
         numbers = [(_in_words(name), number(value), "") for name, value in other.numbers.items()]
         blocks += [Heading(meaning.title), meaning.means]
-        blocks += [Names("", [one_line(name, 200) for name in other.names])] if other.names else []
+        blocks += [f"{', '.join(one_line(name, 200) for name in other.names)}."] if other.names else []
         places = (f"row {row}, position {at}" if row is not None else f"position {at}" for row, at in other.places)
         blocks += [f"At {'; '.join(places)}."] if other.places else []
         blocks += [Facts([fact for fact in numbers if not fact[0].endswith(" / run")])] if numbers else []
@@ -396,10 +359,11 @@ def _where(event: Event) -> Section:
     parts = filter(None, (search.strategy, cost(search)))
     status = search.status.replace("_", " ") + (f": {search.stop_reason}" if search.stop_reason else "")
     blocks.append(f"The search: {', '.join(parts)}; {status}.")
-    nodes, hidden = tree(search)
-    if nodes:
-        rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden else []
-        blocks.append(Fold("Its path: each part's norm and threshold", [Path(nodes), *rest]))
+    if search.path:
+        hidden = len(search.path) - LIMIT
+        rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden > 0 else []
+        path = Table(("part", "norm", "threshold", "outcome"), [_probe(probe) for probe in search.path[:LIMIT]])
+        blocks.append(Fold("Its path: each part's norm and threshold", [path, *rest]))
     return Section("where", "Where it is", blocks)
 
 
@@ -453,8 +417,6 @@ def _again(event: Event) -> Iterator[str]:
         yield f"The output head's part of the gradient has norm {number(event.head_grad_norm)}."
 
 
-# ---- the path of a search
-
 LIMIT = 160
 """Parts of a path that are told; the rest are counted."""
 STAGES = {
@@ -468,71 +430,11 @@ STAGES = {
 """What the phases measure that are about no part of the batch."""
 
 
-@dataclass
-class Node:
-    """One measured part and the parts it was cut into."""
-
-    probe: PathEntry
-    children: list["Node"] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the part's norm is over its own threshold; a non-finite norm is."""
-        norm, threshold = self.probe.norm, self.probe.threshold
-        return norm is not None and threshold is not None and not norm <= threshold
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        probe = self.probe
-        if probe.phase in STAGES:
-            return STAGES[probe.phase]
-        if probe.phase == "rank" and probe.ranks:
-            return _each("rank", probe.ranks[0], probe.ranks[-1] - 1)
-        if probe.tokens and probe.phase != "micro_batch":
-            return _each("token", probe.tokens[0], probe.tokens[-1] - 1)
-        if probe.phase in ("micro_batch", "") and probe.micro_batch is not None:
-            return f"micro-batch {probe.micro_batch}"
-        return probe.phase
-
-    @property
-    def text(self) -> str:
-        """The part with its norm, in a line."""
-        probe = self.probe
-        note = f" ({one_line(probe.note, 200)})" if probe.note else ""
-        says = "" if probe.verdict in ("under", "split", "measured") else f" {spoken(probe.verdict)}"
-        limit = "" if probe.threshold is None else f" of {number(probe.threshold, 3)}"
-        return f"{self.label}{note}{says}: {number(probe.norm, 3)}{limit}"
-
-
-def tree(search: Search) -> tuple[list[Node], int]:
-    """The roots of the search's tree in the order measured, and how many parts were left out.
-
-    A part belongs under the smallest part measured before it that holds it.
-    """
-    roots: list[Node] = []
-    nodes: list[Node] = []
-    for probe in search.path[:LIMIT]:
-        node = Node(probe)
-        around = [other for other in nodes if _holds(other.probe, probe)]
-        siblings = min(around, key=lambda other: _size(other.probe)).children if around else roots
-        siblings.append(node)
-        nodes.append(node)
-    return roots, max(len(search.path) - LIMIT, 0)
-
-
-def _holds(outer: PathEntry, inner: PathEntry) -> bool:
-    if outer.phase in STAGES or inner.phase in STAGES or outer.micro_batch != inner.micro_batch:
-        return False
-    if _size(outer) <= _size(inner) or (outer.ranks and inner.ranks and not _is_within(inner.ranks, outer.ranks)):
-        return False
-    return outer.tokens is None or (inner.tokens is not None and _is_within(inner.tokens, outer.tokens))
-
-
-def _is_within(inner: Sequence[int], outer: Sequence[int]) -> bool:
-    return outer[0] <= inner[0] and inner[-1] <= outer[-1]
-
-
-def _size(probe: PathEntry) -> tuple[int, ...]:
-    """Ranks and tokens of a part, all where they are not named."""
-    return tuple(bounds[-1] - bounds[0] if bounds else 1 << 30 for bounds in (probe.ranks, probe.tokens))
+def _probe(probe: PathEntry) -> tuple[str, ...]:
+    """A measured part: what it was, its norm and threshold, what came of it."""
+    places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
+    places += [_each("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
+    places += [_each("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
+    part = STAGES.get(probe.phase) or ", ".join(places) or probe.phase
+    note = f" ({one_line(probe.note, 200)})" if probe.note else ""
+    return part, number(probe.norm, 3), number(probe.threshold, 3), spoken(probe.verdict) + note

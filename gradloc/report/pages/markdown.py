@@ -7,7 +7,7 @@ from ...record import Event
 from ...words.text import one_line, printable
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
-from .document import Block, Document, Facts, Heading, Lines, Names, Node, Path, Table, Token, document
+from .document import Block, Document, Facts, Heading, Lines, Table, Token, document
 
 
 def to_markdown(run: RunFolder, events: list[Event]) -> str:
@@ -34,14 +34,15 @@ def issue(made: Document) -> tuple[str, str]:
     """
     parts = [f"### {escape(made.headline)}", escape(made.lede)]
     parts.append("\n".join(f"- {escape(f'{what}: {value} ({remark})')}" for value, what, remark in made.figures))
-    parts += _block(made.named) if made.named else []
+    parts.append(escape(made.named))
     for section in made.sections:
         parts.append(f"**{escape(section.title)}**")
         for block in section.blocks:
             parts += _block(block)
     text = ""
     if made.quote is not None:
-        text = f"{made.quote.before}⟦{made.quote.token}⟧{made.quote.after}"
+        before, token, after = made.quote
+        text = f"{before}⟦{token}⟧{after}"
         fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
         text = f"\nThe text, the culprit in brackets:\n\n{fence}text\n{text}\n{fence}\n"
     return "\n\n".join(filter(None, parts)) + "\n", text
@@ -58,20 +59,11 @@ def _block(block: Block) -> list[str]:
         return ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
     if isinstance(block, Facts):
         return ["\n".join(f"- {escape(name)}: {escape(f'{text} {odd}'.strip())}" for name, text, odd in block.pairs)]
-    if isinstance(block, Names):
-        return [escape(f"{block.what} {', '.join(block.names)}".strip())]
     if isinstance(block, Lines):
         return ["\n".join(_lines(block.lines))]
-    if isinstance(block, Path):
-        return ["\n".join(line for node in block.nodes for line in _node(node, 0))]
     inner = [part for each in block.blocks for part in _block(each)]
     token = f"{_cell(block.token)}, " if block.token else ""
     return [f"<details><summary>{token}{escape(block.summary)}</summary>", *inner, "</details>"]
-
-
-def _node(node: Node, depth: int) -> list[str]:
-    below = [line for child in node.children for line in _node(child, depth + 1)]
-    return [f"{'  ' * depth}- {escape(node.text)}", *below]
 
 
 def _cell(cell: str | Token) -> str:

@@ -183,7 +183,7 @@ def _environment() -> Environment:
     made.filters.update(
         (used.__name__, used) for used in (number, percent, visible, one_line, plural, spoken, breakable)
     )
-    made.filters["svg"] = Markup
+    made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
     made.globals.update(culprit_count=culprit_count, ranges=ranges)
     return made
 

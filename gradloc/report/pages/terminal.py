@@ -23,7 +23,7 @@ from ..runs.events import Events, Row
 from ..runs.health import judge
 from ..runs.run import Group, RunFolder
 from ..runs.spikes import Judged
-from .document import Block, Document, Facts, Fold, Heading, Lines, Names, Token, document
+from .document import Block, Document, Facts, Fold, Heading, Lines, Token, document
 from .document import Table as Cells
 
 HEIGHT = 12
@@ -95,11 +95,12 @@ def _print_document(out: Console, made: Document) -> None:
     out.print(f"{made.title}; {made.verdict}; {made.event.event_id}", style="dim")
     out.print(one_line(made.lede))
     if made.quote is not None:
-        out.print(Text.assemble(made.quote.before, (made.quote.token, "reverse bold"), made.quote.after))
+        before, token, after = made.quote
+        out.print(Text.assemble(before, (token, "reverse bold"), after))
     for value, what, remark in made.figures:
         out.print(Text.assemble((f"{value:>12}", "bold"), f"  {what}", (f", {remark}", "dim")))
-    for block in [made.named] if made.named else []:
-        _print_block(out, block)
+    if made.named:
+        out.print(one_line(made.named))
     for section in made.sections:
         out.print()
         out.print(section.title, style="bold")
@@ -122,8 +123,6 @@ def _print_block(out: Console, block: Block) -> None:
     elif isinstance(block, Facts):
         for name, text, odd in block.pairs:
             out.print(Text.assemble((f"  {name}: ", "dim"), one_line(text), (f" {odd}" if odd else "", "red")))
-    elif isinstance(block, Names):
-        out.print(one_line(f"{block.what} {', '.join(block.names)}".strip()))
     elif isinstance(block, Lines):
         for label, line in block.lines.items():
             if label:

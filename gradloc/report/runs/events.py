@@ -5,6 +5,7 @@ A run that is still going, or that was killed while writing, leaves a cut-off la
 not an error: everything before it is whole.
 """
 
+import functools
 import gc
 import json
 import re
@@ -25,8 +26,8 @@ from ...words.text import first_of, one_line, plural
 
 KEPT = 256
 """Whole events that stay in memory; others are read again."""
-WORDS = 400
-"""Characters of an event's culprits that can be searched."""
+WORDS = 24
+"""Different texts of an event's culprits that can be searched."""
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
 RECORDS = ("meta", "event")
@@ -55,7 +56,7 @@ class Row(NamedTuple):
     """The culprits' texts."""
     seconds: float | None
     """That its search took."""
-    trainer: str | None
+    trainer: str
     name: str
     """The run's, as the event says it."""
     folder: str
@@ -70,43 +71,25 @@ class Row(NamedTuple):
         return self.norm / self.threshold if self.threshold else self.norm
 
 
-_SHARED: dict[str, str] = {}
+_same = functools.cache(str)
+"""One object for each text: 100,000 rows have few."""
 
 
 def row_of(event: Event) -> Row:
     """Return an event's row."""
     first, step, trigger, run = event.leader, event.step, event.trigger, event.run
-
-    def same(text: str) -> str:  # one object for each text: 100,000 rows have few
-        return _SHARED.setdefault(text, text)
-
-    words, seen = "", set[str]()
+    words: dict[str, None] = {}
     for culprit in event.culprits:
-        token = one_line(culprit.text, 24)
-        if token not in seen:
-            seen.add(token)
-            words += f"{token} "
+        words[one_line(culprit.text, 24)] = None
         if len(words) > WORDS:
             break
     return Row(
-        event.event_id,
-        step.global_step,
-        step.epoch,
-        step.mini_batch,
-        same(event.model or ""),
-        trigger.grad_norm,
-        trigger.threshold,
-        same(event.certificate.verdict),
-        same(event.action.taken),
-        same(event.fault.at if event.fault else ""),
-        same(cause_of(event)),
-        same(first.text[:200] if first else ""),
-        len(event.culprits),
-        same(words[:WORDS].strip()),
-        event.search.seconds,
-        run.trainer and same(run.trainer),
-        same(" / ".join(part for part in (run.project, run.experiment) if part)),
-        event.folder or "",
+        *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
+        *(trigger.grad_norm, trigger.threshold, _same(event.certificate.verdict), _same(event.action.taken)),
+        *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
+        *(_same(first.text[:200] if first else ""), len(event.culprits), _same(" ".join(words))),
+        *(event.search.seconds, _same(run.trainer or "")),
+        *(_same(" / ".join(part for part in (run.project, run.experiment) if part)), event.folder or ""),
     )
 
 

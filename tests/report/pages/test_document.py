@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from gradloc.report.pages import page, terminal
-from gradloc.report.pages.document import Facts, Fold, Lines, Names, Table
+from gradloc.report.pages.document import Facts, Fold, Heading, Lines, Table
 from gradloc.report.pages.markdown import escape, issue
 from gradloc.tell.lines import announcement
 from gradloc.words.advice import ACTIONS, CHECKPOINT, VERLS, is_trl, lines_of, verl_of
@@ -68,8 +68,8 @@ def strings(blocks, kind) -> list:
 
 def every_text(made, with_folds: bool = True) -> list[str]:
     """All that a document says, piece by piece; tokens aside."""
-    found = [made.headline, made.lede, *(text for figure in made.figures for text in figure)]
-    blocks = [*([made.named] if made.named else []), *(block for section in made.sections for block in section.blocks)]
+    found = [made.headline, made.lede, made.named, *(text for figure in made.figures for text in figure)]
+    blocks = [block for section in made.sections for block in section.blocks]
     while blocks:
         block = blocks.pop(0)
         if isinstance(block, str):
@@ -78,8 +78,8 @@ def every_text(made, with_folds: bool = True) -> list[str]:
             found += [cell for row in (block.head, *block.rows) for cell in row if isinstance(cell, str)]
         elif isinstance(block, Facts):
             found += [text for pair in block.pairs for text in pair]
-        elif isinstance(block, Names):
-            found += [block.what, *block.names]
+        elif isinstance(block, Heading):
+            found.append(block.text)
         elif isinstance(block, Lines):
             found += [text for pair in block.lines.items() for text in pair]
         elif isinstance(block, Fold) and (with_folds or block.is_open):
