@@ -20,7 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from gradloc.report.cli import main
-from gradloc.report.pages.document import Block, Document, Facts, Fold, Lines, Table
+from gradloc.report.pages.document import Block, EventDocument, Facts, Fold, Lines, Table
 from gradloc.report.pages.document import document as make_document
 from gradloc.report.runs.run import RunFolder, read_run
 from gradloc.report.runs.spikes import KINDS
@@ -102,7 +102,7 @@ def payload(text: str) -> dict:
     return json.loads(re.search(r'id="payload">(.*?)</script>', text, re.S)[1])
 
 
-def told(document: dict, folder: Path) -> tuple[RunFolder, Document]:
+def told(document: dict, folder: Path) -> tuple[RunFolder, EventDocument]:
     """One event in its run, and its document."""
     step = document["step"]["global_step"]
     sequences = {document["event_id"]: [make_sequence(60)]}
@@ -110,7 +110,7 @@ def told(document: dict, folder: Path) -> tuple[RunFolder, Document]:
     return run, make_document(run.events[0], run)
 
 
-def parts(made: Document) -> dict[str, str]:
+def parts(made: EventDocument) -> dict[str, str]:
     """The facts of a document, part by part; those that there are."""
     hurt, todo, proof = (made.section(name) for name in ("hurt", "todo", "proof"))
     after, given, *later = [*hurt.blocks, ""]
@@ -157,7 +157,7 @@ def _flat(blocks: list[Block]) -> Iterator[Block]:
             yield from _flat(block.blocks)
 
 
-def golden(name: str, made: Document) -> dict[str, str]:
+def golden(name: str, made: EventDocument) -> dict[str, str]:
     """What is kept of an event's facts."""
     kept = UNMOVED if name.startswith("searched: ") else None
     return {part: value for part, value in parts(made).items() if kept is None or part in kept}

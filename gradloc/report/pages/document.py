@@ -51,7 +51,7 @@ _REPLAYED = {
 """What a certificate replayed, by its method."""
 
 
-class Token(NamedTuple):
+class TokenCell(NamedTuple):
     """A cell that is a culprit's text; where no text is wanted its numbers stand for it."""
 
     text: str
@@ -68,7 +68,7 @@ class Table(NamedTuple):
     """Rows of cells."""
 
     head: tuple[str, ...]
-    rows: list[tuple[str | Token, ...]]
+    rows: list[tuple[str | TokenCell, ...]]
 
 
 class Facts(NamedTuple):
@@ -89,7 +89,7 @@ class Fold(NamedTuple):
     summary: str
     blocks: "list[Block]"
     is_open: bool = False
-    token: Token | None = None
+    token: TokenCell | None = None
 
 
 Block = str | Heading | Table | Facts | Lines | Fold
@@ -104,7 +104,7 @@ class Section(NamedTuple):
     blocks: list[Block]
 
 
-class Document(NamedTuple):
+class EventDocument(NamedTuple):
     """What is said of one event, in the order in which a reader wants it."""
 
     event: Event
@@ -126,7 +126,7 @@ class Document(NamedTuple):
         return next((section for section in self.sections if section.name == name), Section(name, "", []))
 
 
-def document(event: Event, run: RunFolder) -> Document:
+def document(event: Event, run: RunFolder) -> EventDocument:
     """Say everything of an event that its record, its run and its run's settings tell."""
     root = run.events_root or run.path
     actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
@@ -141,7 +141,7 @@ def document(event: Event, run: RunFolder) -> Document:
     ]
     told, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
     says = headline(event), lede(event), quote_of(event), named(event), figures(event)
-    return Document(event, _title(event), verdict, *says, told)
+    return EventDocument(event, _title(event), verdict, *says, told)
 
 
 def _title(event: Event) -> str:
@@ -233,7 +233,7 @@ def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
     return Section("tokens", "The tokens", blocks)
 
 
-def _row(event: Event, culprit: Culprit) -> tuple[str | Token, ...]:
+def _row(event: Event, culprit: Culprit) -> tuple[str | TokenCell, ...]:
     numbers = (number(culprit.at(name)) for name in _LISTED)
     return (
         _token(culprit),
@@ -245,8 +245,8 @@ def _row(event: Event, culprit: Culprit) -> tuple[str | Token, ...]:
     )
 
 
-def _token(culprit: Culprit) -> Token:
-    return Token(one_line(culprit.text, 60) or "(no text)", culprit.token_ids or ())
+def _token(culprit: Culprit) -> TokenCell:
+    return TokenCell(one_line(culprit.text, 60) or "(no text)", culprit.token_ids or ())
 
 
 def _place(culprit: Culprit) -> str:
@@ -323,8 +323,8 @@ def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], 
     first = [name for name, column in OF_A_TOKEN.items() if column.is_essential] + ["reward"]
     essential = [(*known.pop(about)[:2], odd or "the odd one")] if about in known else []
     essential += [known.pop(name) for name in first if name in known]
-    of_span = [("share of the spike", _share(event, culprit), ""), ("gradient norm", _norm(culprit), "")]
-    return of_span + essential, [*known.values()]
+    span_numbers = [("share of the spike", _share(event, culprit), ""), ("gradient norm", _norm(culprit), "")]
+    return span_numbers + essential, [*known.values()]
 
 
 def _in_words(name: str) -> str:

@@ -7,7 +7,7 @@ from ...record import Event
 from ...words.text import one_line, printable
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
-from .document import Block, Document, Facts, Heading, Lines, Table, Token, document
+from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenCell, document
 
 
 def to_markdown(run: RunFolder, events: list[Event]) -> str:
@@ -25,7 +25,7 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     return printable("\n".join(lines).rstrip()) + "\n"
 
 
-def issue(made: Document) -> tuple[str, str]:
+def issue(made: EventDocument) -> tuple[str, str]:
     """Lay an event out as Markdown.
 
     Returns:
@@ -66,8 +66,8 @@ def _block(block: Block) -> list[str]:
     return [f"<details><summary>{token}{escape(block.summary)}</summary>", *inner, "</details>"]
 
 
-def _cell(cell: str | Token) -> str:
-    if isinstance(cell, Token):
+def _cell(cell: str | TokenCell) -> str:
+    if isinstance(cell, TokenCell):
         ids = " ".join(str(token) for token in cell.ids[:4])
         return f"id {ids}" if ids else "–"
     return cell if cell == "---" else escape(cell)

@@ -35,7 +35,7 @@ from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .document import Document, culprit_count, document
+from .document import EventDocument, culprit_count, document
 from .markdown import issue
 from .panel import Panel
 
@@ -111,7 +111,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
 class View(NamedTuple):
     """An event as the page shows it."""
 
-    doc: Document
+    doc: EventDocument
     panel: Panel
 
 

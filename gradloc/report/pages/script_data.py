@@ -11,7 +11,7 @@ from ...words.text import one_line, spoken, times
 from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
-from ..runs.events import Row
+from ..runs.events import EventRow
 from ..runs.health import RunHealth
 from ..runs.run import RunFolder
 from ..runs.spikes import KINDS
@@ -118,7 +118,7 @@ def thin(points: Points, most: int = POINTS) -> Points:
     return kept
 
 
-def _threshold(metrics: Metrics, events: list[Row]) -> Points:
+def _threshold(metrics: Metrics, events: list[EventRow]) -> Points:
     """The threshold as far as the events know it, from the run's first step to its last."""
     known = {row.step: row.threshold for row in events if row.threshold is not None and math.isfinite(row.threshold)}
     points = sorted(known.items())
@@ -128,7 +128,7 @@ def _threshold(metrics: Metrics, events: list[Row]) -> Points:
     return [(min([first, *metrics.steps[:1]]), low), *points, (max([last, *metrics.steps[-1:]]), high)]
 
 
-def _marks(events: list[Row]) -> list[list[Any]]:
+def _marks(events: list[EventRow]) -> list[list[Any]]:
     """Step, norm, place and note of the events, the largest ones."""
     placed = [(row.norm, row) for row in events if row.norm is not None]
     placed.sort(key=lambda entry: entry[0] if math.isfinite(entry[0]) else math.inf, reverse=True)
@@ -140,7 +140,7 @@ def _height(norm: float) -> float | None:
     return float(f"{norm:.4g}") if math.isfinite(norm) else None
 
 
-def row(event: Row) -> dict[str, Any]:
+def row(event: EventRow) -> dict[str, Any]:
     """What the list tells of an event."""
     excess = times(event.norm, event.threshold)
     return {

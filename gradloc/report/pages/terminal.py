@@ -19,11 +19,11 @@ from ...words.numbers import number
 from ...words.text import one_line, plural, printable, spoken, times, visible
 from ..output import say
 from ..runs.diagnosis import Diagnosis, diagnose
-from ..runs.events import Events, Row
+from ..runs.events import EventRow, Events
 from ..runs.health import judge
-from ..runs.run import Group, RunFolder
+from ..runs.run import EventGroup, RunFolder
 from ..runs.spikes import Judged
-from .document import Block, Document, Facts, Fold, Heading, Lines, Token, document
+from .document import Block, EventDocument, Facts, Fold, Heading, Lines, TokenCell, document
 from .document import Table as Cells
 
 HEIGHT = 12
@@ -90,7 +90,7 @@ def _print_next(out: Console, steps: dict[str, str]) -> None:
         out.print(f"    {one_line(command)}", style="cyan", soft_wrap=True)
 
 
-def _print_document(out: Console, made: Document) -> None:
+def _print_document(out: Console, made: EventDocument) -> None:
     out.print(one_line(made.headline), style="bold red")
     out.print(f"{made.title}; {made.verdict}; {made.event.event_id}", style="dim")
     out.print(one_line(made.lede))
@@ -116,7 +116,7 @@ def _print_block(out: Console, block: Block) -> None:
     elif isinstance(block, Cells):
         table = Table(*block.head, box=None, padding=(0, 2, 0, 0))
         for row in block.rows[:CULPRITS]:
-            table.add_row(*(f'"{one_line(cell.text, 24)}"' if isinstance(cell, Token) else cell for cell in row))
+            table.add_row(*(f'"{one_line(cell.text, 24)}"' if isinstance(cell, TokenCell) else cell for cell in row))
         out.print(table)
         if len(block.rows) > CULPRITS:
             out.print(f"And {len(block.rows) - CULPRITS} more.", style="dim")
@@ -136,7 +136,7 @@ def _print_block(out: Console, block: Block) -> None:
         out.print(f"  ({block.summary}: on the page, and in --format md)", style="dim")
 
 
-def event_table(rows: Sequence[Row]) -> Table:
+def event_table(rows: Sequence[EventRow]) -> Table:
     """A line for each event."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
@@ -157,7 +157,7 @@ def event_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _group_table(groups: Sequence[Group]) -> Table:
+def _group_table(groups: Sequence[EventGroup]) -> Table:
     """A line for each kind of event."""
     table = Table("fault", "cause", "events", "last at step", "the worst of them", box=None, padding=(0, 2, 0, 0))
     for group in groups:

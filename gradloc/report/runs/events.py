@@ -34,7 +34,7 @@ RECORDS = ("meta", "event")
 """The files of an event's folder that hold its record: with a bundle, and without."""
 
 
-class Row(NamedTuple):
+class EventRow(NamedTuple):
     """What a list of events tells of one."""
 
     event_id: str
@@ -75,7 +75,7 @@ _same = functools.cache(str)
 """One object for each text: 100,000 rows have few."""
 
 
-def row_of(event: Event) -> Row:
+def row_of(event: Event) -> EventRow:
     """Return an event's row."""
     first, step, trigger, run = event.leader, event.step, event.trigger, event.run
     words: dict[str, None] = {}
@@ -83,7 +83,7 @@ def row_of(event: Event) -> Row:
         words[one_line(culprit.text, 24)] = None
         if len(words) > WORDS:
             break
-    return Row(
+    return EventRow(
         *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
         *(trigger.grad_norm, trigger.threshold, _same(event.certificate.verdict), _same(event.action.taken)),
         *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
@@ -97,7 +97,7 @@ class Events(Sequence[Event]):
     """A run's events in order. Each has a row; its record is read from the file again once it is no longer kept."""
 
     def __init__(self, events: Iterable[Event] = ()):
-        self.rows: list[Row] = []
+        self.rows: list[EventRow] = []
         self._places: list[tuple[Path, int] | None] = []
         self._kept: OrderedDict[int, Event] = OrderedDict()
         for event in events:

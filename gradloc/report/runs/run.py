@@ -19,7 +19,7 @@ from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
-from .events import RECORDS, Events, Row, read_events, recover
+from .events import RECORDS, EventRow, Events, read_events, recover
 from .signals import is_supervised, trainer_class
 
 DEPTH = 3
@@ -28,7 +28,7 @@ MOST_RUNS = 400
 """Runs of a log that are looked into: those with the highest norms."""
 
 
-class Group(NamedTuple):
+class EventGroup(NamedTuple):
     """Events of one kind."""
 
     fault: str
@@ -36,7 +36,7 @@ class Group(NamedTuple):
     count: int
     last: int
     """The last one's step."""
-    worst: Row
+    worst: EventRow
 
 
 @dataclass
@@ -101,13 +101,13 @@ class RunFolder:
         return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[EventGroup]:
         """The kinds of events, the commonest first."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        found: dict[tuple[str, str], list[EventRow]] = {}
         for row in self.events.rows:
             found.setdefault((row.fault, row.cause), []).append(row)
         groups = [
-            Group(*kind, len(rows), max(row.step for row in rows), max(rows, key=lambda row: row.severity))
+            EventGroup(*kind, len(rows), max(row.step for row in rows), max(rows, key=lambda row: row.severity))
             for kind, rows in found.items()
         ]
         return sorted(groups, key=lambda group: (-group.count, group.fault, group.cause))
