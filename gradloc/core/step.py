@@ -339,7 +339,9 @@ def record(recorded: Recorded, outputs: Outputs) -> None:
             value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
 
 
-def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
+def _keep(recorded: Recorded, name: str, grad: torch.Tensor | None) -> None:
+    if grad is None:  # of an output that the loss does not use, where a function has several
+        return
     before = getattr(recorded, name)  # of another backward through the same forward
     setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 
@@ -480,6 +482,10 @@ class OwnLoss(ABC):
 
     trainer_name = ""
     """By which the advice knows its lines, such as ``verl 0.9``; empty where there are none."""
+    backward_factor = 1.0
+    """What the gradient is multiplied by between backward and clipping."""
+    knows_loss = True
+    """Whether this step's loss is the trainer's own."""
 
     @property
     def without_kl(self) -> Mapping[str, Any] | None:
@@ -537,7 +543,7 @@ class OwnLoss(ABC):
         """d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
         Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
-        factor = self.backward_factor * step.numerics.weight * step.dp_size
+        factor = self.loss_factor * step.numerics.weight * step.dp_size
         return self._derivatives(micro_batch, settings, tensors, torch.Tensor.float, factor)
 
     def recorded_under(
@@ -547,12 +553,12 @@ class OwnLoss(ABC):
         backward would have delivered. Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
         found = copy.copy(step.recorded(micro_batch))
-        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.backward_factor)
+        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.loss_factor)
         found.log_prob_coefficient, found.entropy_coefficient, _ = derivatives
         return found
 
     @property
-    def backward_factor(self) -> float:
+    def loss_factor(self) -> float:
         """What the trainer multiplies its loss with before it runs the backward, such as fp16's scale."""
         step: Any = self
         return 1 / (step.numerics.weight * step.dp_size)
@@ -590,7 +596,7 @@ def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
 def has_finite_loss(step: Any, micro_batch: int) -> bool:
     """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
     can say that. Runs no forward."""
-    if isinstance(step, OwnLoss):
+    if isinstance(step, OwnLoss) and step.knows_loss:
         found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
     else:
         found = step.recorded(micro_batch).coefficients(1.0)
@@ -639,7 +645,7 @@ class HostStep:
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
-        self.has_own_loss = isinstance(step, OwnLoss)
+        self.has_own_loss = isinstance(step, OwnLoss) and step.knows_loss
         if isinstance(step, Scheduled):
             step.share()
 

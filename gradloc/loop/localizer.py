@@ -377,7 +377,7 @@ class Localizer:
             self._keeper.reference,
             self.updates,
             policy.global_step,
-            getattr(self._step, "backward_factor", None),
+            1.0 / self._step.numerics.loss_scale,
             getattr(self._step, "anew", None),
         )
         has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
