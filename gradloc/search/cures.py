@@ -19,8 +19,8 @@ from ..core.gradients import Gradient
 from ..core.ranks import Ranks
 from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
 from ..record import Cured
-from ..words.advice import lines_of
-from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, settings_in
+from ..words.advice import options_of
+from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
 from .share import CERTAIN, ShareMap
 from .task import SearchResult, Task
 
@@ -73,8 +73,8 @@ def _local_candidates(step: HostStep, groups: Groups | None) -> list[Candidate]:
     found, is_critics = [], step.recorded(0).is_value
     refused = groups.refused_cures if groups else ()
     for name in (name for name in MILDEST_FIRST if step.trainer_name and name not in refused):
-        for line in lines_of(name, step.trainer_name).values():
-            settings = settings_in(line, step.trainer_name)
+        for taken in options_of(name, step.trainer_name).values():
+            line, settings = taken.line, loss_settings(taken)
             if line.startswith("critic.") != is_critics:
                 continue
             if name in OF_BATCH:

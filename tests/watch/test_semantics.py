@@ -246,7 +246,9 @@ def test_two_backwards_through_the_same_log_probs_add_up(tmp_path):
 
     made = Split(tmp_path, trigger={"tau": 40.0}).run()
     (event,) = events_in(tmp_path)
-    assert named(event) == [PLANT] and event["culprits"][0]["loss_weight"] == pytest.approx((WORTH + 1) * 93 / 96)
+    assert named(event) == [PLANT] and event["culprits"][0]["values"]["loss_weight"] == pytest.approx(
+        (WORTH + 1) * 93 / 96
+    )
     assert made.norms == Split().run().norms
 
 
