@@ -61,10 +61,16 @@ class Movements:
     """Of each step its number and |dw| / |w| of each parameter, float64 (num_params,)."""
     sizes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """The same of all parameters together."""
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Their largest learning rates."""
+    settings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Their largest learning rates, and weight decays."""
     outside: deque[tuple[int, list[tuple[int, float]]]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Of each step: which parameters' norms changed before it, outside of the optimizer, and by which factor."""
+
+    def usual_settings(self) -> tuple[float, float]:
+        """Return the medians of the learning rate and of weight decay over the steps before the last."""
+        before = [*self.settings][:-1] or [(0.0, 0.0)]
+        rate, decay = (statistics.median_low(each) for each in zip(*before, strict=True))
+        return rate, decay
 
     def usual(self) -> torch.Tensor | None:
         """Return the median movement of each parameter over the steps before the last; None without enough."""
@@ -208,7 +214,8 @@ class Updates:
         are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
         movements.steps.append((done.number, relative))
         movements.sizes.append(size)
-        movements.rates.append(max((_number(group.get("lr", 0.0)) for group in done.groups), default=0.0))
+        rates, decays = ([_number(group.get(name, 0.0)) for group in done.groups] for name in ("lr", "weight_decay"))
+        movements.settings.append((max(rates, default=0.0), max(decays, default=0.0)))
         movements.outside.append((done.number, outside))
         if outside:
             with torch.no_grad():
@@ -239,6 +246,22 @@ class Updates:
         mine = torch.where(usual > 0, last / usual.clamp(min=_TINY), torch.ones_like(last))
         by_rank = torch.stack([torch.tensor(each, dtype=torch.float64) for each in ranks.gather(mine.tolist())])
         return by_rank.median(0).values
+
+    def far(self, ranks: Ranks, since: int = 0) -> list[tuple[int, float]]:
+        """Return the last steps that moved all parameters together far, and how many times as far as usual.
+
+        Of the first process' part, for all. All ranks call this together.
+
+        Args:
+            ranks: all.
+            since: number of the first step that is asked for.
+        """
+        movements, found = self.movements, list[tuple[int, float]]()
+        if len(movements.sizes) > _LEAST:
+            usual = max(statistics.median(movements.sizes), _TINY)
+            each = ((number, size / usual) for (number, _), size in zip(movements.steps, movements.sizes, strict=True))
+            found = [(number, times) for number, times in [*each][-_LEAST:] if times >= FAR and number >= since]
+        return ranks.sent_by(0, found)
 
     def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
         """Return since which step which parameters' norms were changed outside of the optimizer, and by which factors.
@@ -274,14 +297,29 @@ class Updates:
             return None
         if index in self.last.skipped:
             return saved
-        param = self._params[index]
+        group = self._group(index)
+        if group is None:
+            return saved
+        state = self._optimizer.state.get(self._params[index], {})
+        held = {name: _local(value, saved) for name, value in state.items()}
+        is_apart = "adamw" in type(self._optimizer).__name__.lower()
+        return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **group})
+
+    def _group(self, index: int) -> dict[str, Any] | None:
+        """Return the hyperparameters of the last step of a parameter; None for another optimizer's."""
+        assert self.last is not None
         for group, kept in zip(self._optimizer.param_groups, self.last.groups, strict=True):
-            if any(param is each for each in group["params"]):
-                state = self._optimizer.state.get(param, {})
-                held = {name: _local(value, saved) for name, value in state.items()}
-                is_apart = "adamw" in type(self._optimizer).__name__.lower()
-                return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **kept})
-        return saved  # of another optimizer
+            if any(self._params[index] is each for each in group["params"]):
+                return kept
+        return None
+
+    def under_decay(self, index: int, saved: torch.Tensor, before: torch.Tensor, decay: float) -> torch.Tensor:
+        """Return where AdamW's last step had gone under this weight decay, or its group's own where that is smaller."""
+        group = self._group(index)
+        if group is None:
+            return saved
+        was = float(group["weight_decay"])
+        return saved.float() + _number(group["lr"]) * (was - min(decay, was)) * before.float()
 
     def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> bool:
         """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then."""

@@ -41,6 +41,8 @@ class LoopMicroBatch:
     """Of the rows."""
     is_deferred: bool = False
     """Whether its backward left the sum over ranks to a later one."""
+    is_masked_by_coefficient: bool = False
+    """Whether the mask says where the coefficient is not 0, and nothing else."""
     forward: Forward = field(init=False)
     """How a trainer's step runs it again."""
     on_host: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -102,11 +104,13 @@ class LoopStep:
         """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
         on_device: list[Any] = []
         for each in self.micro_batches:
-            on_device += [each.mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
+            mask = None if each.is_masked_by_coefficient else each.mask
+            on_device += [mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
         read = to_host(on_device)
         for index, each in enumerate(self.micro_batches):
             mask, coefficient, advantages = read[3 * index : 3 * index + 3]
-            coefficient = torch.zeros(mask.shape) if coefficient is None else coefficient
+            coefficient = torch.zeros(each.mask.shape) if coefficient is None else coefficient
+            mask = coefficient != 0 if mask is None else mask
             each.on_host = {"mask": mask, "coefficient": coefficient}
             if advantages is not None:
                 each.on_host["advantages"] = advantages

@@ -109,19 +109,22 @@ class TapStep(LoopStep):
             start = min(_starts(width, known["mask"].shape[1]), default=0)
             window = slice(start, start + known["mask"].shape[1])
         coefficient = known.get("coefficient")
-        coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        is_masked = coefficient is None and "mask" not in known
+        if coefficient is None:
+            coefficient = (norms if window == slice(None) else norms[:, window]) / self.tap.unit
         mask = known["mask"] if "mask" in known else norms != 0
         recorded = Recorded(forwarded.rng)
-        recorded.log_prob, recorded.log_prob_coefficient = torch.zeros_like(coefficient), coefficient
+        recorded.log_prob, recorded.log_prob_coefficient = self.tap.zeros_like(coefficient), coefficient
         return TapMicroBatch(
             mask=mask,
-            ids=known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long),
+            ids=known["ids"] if "ids" in known else self.tap.zeros_like(mask, torch.long),
             tensors=known.get("tensors", {}),
             recorded=recorded,
             autocast=forwarded.autocast,
             dtype=forwarded.dtype,
             names=known.get("rows"),
             is_deferred=forwarded.is_deferred,
+            is_masked_by_coefficient=is_masked,
             forwarded=forwarded,
             start=start,
         )

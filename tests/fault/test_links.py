@@ -57,8 +57,8 @@ def test_the_right_link_is_named_and_the_run_is_as_without_a_watch(tmp_path, fau
     assert first["fault"]["at"] == truth, first["fault"]
     assert first["step"]["global_step"] <= links.HEALTHY + 2
     assert bool(first["culprits"]) == (fault in ("token", "row"))
-    if watched.parameter:
-        assert watched.parameter in first["fault"]["parameters"][:3]
+    if watched.fault.parameter:
+        assert watched.fault.parameter in first["fault"]["parameters"][:3]
     if truth == "last_update":
         assert first["fault"]["evidence"]["norm_without_update"] < first["trigger"]["threshold"]
         assert first["cause"]["label"] == {"learning_rate": "learning_rate_jumped"}.get(fault, fault)

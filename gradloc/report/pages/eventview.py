@@ -14,7 +14,7 @@ from ...words.advice import replay_line
 from ...words.causes import Meaning, meaning_of
 from ...words.culprits import by_size, carried, leader, shares_sentence
 from ...words.cures import tried
-from ...words.faults import LINKS, fault_sentences
+from ...words.faults import LINKS, fault_sentences, step_before
 from ...words.hurt import did_it_hurt
 from ...words.next_step import next_step
 from ...words.numbers import number, percent, with_error
@@ -154,6 +154,7 @@ class EventView:
         self.over_run = _over_run(event)
         self.again = _again(event)
         self.fault = " ".join(fault_sentences(event))
+        self.before = step_before(event, run.events)
         self.link = LINKS.get(event.fault.at, "") if event.fault is not None else ""
         """Which one broke, in words; empty in records from before that was asked."""
         self.shares = shares_sentence(event)

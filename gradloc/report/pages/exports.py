@@ -129,7 +129,8 @@ def issue(view: EventView) -> tuple[str, str]:
     after = "".join(bounded(certificate.norm_after, certificate.error_bound, 3))
     lines = [f"### {escape(story.headline)}", "", escape(story.lede), ""]
     lines += [f"- Norm {norm} ({over}), {after} without the culprits: {view.certificate}."]
-    lines += [f"- {escape(sentence)}" for sentence in (view.fault, view.shares, given(event, view.clip)) if sentence]
+    sentences = (view.fault, view.before, view.shares, given(event, view.clip))
+    lines += [f"- {escape(sentence)}" for sentence in sentences if sentence]
     lines += [f"- Action: {view.action}."]
     lines += [f"- Did it hurt? {view.hurt.answer.capitalize()}. {escape(view.hurt.why)}"]
     lines += [f"- Search: {escape(event.search.strategy)}; {view.search_cost}."]

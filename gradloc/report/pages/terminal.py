@@ -106,7 +106,7 @@ def _print_event(out: Console, view: EventView) -> None:
         table.add_row(f'"{one_line(culprit.text, 24)}"', where, *entry.cells)
     if view.culprits:
         out.print(table)
-    for sentence in (view.fault if view.event.culprits else "", view.shares):
+    for sentence in (view.fault if view.event.culprits else "", view.before, view.shares):
         if sentence:
             out.print(sentence, style="dim")
     if view.tried:
