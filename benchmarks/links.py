@@ -12,6 +12,7 @@ spike are counted apart. Writes links.json.
 """
 
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -241,17 +242,21 @@ class Run:
     def _part(self) -> float:
         return self.fault.part(self.step - HEALTHY)
 
+    def backward(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave the gradient of these micro-batches in ``.grad``."""
+        self.optimizer.zero_grad()
+        for ids, weights in batches:
+            given = self.model(ids[:, :-1])
+            logits = given if isinstance(given, torch.Tensor) else given.logits
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+
     def take(self) -> float:
         """Take one step; returns the norm of its gradient."""
         part, fault = self._part(), self.fault
         if part:
             fault.before_forward()
-        self.optimizer.zero_grad()
-        for ids, weights in self.batches():
-            given = self.model(ids[:, :-1])
-            logits = given if isinstance(given, torch.Tensor) else given.logits
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+        self.backward(self.batches())
         if part:
             fault.after_backward(part)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -339,13 +344,13 @@ def _in_a_child(function: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def judged(fault: Plant, events: list[Record]) -> Record:
+def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record:
     """Return whether the first of these events says what was planted."""
     first = next(iter(events), None)
     if first is None:
         return {"at": "no spike", "right": None}
     found, truth = first["fault"], FAULTS[fault.name]
-    is_later = first["step"]["global_step"] > HEALTHY + 2  # another update came between
+    is_later = first["step"]["global_step"] > healthy + 2  # another update came between
     right = {truth, "weights"} if truth == "last_update" and (fault.steps > 1 or is_later) else {truth}
     return {
         "at": found["at"],
@@ -407,6 +412,47 @@ def matrix(rows: list[Record]) -> str:
     )
 
 
+def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
+    """Return the norms of an earlier batch and of the one that spikes, before the last update and after it."""
+    run = Run(Plan.of(model, seed))
+    is_late = FAULTS[fault] == "last_update"  # the step after the fault spikes
+    for _ in range(HEALTHY - 1 + is_late):
+        run.take()
+    earlier, states = [*run.batches()], [copy.deepcopy(run.model.state_dict())]
+    run.plant(fault if is_late else "", False)
+    run.take()
+    run.plant(fault, False)
+    if FAULTS[fault] == "weights":
+        run.fault.before_forward()
+    states.append(copy.deepcopy(run.model.state_dict()))
+    norms = []
+    for batch in (earlier, [*run.batches()]):
+        norms.append([])
+        for state in states:
+            run.model.load_state_dict(state)
+            run.backward(batch)
+            norms[-1].append(float(nn.utils.get_total_norm([each.grad for each in run.model.parameters()])))
+    return norms
+
+
+def picture(path: Path, seed: int = 7) -> None:
+    """Draw :func:`two_by_two` of a fault of each link."""
+    import matplotlib.pyplot as plt
+
+    faults = {"token": "batch", "learning_rate": "last update", "head_scale": "weights"}
+    figure, panels = plt.subplots(1, len(faults), figsize=(9, 2.9), layout="constrained")
+    for panel, (fault, link) in zip(panels, faults.items(), strict=True):
+        norms = torch.tensor(two_by_two("gpt", seed, fault))
+        panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
+        for row, column in itertools.product((0, 1), (0, 1)):
+            panel.text(column, row, f"{norms[row, column]:.2g}", ha="center", va="center", fontsize=13)
+        panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
+        panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
+        panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)
+        panel.tick_params(length=0)
+    figure.savefig(path, dpi=110)
+
+
 def sentence(rows: list[Record]) -> str:
     """Return what share is right."""
     judged = [row for row in rows if row["right"] is not None]
@@ -425,8 +471,12 @@ def main() -> int:
     made.add_argument("--model", choices=MODELS, action="append")
     made.add_argument("--fault", choices=FAULTS, action="append")
     made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
+    made.add_argument("--picture", type=Path, help="draw the norms of both batches at both weights, and end")
     made.add_argument("--processes", type=int, default=2)
     args = made.parse_args()
+    if args.picture:
+        picture(args.picture)
+        return 0
     fresh = random.SystemRandom()
     models = args.model or MODELS
     rows: list[Record] = []
