@@ -639,6 +639,12 @@ class HostStep:
     def recorded(self, micro_batch: int) -> Recorded:
         return self._gathered("recorded")[micro_batch]
 
+    def rows(self, micro_batch: int) -> list[int]:
+        """Where the micro-batch's rows are in the driver's batch: read once, not at each question."""
+        if "rows" not in self._held:
+            self._held["rows"] = [self._step.rows(index) for index in range(self._step.num_micro_batches)]
+        return self._held["rows"][micro_batch]
+
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """c_t and e_t (B, T) of this rank's tokens, see :meth:`Recorded.coefficients`."""
         if "coefficients" not in self._held:

@@ -15,7 +15,7 @@ import torch
 from verl import DataProto
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.actor import BasePPOActor
-from verl.workers.critic import DataParallelPPOCritic, dp_critic
+from verl.workers.critic import dp_critic
 
 from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
 from ...analysis.measure import measure
@@ -117,8 +117,8 @@ class ActorHook(ActorWatch):
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
 
 
-class WatchedCritic(DataParallelPPOCritic):
-    """verl's critic; an update that comes with a policy is watched, any other goes through verl's code alone."""
+class WatchedCritic:
+    """Goes in front of verl's critic: an update that comes with a policy is watched, any other is verl's alone."""
 
     _watch: "CriticWatch | None" = None
 
@@ -146,7 +146,7 @@ class CriticWatch(ActorWatch):
     optimizer = property(lambda self: self.critic.critic_optimizer)
     grad_clip = property(lambda self: self.critic.config.grad_clip)
 
-    def __init__(self, critic: DataParallelPPOCritic, settings: Any):
+    def __init__(self, critic: Any, settings: Any):
         self.critic = critic
         super().__init__(settings, Ranks(device=device_of()))
 
@@ -172,7 +172,7 @@ class CriticWatch(ActorWatch):
     def _optimizer_step(self) -> torch.Tensor:
         self.after_backward()
         with self.clipping.replaced(self.module, self.before_step):
-            return DataParallelPPOCritic._optimizer_step(self.critic)
+            return type(self.critic)._optimizer_step(self.critic)
 
 
 ASKED_KEY = RECORD_KEY = "gradloc_analysis"
@@ -259,8 +259,8 @@ def watch_actor(worker: Any) -> DataProto:
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise of verl's ``CriticWorker``, whose critic is ours from here on."""
-    worker.critic.__class__ = WatchedCritic
+    """The same of verl's ``CriticWorker``, whose critic is ours from here on."""
+    worker.critic.__class__ = extended(type(worker.critic), WatchedCritic)
     return DataProto()
 
 
@@ -270,5 +270,5 @@ def report_of_actor(worker: Any) -> DataProto:
 
 
 def report_of_critic(worker: Any) -> DataProto:
-    """Likewise verl's ``CriticWorker``."""
+    """What verl's ``CriticWorker`` has to say."""
     return answer(worker.critic.report())

@@ -11,7 +11,6 @@ import torch
 
 from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
-from verl.workers.critic import DataParallelPPOCritic
 
 from ...core.forecast import logit_bytes
 from ...core.precise import precise_readout
@@ -207,7 +206,7 @@ class ActorStep(VerlStep):
 class CriticStep(VerlStep):
     """Of verl's ``DataParallelPPOCritic``: its values stand where the actor's log-probs stand."""
 
-    def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
+    def __init__(self, critic: Any, dp_size: int):
         super().__init__(critic.config, critic.device_name, dp_size)
         self.critic = critic
         # verl's critic sees to the dtype itself, whatever its weights are kept in
@@ -217,9 +216,13 @@ class CriticStep(VerlStep):
         """Run and record training's forward of the next micro-batch; changes nothing."""
         self.micro_batches.append(micro_batch)
         self.before_forward(is_value=True)
-        values = DataParallelPPOCritic._forward_micro_batch(self.critic, micro_batch)
+        values = self._values(micro_batch)
         self.after_forward(Outputs(values))
         return values
+
+    def _values(self, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """Run the forward of the critic's class, in whose place the watch has put its own for a while."""
+        return type(self.critic)._forward_micro_batch(self.critic, micro_batch)
 
     def details(self, micro_batch: int) -> Details:
         mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
@@ -230,10 +233,10 @@ class CriticStep(VerlStep):
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         is_training = torch.is_grad_enabled()
         with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
-            return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch]))
+            return Outputs(self._values(self.micro_batches[micro_batch]))
 
     def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
-        return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self._inputs(micro_batch, rows)))
+        return Outputs(self._values(self._inputs(micro_batch, rows)))
 
     def forward_bytes(self) -> int:
         return 0

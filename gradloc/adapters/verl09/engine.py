@@ -17,9 +17,7 @@ import torch
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
@@ -29,6 +27,7 @@ from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
+from ...touched import extended
 from ..verl_common.analyses import VerlAnalysed
 from ..verl_common.losses import is_of_micro_batch
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
@@ -141,6 +140,10 @@ class WatchedEngine:
 class WatchedFSDP(WatchedEngine):
     """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
 
+    def plain_forward_step(self, *args: Any, **given: Any) -> Any:
+        """Run verl's, or that of a subclass of its engine; nothing is recorded."""
+        return super().forward_step(*args, **given)
+
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
             settle(self)
@@ -149,8 +152,8 @@ class WatchedFSDP(WatchedEngine):
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
 
 
-class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
-    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
+class GradLocEngine(WatchedFSDP):
+    """Goes in front of verl's engine of the actor: asked for an analysis, it does that in place of a forward."""
 
     analysis_record: Any = None
     """What the last analysis measured on this rank."""
@@ -169,8 +172,8 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
         return {"model_output": {}, "loss": [], "metrics": {}}
 
 
-class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
-    """verl's engine of the critic."""
+class GradLocValueEngine(WatchedFSDP):
+    """Goes in front of verl's engine of the critic."""
 
     step_class = EngineCriticStep
 
@@ -180,20 +183,24 @@ def _forget(metrics: Any) -> None:
 
 
 def watch_actor(worker: Any) -> DataProto:
-    """Runs in each ``ActorRolloutRefWorker``, once it is built: its engine is ours from here on."""
-    engine = worker.actor.engine
-    if engine.engine_config.strategy == "megatron":
-        from .megatron.engine import GradLocMegatronEngine  # Megatron is there with that engine alone
+    """Runs in each ``ActorRolloutRefWorker`` before the first rollout: its engine is ours from here on.
 
-        engine.__class__ = GradLocMegatronEngine
-    else:
-        engine.__class__ = GradLocEngine
+    Raises:
+        RuntimeError: one sentence, for a Megatron that was not run.
+    """
+    engine, kind = worker.actor.engine, GradLocEngine
+    if engine.engine_config.strategy == "megatron":
+        from .megatron.engine import GradLocMegatronEngine, check  # Megatron is there with that engine alone
+
+        check(engine)
+        kind = GradLocMegatronEngine
+    engine.__class__ = extended(type(engine), kind)
     return DataProto()
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise in each of the critic's (``TrainingWorker``)."""
-    worker.engine.__class__ = GradLocValueEngine
+    """The same in each of the critic's (``TrainingWorker``)."""
+    worker.engine.__class__ = extended(type(worker.engine), GradLocValueEngine)
     return DataProto()
 
 

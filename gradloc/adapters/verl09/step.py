@@ -21,7 +21,6 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.activation_offload import ActivationHandler
 from verl.utils.device import get_device_id, get_device_name
-from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
@@ -90,7 +89,7 @@ class EngineStep(OwnLoss, ByRow):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
+        engine: verl's ``FSDPEngineWithLMHead``, with :class:`.engine.WatchedFSDP` in front.
         loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
         dp_size: data-parallel ranks.
     """
@@ -100,7 +99,7 @@ class EngineStep(OwnLoss, ByRow):
     """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
     tokens' losses is multiplied with."""
 
-    def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
+    def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
         scaler = getattr(engine, "scaler", None)  # Megatron's has none
         self.scale = 1.0 if scaler is None else scaler.get_scale()  # each step may change it
@@ -216,7 +215,7 @@ class EngineStep(OwnLoss, ByRow):
             kept.update(model_output)
             return torch.zeros((), device=get_device_name()), {}
 
-        FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
+        self.engine.plain_forward_step(data, keep, forward_only=not torch.is_grad_enabled())
         return Outputs(
             **{FIELDS[key]: layout.unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None}
         )

@@ -71,11 +71,12 @@ def groups_of(
     groups = Groups(is_reweighted=is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
     if estimator not in _DIVIDING or is_reweighted or algorithm.use_kl_in_reward:
         return groups
-    if "token_level_scores" not in batch.tensors.keys() or "uid" not in batch.labels:
+    facts, uids = batch.facts, batch.labels.get("uid")
+    if facts.rewards is None or uids is None:
         return groups
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    uids, scores = np.array(batch.labels["uid"]), batch.tensors["token_level_scores"].sum(-1, keepdim=True)
+    uids, scores = np.array(uids), facts.rewards.float().unsqueeze(1)
     given = {"response_mask": torch.ones_like(scores), "index": uids}
     is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
     estimate = partial(get_adv_estimator_fn(estimator), **given)
@@ -83,9 +84,8 @@ def groups_of(
         estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=each)[0].squeeze(1)
         for each in (is_divided, not is_divided)
     )
-    mask, advantages = batch.tensors["response_mask"].bool(), batch.tensors["advantages"]
-    first = advantages.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)
-    if not torch.allclose(first[mask.any(1)], present[mask.any(1)], rtol=1e-4, atol=1e-6):
+    is_filled = facts.num_tokens > 0
+    if not torch.allclose(facts.signal[is_filled], present[is_filled], rtol=1e-4, atol=1e-6):
         return groups  # somebody has changed them since
     return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
@@ -185,7 +185,7 @@ def aggregation_of(config: Any) -> str:
 
 def is_of_micro_batch(config: Any) -> bool:
     """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
-    engine that tells the loss how large the mini-batch is."""
+    engine that gives the loss how large the mini-batch is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **batch_info) for batch_info in sizes)
     return once == twice
