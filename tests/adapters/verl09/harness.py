@@ -361,6 +361,25 @@ def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bo
     return {"weights": made.weights_hash(), "norms": norms}
 
 
+def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[float]:
+    """Healthy updates of two epochs; between the last two the head goes far along its first moment, the wrong way."""
+    made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
+    (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
+    take, calls = made.engine.optimizer_step, []
+
+    def optimizer_step() -> Any:
+        calls.append(None)
+        if len(calls) == 2 * HEALTHY + 1:
+            made.engine.optimizer.state[head]["exp_avg"].mul_(-1500.0)
+        return take()
+
+    with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
+        return [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY + 1)]
+
+
+UNCLIPPED = [f"{ACTOR}.clip_ratio_{name}=1e9" for name in ("low", "high", "c")]
+
+
 CYCLE = [
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=3",

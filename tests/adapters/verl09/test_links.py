@@ -36,3 +36,13 @@ def test_the_link_is_named_and_the_run_stays_what_it_was(call, layout, fault, tm
     assert not event["culprits"] or fault == "batch"
     if fault == "norm_scale" and layout == "fsdp2":
         assert found["parameters"] == ["model.norm.weight"]
+
+
+def test_a_batch_is_named_that_is_loud_only_since_an_update_on_its_own_rollouts(call, tmp_path):
+    call("train_until_ratios_run_away", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
+    *_, event = read_events(tmp_path)
+    found = event["fault"]
+    assert (event["step"]["global_step"], event["step"]["epoch"]) == (HEALTHY + 1, 1)
+    assert found["at"] == "batch" and "only since the last update" in found["reason"], found
+    assert event["culprits"]
+    assert found["evidence"]["loudest_norm_without_update"] < event["trigger"]["threshold"]
