@@ -360,8 +360,6 @@ def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record
         "accused": len(first["culprits"]) if truth != "batch" else 0,
         "step": first["step"]["global_step"],
         "cost": first["search"]["forwards"] + 2 * first["search"]["backwards"],
-        "reason": found["reason"],
-        "evidence": found["evidence"],
     }
 
 

@@ -365,16 +365,15 @@ def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[fl
     """Healthy updates of two epochs; between the last two the head goes far along its first moment, the wrong way."""
     made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
     (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
-    take, calls = made.engine.optimizer_step, []
+    norms = [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY)]
+    take, factors = made.engine.optimizer_step, iter((-1500.0, 1.0))
 
     def optimizer_step() -> Any:
-        calls.append(None)
-        if len(calls) == 2 * HEALTHY + 1:
-            made.engine.optimizer.state[head]["exp_avg"].mul_(-1500.0)
+        made.engine.optimizer.state[head]["exp_avg"].mul_(next(factors))
         return take()
 
     with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
-        return [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY + 1)]
+        return [*norms, float(made.update(make_batch(seed=HEALTHY % 7))["actor/grad_norm"])]
 
 
 UNCLIPPED = [f"{ACTOR}.clip_ratio_{name}=1e9" for name in ("low", "high", "c")]
