@@ -47,8 +47,9 @@ class Kept:
         for driver, state in zip(self.made.trainer.gradloc.drivers, self.drivers, strict=True):
             driver.load_state(copy.deepcopy(state))
         updates, keeper = self.localizer.updates, self.localizer._keeper
+        updates._is_present = False
+        updates._note()
         updates.movements, updates._pending, updates._open = copy.deepcopy(self.movements), None, []
-        updates._read()
         keeper.reference, keeper._norms = self.reference[0], copy.copy(self.reference[1])
         self.made.trainer.global_steps = self.step
 

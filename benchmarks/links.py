@@ -433,17 +433,19 @@ def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
     return norms
 
 
-def picture(path: Path, seed: int = 7) -> None:
+def picture(path: Path, seed: int = 11) -> None:
     """Draw :func:`two_by_two` of a fault of each link."""
     import matplotlib.pyplot as plt
 
+    torch.set_num_threads(1)
     faults = {"token": "batch", "learning_rate": "last update", "head_scale": "weights"}
     figure, panels = plt.subplots(1, len(faults), figsize=(9, 2.9), layout="constrained")
     for panel, (fault, link) in zip(panels, faults.items(), strict=True):
         norms = torch.tensor(two_by_two("gpt", seed, fault))
         panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
         for row, column in itertools.product((0, 1), (0, 1)):
-            panel.text(column, row, f"{norms[row, column]:.2g}", ha="center", va="center", fontsize=13)
+            ink = "white" if norms[row, column] > 30 else "black"
+            panel.text(column, row, f"{norms[row, column]:.3g}", ha="center", va="center", fontsize=13, color=ink)
         panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
         panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
         panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)

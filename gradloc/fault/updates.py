@@ -101,6 +101,9 @@ class Updates:
         self._sample: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         """Copies of them, float32, after the last step and before it."""
+        self._present: list[torch.Tensor] = []
+        """Copies from when the next step was about to be taken."""
+        self._is_present = False
         self._pending: OptimizerStep | None = None
         self._open: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
         self._optimizer: Any = None
@@ -124,7 +127,7 @@ class Updates:
             self._optimizer, self._params, self.names = plain, list(space.params), list(space.names)
             self._places, self._pointers = [_place(param) for param in self._params], []
             self._look_up()
-            self._before, self._sample = _copies(self._runs), _copies(self._runs)
+            self._before, self._sample, self._present = (_copies(self._runs) for _ in range(3))
             self._handle = plain.register_step_post_hook(self._after_step)
 
     def close(self) -> None:
@@ -150,8 +153,13 @@ class Updates:
             )
 
     def _note(self) -> None:
-        self._before, self._sample = self._sample, self._before
-        self._read()
+        if self._is_present:
+            self._before, self._present = self._present, self._before
+        else:
+            self._before, self._sample = self._sample, self._before
+        self._is_present = False
+        self._look_up()
+        torch._foreach_copy_(self._sample, self._runs)
         moved = torch._foreach_sub(self._sample, self._before)
         norms = torch._foreach_norm([*moved, *self._before, *self._shards], dtype=torch.float32)
         skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
@@ -159,11 +167,6 @@ class Updates:
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
         ]
         self.last = self._pending = OptimizerStep(self.number, groups, norms, skipped)
-
-    def _read(self) -> None:
-        """Copy the sampled elements as they are now."""
-        self._look_up()
-        torch._foreach_copy_(self._sample, self._runs)
 
     def _look_up(self) -> None:
         """Find the weights where they are now: a trainer may have moved them to another device and back."""
@@ -181,8 +184,11 @@ class Updates:
     def ask(self) -> None:
         """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
         done, self._pending = self._pending, None
-        if done is not None and self._params:
+        if self._params:
             self._look_up()
+            torch._foreach_copy_(self._present, self._runs)  # so that a movement is the optimizer's alone
+            self._is_present = True
+        if done is not None and self._params:
             now = torch._foreach_norm(self._shards, dtype=torch.float32)
             self._open.append((done, [*done.norms, *now]))
 
@@ -217,9 +223,6 @@ class Updates:
         rates, decays = ([_number(group.get(name, 0.0)) for group in done.groups] for name in ("lr", "weight_decay"))
         movements.settings.append((max(rates, default=0.0), max(decays, default=0.0)))
         movements.outside.append((done.number, outside))
-        if outside:
-            with torch.no_grad():
-                self._read()  # so that the next step's movement is the optimizer's alone
         if outside and are_rare and len(known) >= _LEAST:
             index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (

@@ -366,7 +366,7 @@ def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[fl
     made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
     (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
     norms = [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY)]
-    take, factors = made.engine.optimizer_step, iter((-1500.0, 1.0))
+    take, factors = made.engine.optimizer_step, iter((-4000.0, 1.0))
 
     def optimizer_step() -> Any:
         made.engine.optimizer.state[head]["exp_avg"].mul_(next(factors))
