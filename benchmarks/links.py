@@ -140,6 +140,8 @@ class Plant:
         ends: what the names of the final norm's weight and of the head's end in.
     """
 
+    weight_factor, moment_factor = 20.0, 1e-6
+
     def __init__(
         self,
         model: nn.Module,
@@ -167,7 +169,7 @@ class Plant:
     def before_forward(self) -> None:
         """Change weights."""
         if self.name in ("norm_scale", "head_scale"):
-            self.weights[self.parameter].mul_(20.0 ** (1 / self.steps))
+            self.weights[self.parameter].mul_(self.weight_factor ** (1 / self.steps))
         if self.name == "flipped_weight":
             weight = getattr(self.weights[self.parameter], "_local_tensor", self.weights[self.parameter])
             weight[tuple(_PLACE % size for size in weight.shape)] += 300.0 / self.steps
@@ -192,7 +194,7 @@ class Plant:
             group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
         for state in self.optimizer.state.values():
             if self.name == "second_moments":
-                state["exp_avg_sq"].mul_(1e-6**each)
+                state["exp_avg_sq"].mul_(self.moment_factor**each)
             if self.name == "lost_moments":
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()

@@ -38,11 +38,12 @@ def test_the_link_is_named_and_the_run_stays_what_it_was(call, layout, fault, tm
         assert found["parameters"] == ["model.norm.weight"]
 
 
-def test_a_batch_is_named_that_is_loud_only_since_an_update_on_its_own_rollouts(call, tmp_path):
-    call("train_until_ratios_run_away", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
+def test_undone_between_epochs_a_step_has_the_norm_of_the_epoch_before(call, tmp_path):
+    """Importance ratios follow the weights: the loss is verl's own at the log-probs that they then give."""
+    (norms, _) = call("train_until_ratios_run_away", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
     *_, event = read_events(tmp_path)
-    found = event["fault"]
+    found, spike = event["fault"], event["trigger"]["grad_norm"]
     assert (event["step"]["global_step"], event["step"]["epoch"]) == (HEALTHY + 1, 1)
-    assert found["at"] == "batch" and "only since the last update" in found["reason"], found
-    assert event["culprits"]
-    assert found["evidence"]["loudest_norm_without_update"] < event["trigger"]["threshold"]
+    first_epoch = 2 * norms[-1] - spike  # verl has their mean
+    assert found["evidence"]["norm_without_update"] == pytest.approx(first_epoch, rel=1e-2)
+    assert found["at"] == "last_update" and found["parameters"][0] == "lm_head.weight"
