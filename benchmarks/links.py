@@ -155,8 +155,8 @@ class Plant:
         self.weights, picked = dict(model.named_parameters()), random.Random(seed)
         named = [each for each, param in self.weights.items() if param.dim() == 2 and "head" not in each]
         inner = [each for each in named if "blocks" in each or "layers" in each]
-        (norm,), (head,) = ([each for each in self.weights if each.endswith(end)] for end in ends)
-        gradient, flipped = picked.choice(named), picked.choice(inner)
+        gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has flat ones alone
+        norm, head = (next((each for each in self.weights if each.endswith(end)), "") for end in ends)
         faulty = {"one_gradient": gradient, "flipped_weight": flipped, "norm_scale": norm, "head_scale": head}
         self.parameter = faulty.get(name, "")
         """Its name; "" where no single one is at fault."""

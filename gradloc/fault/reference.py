@@ -80,7 +80,7 @@ class ReferenceKeeper:
 def following(step: OwnLoss) -> Any:
     """Return a step as one whose loss follows the weights: run again, it goes by the log-probs that it then gets."""
     found: Any = copy.copy(step)
-    found.recorded = lambda micro_batch: _Followed.of(step, micro_batch)
+    found.recorded = lambda micro_batch: _Followed.made_of(step, micro_batch)
     return found
 
 
@@ -92,7 +92,7 @@ class _Followed(Recorded):
     micro_batch: int = 0
 
     @classmethod
-    def of(cls, step: Any, micro_batch: int) -> "_Followed":
+    def made_of(cls, step: Any, micro_batch: int) -> "_Followed":
         recorded = step.recorded(micro_batch)
         found = cls(recorded.rng, step=step, micro_batch=micro_batch)
         vars(found).update(vars(recorded))
