@@ -400,12 +400,13 @@ def matrix(rows: list[Record]) -> str:
     counts: dict[tuple[str, bool], Counter[str]] = {}
     for row in rows:
         counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
+    ats = tuple(at for at in ats if any(count[at] for count in counts.values()))
     order = sorted(counts, key=lambda each: ([*FAULTS].index(each[0]), each[1]))
     return table(
         [
-            ("planted", "truth", *ats),
+            ("planted", *ats),
             *(
-                (fault + ", over ten steps" * is_gradual, FAULTS[fault], *(counts[fault, is_gradual][at] for at in ats))
+                (fault + ", gradual" * is_gradual, *(counts[fault, is_gradual][at] for at in ats))
                 for fault, is_gradual in order
             ),
         ]
