@@ -31,7 +31,7 @@ def measure(num_rows: int, longest: int) -> Record:
     uids = {"uid": [str(row // ROLLOUTS) for row in range(num_rows)]}
     tensors = {"response_mask": mask, "advantages": advantages, "token_level_scores": scores}
     views = {
-        "verl 0.9": BatchView({}, uids, known=lambda: RowFacts.of_nested(*nested)),
+        "verl 0.9": BatchView({}, uids, known=lambda: RowFacts.from_nested(*nested)),
         "verl 0.7": BatchView(tensors, uids),
     }
     found: Record = {"num_tokens": int(lengths.sum())}

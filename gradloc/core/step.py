@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.functional import pad
 
 
 class RngState:
@@ -237,9 +238,21 @@ class Outputs(NamedTuple):
     beside: torch.Tensor | None = None
     """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
 
-    def at(self, rows: list[int]) -> "Outputs":
-        """These rows of what is (B, T); what passes through no token is no row's."""
+    def at(self, rows: list[int] | None) -> "Outputs":
+        """These rows of what is (B, T); what passes through no token is no row's. None: all of it, as it is."""
+        if rows is None:
+            return self
         return Outputs(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
+
+
+def below(parts: Sequence[Outputs]) -> Outputs:
+    """The rows of several micro-batches one below the other, padded with 0 on the right to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.log_prob.shape[1] for part in parts)
+    given = [[value for value in values if value is not None] for values in zip(*parts, strict=True)]
+    wide = [[pad(value, (0, longest - value.shape[1])) for value in values] for values in given[:2]]
+    return Outputs(torch.cat(wide[0]), torch.cat(wide[1]) if wide[1] else None)
 
 
 @dataclass
@@ -326,7 +339,9 @@ def record(recorded: Recorded, outputs: Outputs) -> None:
             value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
 
 
-def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
+def _keep(recorded: Recorded, name: str, grad: torch.Tensor | None) -> None:
+    if grad is None:  # of an output that the loss does not use, where a function has several
+        return
     before = getattr(recorded, name)  # of another backward through the same forward
     setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 
@@ -435,11 +450,12 @@ class Scheduled(ABC):
 
 
 class ByRow(ABC):
-    """A power of a :class:`TrainingStep` whose trainer can run some rows of a micro-batch by themselves."""
+    """A power of a :class:`TrainingStep` whose trainer can run some rows of its micro-batches by themselves."""
 
     @abstractmethod
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
-        """Training's forward with a graph, of these rows alone (R, T); by their places in the micro-batch, rising."""
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        """Training's forward with a graph, of these rows alone (R, T): of each micro-batch by their places in it,
+        rising; of several one below the other, padded on the right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,10 +482,19 @@ class OwnLoss(ABC):
 
     trainer_name = ""
     """By which the advice knows its lines, such as ``verl 0.9``; empty where there are none."""
+    backward_factor = 1.0
+    """What the gradient is multiplied by between backward and clipping."""
+    knows_loss = True
+    """Whether this step's loss is the trainer's own."""
 
     @property
     def without_kl(self) -> Mapping[str, Any] | None:
         """Settings under which the loss has no KL term; None if it has none anyway."""
+        return None
+
+    @property
+    def without_entropy(self) -> Mapping[str, Any] | None:
+        """Settings under which the loss has no entropy term; None if it has none anyway."""
         return None
 
     @abstractmethod
@@ -518,7 +543,7 @@ class OwnLoss(ABC):
         """d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
         Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
-        factor = self.backward_factor * step.numerics.weight * step.dp_size
+        factor = self.loss_factor * step.numerics.weight * step.dp_size
         return self._derivatives(micro_batch, settings, tensors, torch.Tensor.float, factor)
 
     def recorded_under(
@@ -528,12 +553,12 @@ class OwnLoss(ABC):
         backward would have delivered. Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
         found = copy.copy(step.recorded(micro_batch))
-        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.backward_factor)
+        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.loss_factor)
         found.log_prob_coefficient, found.entropy_coefficient, _ = derivatives
         return found
 
     @property
-    def backward_factor(self) -> float:
+    def loss_factor(self) -> float:
         """What the trainer multiplies its loss with before it runs the backward, such as fp16's scale."""
         step: Any = self
         return 1 / (step.numerics.weight * step.dp_size)
@@ -571,7 +596,7 @@ def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
 def has_finite_loss(step: Any, micro_batch: int) -> bool:
     """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
     can say that. Runs no forward."""
-    if isinstance(step, OwnLoss):
+    if isinstance(step, OwnLoss) and step.knows_loss:
         found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
     else:
         found = step.recorded(micro_batch).coefficients(1.0)
@@ -626,7 +651,7 @@ class HostStep:
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
-        self.has_own_loss = isinstance(step, OwnLoss)
+        self.has_own_loss = isinstance(step, OwnLoss) and step.knows_loss
         if isinstance(step, Scheduled):
             step.share()
 
@@ -681,11 +706,13 @@ class HostStep:
             log_prob, entropy, *_ = self._step.forward(micro_batch, needs_entropy)
         return Outputs(*to_host([log_prob, entropy]))  # type: ignore[arg-type]
 
-    def forward_with_graph(self, micro_batch: int, rows: list[int] | None = None) -> Outputs:
-        """Training's forward again, on the device, to run a backward from; of these rows alone if the step can."""
+    def forward_with_graph(self, rows: Sequence[tuple[int, list[int] | None]]) -> Outputs:
+        """Training's forward again, on the device, to run a backward from: of one micro-batch (its number and None), or
+        of rows alone if the step can."""
         step: Any = self._step
+        (micro_batch, chosen), *_ = rows
         step.recorded(micro_batch).rng.restore()
-        return step.forward(micro_batch) if rows is None else step.forward_rows(micro_batch, rows)
+        return step.forward(micro_batch) if chosen is None else step.forward_rows(rows)
 
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
         """See :meth:`Recorded.pull`: on the device."""

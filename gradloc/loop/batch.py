@@ -32,7 +32,7 @@ class RowFacts:
     """float (R,): sums of the token-level scores; None where they are not known."""
 
     @classmethod
-    def of_padded(cls, mask: torch.Tensor, signal: torch.Tensor, scores: torch.Tensor | None = None) -> "RowFacts":
+    def from_padded(cls, mask: torch.Tensor, signal: torch.Tensor, scores: torch.Tensor | None = None) -> "RowFacts":
         """Read them off tensors (R, T)."""
         num_tokens, first = mask.sum(-1), mask.new_zeros(len(mask), dtype=torch.long)
         late = (mask[:, 0] == 0).nonzero().flatten()
@@ -43,7 +43,7 @@ class RowFacts:
         return cls(num_tokens, signal.gather(1, first.unsqueeze(1)).squeeze(1), sample.flatten(), rewards)
 
     @classmethod
-    def of_nested(cls, mask: Any, signal: Any, scores: Any = None) -> "RowFacts":
+    def from_nested(cls, mask: Any, signal: Any, scores: Any = None) -> "RowFacts":
         """Read them off nested tensors whose rows have no padding: no padded copy is made."""
         offsets, is_token, values = mask.offsets().cpu().numpy(), mask.values().numpy(), signal.values()
         num_tokens = torch.from_numpy(_sums(is_token, offsets))
@@ -98,7 +98,7 @@ class BatchView:
         names, mask = self.tensors.keys(), self.tensors["response_mask"]
         scores = self.tensors["token_level_scores"] if "token_level_scores" in names else None
         has_signal = self.signal_name != "loss_weight" or "loss_weights" in names
-        return RowFacts.of_padded(mask, self.signal()[1] if has_signal else torch.zeros_like(mask), scores)
+        return RowFacts.from_padded(mask, self.signal()[1] if has_signal else torch.zeros_like(mask), scores)
 
     @property
     def signal_name(self) -> str:

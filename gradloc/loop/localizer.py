@@ -376,7 +376,7 @@ class Localizer:
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
         if again is None and not is_first and isinstance(self._step, OwnLoss):
             again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
-        factor = getattr(self._step, "backward_factor", None)
+        factor = 1.0 / self._step.numerics.loss_scale
         clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
         has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
         given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}

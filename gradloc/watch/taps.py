@@ -6,6 +6,9 @@ training's backward leaves dL/dh; a small head's output gets one for dL/dz. The 
 backward of <dL/dh, h> and of <dL/dz, z> there, whatever the loss: :meth:`ModelTap.graph` runs the forward with both cut
 off behind h and z, so that nothing flows in twice.
 
+A model that returns log-probs itself, as TRL's do, has them hooked instead: their derivatives are exact, and dL/dh is
+not kept.
+
 Where h is: a transformers model says which module is its body and which its head. h is the body's output, or the head's
 input where that is another tensor (T5 scales it, BERT transforms it). In another model the head is the linear layer
 that is called last, and h its input.
@@ -31,12 +34,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.gradients import host_copy
 from ..core.sharding import compute_dtype, is_reduction_deferred
-from ..core.step import MovingState, RngState, generators_in
+from ..core.step import MovingState, Recorded, RngState, generators_in, record
 from .head import typical_size
-from .step import autocast_now
+from .step import autocast_now, auxiliary_loss, returned_log_probs
 
-_AUXILIARY = ("aux_loss",)
-"""Outputs of transformers' models that enter the loss and pass through no hidden state: routers' balancing losses."""
 _SAMPLE = 64  # positions
 
 
@@ -56,6 +57,23 @@ class Place(NamedTuple):
         return found // self.size[-1]
 
 
+class StageTokens(NamedTuple):
+    """The tokens whose gradient a backward lets through."""
+
+    is_low: torch.Tensor
+    """bool (B, T), or (B, T - 1) where the last position predicts nothing."""
+    takes_low: bool
+
+    def factor(self, positions: tuple[int, int]) -> torch.Tensor:
+        """bool (B, T): which positions are in the stage. Of logits that are one longer the last predicts nothing."""
+        rows, width = positions
+        missing, found = width - self.is_low.shape[1], tuple(self.is_low.shape)
+        if len(self.is_low) != rows or missing not in (0, 1):
+            raise ValueError(f"the stage's old_log_probs are {found}, the model's positions {positions}")
+        is_low = torch.nn.functional.pad(self.is_low, (0, missing))
+        return is_low if self.takes_low else ~is_low
+
+
 class Forwarded:
     """One training forward: what it was given, and what its backward left."""
 
@@ -71,8 +89,12 @@ class Forwarded:
         """A loop's own function, where part of the loss is made in it."""
         self.shape: torch.Size | None = None
         """Of h."""
+        self.is_done = False
+        """Whether a backward came to its hidden state."""
+        self.recorded: Recorded | None = None
+        """Of the log-probs that the model returned, and of their derivatives; None where it returned none."""
         self.pull: torch.Tensor | None = None
-        """dL/dh, of h's own shape, on the device or the host; None before the backward."""
+        """dL/dh, of h's own shape, on the device or the host; None before the backward, and of an open one."""
         self.norms: torch.Tensor | None = None
         """Of dL/dh at each position, float32 (B, T)."""
         self.head_pulls: list[torch.Tensor | None] = []
@@ -89,16 +111,21 @@ class Forwarded:
         """dL / d (the model's own auxiliary loss), a scalar."""
         self.declared: torch.Tensor | None = None
         """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
+        self.coefficient: torch.Tensor | None = None
+        """dL / d log_prob (B, T), where the loop gave its log-probs."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
+        self.stage: StageTokens | None = None
+        self.factor: torch.Tensor | None = None
+        """Of Lopti's, bool (B, T): the positions whose gradient training's backward lets through; None for all."""
 
     def _inputs(self) -> Iterator[torch.Tensor]:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
 
     @property
-    def is_done(self) -> bool:
-        """Whether a backward came to its hidden state."""
-        return self.pull is not None
+    def is_open(self) -> bool:
+        """Whether the loss is made of the log-probs that the model returned."""
+        return self.recorded is not None and self.recorded.log_prob_coefficient is not None
 
     @property
     def beside(self) -> torch.Tensor | None:
@@ -126,6 +153,11 @@ class Forwarded:
         return sorted(integers, key=lambda leaf: not any(leaf is each for each in named))
 
     @property
+    def size(self) -> tuple[int, ...]:
+        """B, and how many tokens of a row there are log-probs of, as far as that can be known."""
+        return self.positions if self.recorded is None else tuple(self.recorded.log_prob.shape)
+
+    @property
     def positions(self) -> tuple[int, int]:
         """B and T: a vector for each row counts as one position."""
         assert self.shape is not None
@@ -142,6 +174,8 @@ class Graph:
         self.heads: list[torch.Tensor] = []
         """The output of each call of a head, in their order."""
         self.beside: torch.Tensor | None = None
+        self.given: Any = None
+        """What the model returned."""
         self.anchors: list[torch.Tensor] = []
         """What the model returned: FSDP prepares its backward by hooks there."""
 
@@ -209,6 +243,8 @@ class ModelTap:
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
+        self.stage: StageTokens | None = None
+        """Of the forwards that begin now."""
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
         inner = innermost(model)
@@ -284,7 +320,7 @@ class ModelTap:
     def _inline_head(self, forwarded: Forwarded) -> None:
         """Take the model's own head for called on all of h, where no head was called and its weight has a gradient."""
         weight = getattr(self._declared_head, "weight", None)
-        if forwarded.head_calls or weight is None or weight.dim() != 2 or not weight.requires_grad:
+        if forwarded.is_open or forwarded.head_calls or weight is None or weight.dim() != 2 or not weight.requires_grad:
             return
         if forwarded.shape is None or weight.shape[1] != forwarded.shape[-1]:
             return
@@ -319,10 +355,10 @@ class ModelTap:
         self._graph, self._is_cut = Graph(), is_cut
         found = self._graph
         try:
-            given = forwarded.run()
+            given = found.given = forwarded.run()
         finally:
             self._graph, self._is_cut = None, True
-        if found.hidden is None:
+        if found.hidden is None and not forwarded.is_open:
             raise RuntimeError("the forward, run again, came to no hidden state")
         if forwarded.is_body_alone or forwarded.is_head_inlined:
             cut = found.cut
@@ -344,6 +380,7 @@ class ModelTap:
         if self.is_again or not torch.is_grad_enabled() or _is_in_backward():
             return
         if self._present is not None and not self._is_over:
+            self._present.dtype = autocast_now(self.device)[1] or self._present.dtype  # a wrapper may switch it on
             return
         self.num_seen += 1
         self.on_begin()
@@ -417,6 +454,9 @@ class ModelTap:
             self._measure(module, given)
         present.head_pulls.append(None)
         present.head_outputs.append(None)
+        if present.factor is not None and output.requires_grad:
+            positions = present.head_calls[-1][1].positions(output.device)
+            self._let_through(output, present.factor.view(-1)[positions])
         size = output.numel() * output.element_size()
         if self.keeps_logits and self._kept + 2 * size <= self.keep_bytes:
             present.head_outputs[-1], self._kept = output.detach(), self._kept + size
@@ -429,7 +469,7 @@ class ModelTap:
         present = self._present
         if self._graph is not None and (module is not self.body or module in self._attached):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            auxiliary = _auxiliary(output)
+            auxiliary = auxiliary_loss(output)
             self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
             self._graph.anchors = leaves if isinstance(self.outer, FSDP1 | FSDPModule) else []
             return
@@ -437,9 +477,13 @@ class ModelTap:
             return
         if self._is_searching and self._called:
             self._settle_heads()
-        auxiliary = _auxiliary(output)
+        auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
-            auxiliary.register_hook(partial(_add_to, present, "auxiliary"))
+            auxiliary.register_hook(partial(add_to, present, "auxiliary"))
+        if returned is not None:
+            present.recorded = Recorded(present.rng)
+            record(present.recorded, returned)
+            returned.log_prob.register_hook(_Hook(self, "_come_back", present))
         self._close()
         self._present = self._hidden = None
 
@@ -447,14 +491,29 @@ class ModelTap:
 
     def _close(self) -> None:
         present, self.keeps_logits = self._present, False
-        if present is not None and present.shape is not None:
+        if present is not None and (present.shape is not None or present.recorded is not None):
             self.forwards.append(present)
 
     def _hook(self, hidden: torch.Tensor) -> None:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._hook_handles = [hidden.register_hook(_Hook(self, "_keep", present))]
+            self._hook_handles = []
+            if self.stage is not None:
+                present.stage, present.factor = self.stage, self.stage.factor(present.positions).to(hidden.device)
+                self._let_through(hidden, present.factor)
+            self._hook_handles.append(hidden.register_hook(_Hook(self, "_keep", present)))
+
+    def _let_through(self, value: torch.Tensor, factor: torch.Tensor) -> None:
+        """Have training's backward pass these rows' gradients alone: (..., W) and bool (...)."""
+        hook = partial(_where, factor.reshape(*value.shape[:-1], 1))
+        self._hook_handles.append(value.register_hook(hook))
+
+    @property
+    def has_trained_head(self) -> bool:
+        """Whether the model's own head has a weight that is trained."""
+        weight = getattr(self._declared_head, "weight", None)
+        return weight is not None and weight.requires_grad
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
@@ -465,10 +524,22 @@ class ModelTap:
             for handle in self._hook_handles:
                 handle.remove()
 
+    def _come_back(self, forwarded: Forwarded, *_: torch.Tensor) -> None:
+        """Note that a backward has come to a forward."""
+        forwarded.is_done = forwarded.is_done or not self.is_again
+        if not self.is_again and not self._is_queued:
+            self._is_queued = True
+            queue = Variable._execution_engine.queue_callback
+            after = _Hook(self, "_after_backward")
+            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
+
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
         if self.is_again:
             return
-        _add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
+        self._come_back(forwarded)
+        if forwarded.is_open:
+            return
+        add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
         assert forwarded.pull is not None
         norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
         norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
@@ -478,11 +549,6 @@ class ModelTap:
             forwarded.pull = host_copy(forwarded.pull)
         else:
             self._kept += size
-        if not self._is_queued:
-            self._is_queued = True
-            queue = Variable._execution_engine.queue_callback
-            after = _Hook(self, "_after_backward")
-            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _is_on_host(self, forwarded: Forwarded) -> bool:
         """Whether an earlier backward's dL/dh was moved there."""
@@ -595,10 +661,15 @@ def _called(hook: _Hook, *given: Any) -> Any:
         return None
 
 
-def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+def add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+    """Add what a backward left to what is known of a forward."""
     before = getattr(forwarded, name)  # of another backward through the same forward
     grad = grad.detach() if grad.requires_grad else grad
     setattr(forwarded, name, grad if before is None else before + grad)
+
+
+def _where(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.where(factor, grad, 0.0)
 
 
 def _is_in_backward() -> bool:
@@ -660,11 +731,6 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
 def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
     """Return a body's output with another tensor wherever it has h: in last_hidden_state, and last in hidden_states."""
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
-
-
-def _auxiliary(output: Any) -> torch.Tensor | None:
-    found = next((getattr(output, name, None) for name in _AUXILIARY), None)
-    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 
 
 def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:

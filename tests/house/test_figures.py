@@ -245,8 +245,6 @@ def test_the_explosion_s_text_says_what_its_table_says():
     assert (round(warning / before), round(spike / before)) == (11, 185)  # "eleven and 185 times the healthy one"
 
 
-@pytest.mark.parametrize(
-    "name", ["explosion", "knights", "quartiles", "buckets", "trigger", "experiments", "benchmarks"]
-)
+@pytest.mark.parametrize("name", ["explosion", "knights", "quartiles", "trigger", "experiments", "benchmarks"])
 def test_a_page_with_figures_of_runs_that_are_not_kept_says_so(name):
     assert re.search(r"[Nn]o record of (this|these) \w+ is kept", page(f"docs/{name}.md"))

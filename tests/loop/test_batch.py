@@ -29,9 +29,9 @@ def test_facts_are_what_a_loop_over_the_rows_finds(is_nested):
     is_there, mask, advantages, scores = rows()
     given = mask, advantages, scores
     if is_nested:
-        made = RowFacts.of_nested(*(nested(values, is_there) for values in given))
+        made = RowFacts.from_nested(*(nested(values, is_there) for values in given))
     else:
-        made = RowFacts.of_padded(*given)
+        made = RowFacts.from_padded(*given)
     for row, length in enumerate(LENGTHS):
         kept = [place for place in range(length) if mask[row, place]]
         assert made.num_tokens[row] == len(kept)
@@ -45,7 +45,7 @@ def test_facts_are_what_a_loop_over_the_rows_finds(is_nested):
 def test_facts_that_the_trainer_has_stand_for_its_tensors():
     _, mask, advantages, scores = rows()
     plain = BatchView({"response_mask": mask, "advantages": advantages, "token_level_scores": scores})
-    known = BatchView({}, known=lambda: RowFacts.of_padded(mask, advantages, scores))
+    known = BatchView({}, known=lambda: RowFacts.from_padded(mask, advantages, scores))
     assert batch_scale(plain, [0.5, 2.0]) == batch_scale(known, [0.5, 2.0])
     assert batch_scale(plain, [])["advantage"] == pytest.approx(float(advantages[mask.bool()].abs().median()))
 
@@ -53,6 +53,6 @@ def test_facts_that_the_trainer_has_stand_for_its_tensors():
 def test_a_large_batch_is_known_by_tokens_that_are_evenly_spread():
     drawn = torch.Generator().manual_seed(1)
     mask, advantages = torch.ones(64, 2**16, dtype=torch.bool), torch.randn(64, 2**16, generator=drawn)
-    found = RowFacts.of_padded(mask, advantages)
+    found = RowFacts.from_padded(mask, advantages)
     assert len(found.sample) < mask.numel() / 2
     assert float(found.sample.abs().median()) == pytest.approx(float(advantages.abs().median()), rel=0.01)

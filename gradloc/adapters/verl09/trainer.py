@@ -138,6 +138,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         last, which the workers run for the sake of their peers."""
         fillers, real = _fillers(update.batch)
         whole = update.batch.select_keys([*real, *fillers])
+        tensors = {**tensors, ROW_KEY: torch.arange(len(real))}
         put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
         whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
         whole.extra_info[ASKED_KEY] = AnalysisRequest(dict(request), self.settings)
@@ -369,9 +370,9 @@ def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
     """Of verl's nested tensors, by its names."""
     mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
     if not is_critics:
-        return RowFacts.of_nested(mask, rows["advantages"], scores)
+        return RowFacts.from_nested(mask, rows["advantages"], scores)
     errors = rows["returns"].values() - rows["values"].values()
-    return RowFacts.of_nested(mask, torch.nested.nested_tensor_from_jagged(errors, mask.offsets()), scores)
+    return RowFacts.from_nested(mask, torch.nested.nested_tensor_from_jagged(errors, mask.offsets()), scores)
 
 
 class SeenRows:

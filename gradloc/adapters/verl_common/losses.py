@@ -2,15 +2,17 @@
 """What the installed verl's losses do, asked of themselves."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ...core.step import MASK, Groups
+from ...analysis.parts import terms_of
+from ...core.step import MASK, Groups, Outputs, OwnLoss, RngState
 from ...loop.batch import BatchView
 from ...reweighting.advantages import reweight
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
@@ -191,16 +193,62 @@ def is_of_micro_batch(config: Any) -> bool:
     return once == twice
 
 
-def _policy_loss(config: Any, mode: str, **batch_info: int) -> float:
-    """Of two sequences of one token and of three, with different advantages."""
+def _counts_empty_rows(config: Any) -> bool:
+    """Whether the policy loss is a mean over all rows, those without a token, too, as geo_mean's is."""
+    rows = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    one, both = (_policy_loss(config, _BY_SEQUENCE, mask) for mask in (rows[:1], rows))
+    return one != both
+
+
+def _policy_loss(
+    config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0)), **batch_info: int
+) -> float:
+    """Of two sequences of one token and of three, with different advantages, or of those in another mask."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     config = changed(config, global_batch_info=batch_info)
-    mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]]) * mask
+    mask = torch.tensor(mask)
+    log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]])[: len(mask)] * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))
     given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": mode, "config": config}
     return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
+
+
+class Averages(OwnLoss):
+    """Of a step of verl's actor: how its loss averages, for the analyses; an adapter says its own sizes."""
+
+    config: Any
+    dp_size: int
+
+    def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
+        """The share of some tokens, bool (B, T), in a term's average, and their part of its value: over all tokens and
+        ranks 1, and the batch's loss. For losses that look at all tokens at once the value is of these alone."""
+        step: Any = self
+        mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
+        mask, terms = step.token_mask(micro_batch), terms_of(step)
+        weight, is_sum = self.weight_of(micro_batch, term, mode)
+        tokens, all_tokens = inside.sum(1).double(), mask.sum(1).double()
+        if mode == "token-mean":
+            share = float(tokens.sum() / all_tokens.sum())
+        else:
+            share = float((tokens / all_tokens.clamp(min=1)).sum() / (all_tokens > 0).sum())
+        task, value = (self._value(micro_batch, terms[each], inside) for each in ("task", term))
+        value = value if term == "task" else value - task
+        is_sum = is_sum or term == "task" and _counts_empty_rows(self.config)
+        return weight * share, value / self.dp_size * (1.0 if is_sum else share)
+
+    def _value(self, micro_batch: int, settings: Mapping[str, Any], inside: torch.Tensor) -> float:
+        recorded, rng = cast(Any, self).recorded(micro_batch), RngState(inside.device)
+        with torch.no_grad():
+            given = Outputs(recorded.log_prob, recorded.entropy)
+            loss = self.loss_under(micro_batch, given, settings, {MASK: inside.long()})
+        rng.restore()  # some losses draw: every term is of the same draw
+        return float(loss)
+
+    @abstractmethod
+    def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
+        """A micro-batch's weight in a term's average over the batch, and whether fewer tokens make its loss smaller, as
+        of a sum that is divided by a constant, and not another mean."""
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -159,9 +159,9 @@ class MegatronStep(EngineStep, Scheduled):
         return 1.0 / parallel_state.get_context_parallel_world_size()
 
     @property
-    def backward_factor(self) -> float:
+    def loss_factor(self) -> float:
         if self._num_tokens is None:
-            return super().backward_factor
+            return super().loss_factor
         # not the number that the gradient is divided by: that is a sum of halves (of context-parallel ranks), rounded
         data = self.micro_batches[0]
         return tu.get_non_tensor_data(data, key="routed_num_tokens", default=int(self._num_tokens)) / self.dp_size
