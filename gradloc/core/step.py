@@ -615,12 +615,18 @@ def typical_sizes(step: Any, micro_batch: int) -> torch.Tensor:
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Copies in the host's memory by a single read per device: copying one by one would wait for it each time."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
-    there = {index: tensor.detach().contiguous() for index, tensor in enumerate(tensors) if tensor is not None}
+    there = {
+        index: (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+        for index, tensor in enumerate(tensors)
+        if tensor is not None
+    }
     for device in {tensor.device for tensor in there.values()}:
         given = {index: tensor for index, tensor in there.items() if tensor.device == device}
         order = sorted(given, key=lambda index: -given[index].element_size())  # largest first: all stay aligned
-        read = torch.cat([given[index].view(-1).view(torch.uint8) for index in order]).cpu()
-        parts = read.split([given[index].numel() * given[index].element_size() for index in order])
+        flat = [given[index].view(-1) for index in order]
+        if len({tensor.dtype for tensor in flat}) > 1:
+            flat = [tensor.view(torch.uint8) for tensor in flat]
+        parts = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])
         for index, part in zip(order, parts, strict=True):
             found[index] = part.view(given[index].dtype).view(given[index].shape)
     return found

@@ -55,6 +55,8 @@ class TapMicroBatch:
     on_host: dict[str, torch.Tensor] = field(default_factory=dict)
     start: int = 0
     """Where the window of the mask begins."""
+    is_masked_by_coefficient: bool = False
+    """Whether the mask says where the coefficient is not 0, and nothing else."""
     labels: torch.Tensor | None = None
     """(B, T): the token that each position was to predict."""
     found: Fit | None = None
@@ -162,14 +164,16 @@ class TapStep(LoopStep):
             start = min(_starts(width, known["mask"].shape[1]), default=0)
             window = slice(start, start + known["mask"].shape[1])
         coefficient = forwarded.coefficient
-        coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        is_masked = coefficient is None and forwarded.factor is None and "mask" not in known
+        if coefficient is None:
+            coefficient = (norms if window == slice(None) else norms[:, window]) / self.tap.unit
         if forwarded.factor is not None:
             coefficient = coefficient.where(forwarded.factor[:, window], 0.0)
         mask = known["mask"] if "mask" in known else norms != 0
-        ids = known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long)
+        ids = known["ids"] if "ids" in known else self.tap.zeros_like(mask, torch.long)
         recorded = Recorded(forwarded.rng)
-        recorded.log_prob, recorded.log_prob_coefficient = torch.zeros_like(coefficient), coefficient
-        return TapMicroBatch(forwarded, mask, ids, recorded, start=start)
+        recorded.log_prob, recorded.log_prob_coefficient = self.tap.zeros_like(coefficient), coefficient
+        return TapMicroBatch(forwarded, mask, ids, recorded, start=start, is_masked_by_coefficient=is_masked)
 
     # ---- what the search may ask
 
@@ -496,11 +500,13 @@ class TapStep(LoopStep):
         """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
         on_device: list[Any] = []
         for each in self.micro_batches:
-            on_device += [each.mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
+            mask = None if each.is_masked_by_coefficient else each.mask
+            on_device += [mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
         read = to_host(on_device)
         for index, each in enumerate(self.micro_batches):
             mask, coefficient, advantages = read[3 * index : 3 * index + 3]
-            assert mask is not None and coefficient is not None
+            assert coefficient is not None
+            mask = coefficient != 0 if mask is None else mask
             each.on_host = {"mask": mask, "coefficient": coefficient}
             if advantages is not None:
                 each.on_host["advantages"] = advantages

@@ -16,6 +16,8 @@ that is called last, and h its input.
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
 
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -240,6 +242,7 @@ class ModelTap:
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.stage: StageTokens | None = None
         """Of the forwards that begin now."""
         self.unit: torch.Tensor | float = 1.0
@@ -539,7 +542,8 @@ class ModelTap:
         add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
         assert forwarded.pull is not None
         norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
-        forwarded.norms = norms.float().view(forwarded.positions).to(self.device)
+        norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
+        forwarded.norms = norms.float().to(self.device)
         size = grad.numel() * grad.element_size()
         if self.moves_to_host and self._kept + size > self.keep_bytes:
             forwarded.pull = host_copy(forwarded.pull)
@@ -556,10 +560,19 @@ class ModelTap:
             self._present, self._hidden, self._is_over = None, None, False
         self.on_backward()
 
+    def zeros_like(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return zeros for what is not known yet; the same tensor again and again, so it must not be written to."""
+        dtype = dtype or like.dtype
+        zeros = self._zeros.get(dtype)
+        if zeros is None or zeros.shape != like.shape or zeros.device != like.device:
+            zeros = self._zeros[dtype] = torch.zeros_like(like, dtype=dtype)
+        return zeros
+
     def _keep_head(self, forwarded: Forwarded, index: int, grad: torch.Tensor) -> None:
         if not self.is_again:
             before = forwarded.head_pulls[index]
-            forwarded.head_pulls[index] = grad.detach() if before is None else before + grad.detach()
+            grad = grad.detach() if grad.requires_grad else grad  # of a double backward
+            forwarded.head_pulls[index] = grad if before is None else before + grad
 
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
@@ -651,7 +664,8 @@ def _called(hook: _Hook, *given: Any) -> Any:
 def add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
     """Add what a backward left to what is known of a forward."""
     before = getattr(forwarded, name)  # of another backward through the same forward
-    setattr(forwarded, name, grad.detach() if before is None else before + grad.detach())
+    grad = grad.detach() if grad.requires_grad else grad
+    setattr(forwarded, name, grad if before is None else before + grad)
 
 
 def _where(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -728,7 +742,8 @@ def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
 
 def whole_of(shape: torch.Size) -> Place:
     """Return the place of all of h."""
-    return Place(tuple(shape), torch.empty(shape, device="meta").stride(), 0)
+    strides = [1, *itertools.accumulate(reversed(shape[1:]), operator.mul)]
+    return Place(tuple(shape), tuple(reversed(strides[: len(shape)])), 0)
 
 
 def _place(given: torch.Tensor, hidden: torch.Tensor) -> Place:

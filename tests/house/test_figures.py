@@ -100,8 +100,9 @@ def test_a_page_s_table_is_the_record_s(table):
         assert "Every event" not in table or len(made) - 2 >= 30
 
 
-def test_how_often_the_link_is_right_is_the_record_s():
-    assert links.sentence(record("links")["rows"]) in page("docs/spikes-without-tokens.md")
+@pytest.mark.parametrize("name", ["links", "engine_links"])
+def test_how_often_the_link_is_right_is_the_record_s(name):
+    assert links.sentence(record(name)["rows"]) in page("docs/spikes-without-tokens.md")
 
 
 def test_what_pretraining_says_of_its_peaks_is_the_record_s():

@@ -13,7 +13,7 @@ from ...words.advice import replay_line
 from ...words.causes import Meaning, meaning_of
 from ...words.culprits import carried, shares_sentence
 from ...words.cures import tried
-from ...words.faults import LINKS, fault_sentences
+from ...words.faults import LINKS, fault_sentences, step_before
 from ...words.hurt import did_it_hurt
 from ...words.next_step import next_step
 from ...words.numbers import bounded, number, percent, with_error
@@ -137,7 +137,7 @@ def document(event: Event, run: RunFolder) -> EventDocument:
         _culprits(event, shown),
         _why(event, shown),
         _where(event),
-        _proof(event, root),
+        _proof(event, run, root),
     ]
     told, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
     says = headline(event), lede(event), quote_of(event), named(event), figures(event)
@@ -379,7 +379,7 @@ def cost(search: Search) -> str:
     return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))
 
 
-def _proof(event: Event, root: Any) -> Section:
+def _proof(event: Event, run: RunFolder, root: Any) -> Section:
     certificate, action, them = event.certificate, event.action, pronoun(event)
     doubt = f" ({certificate.reason})" if certificate.reason and certificate.verdict != "explained" else ""
     norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
@@ -390,7 +390,11 @@ def _proof(event: Event, root: Any) -> Section:
         f"threshold {number(certificate.threshold, 3)}.",
     ]
     if event.fault is not None and event.fault.at in LINKS:
-        blocks.append(" ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event)]))
+        there = (place for place, row in enumerate(run.events.rows) if row.step == event.fault.step)
+        before = step_before(event, [run.events[place] for place in there])
+        blocks.append(
+            " ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event), before]).strip()
+        )
     blocks += _again(event)
     reason = f" ({action.reason})" if action.reason else ""
     blocks.append(f"Action: {ACTIONS.get(action.taken, action.taken)}{reason}.")
