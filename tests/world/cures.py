@@ -169,7 +169,7 @@ def passes(kind: str, dump_dir: str) -> dict[str, Any]:
 
 def only_trying(name: str) -> Any:
     """While a search tries this setting alone, whatever its coefficients promise; empty: as always."""
-    forced = {"MILDEST_FIRST": (name,), "_CERTAIN": math.inf}
+    forced = {"MILDEST_FIRST": (name,), "CERTAIN": math.inf}
     return mock.patch.multiple(part("search.cures"), **forced) if name else nullcontext()
 
 
