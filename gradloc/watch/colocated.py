@@ -44,9 +44,13 @@ class Colocated:
         """Before the first micro-batch's forward."""
         self.step = step
         if self.localizer is not None:
-            self.space = GradientSpace(module, self.ranks)
+            self.space = self.make_space(module)
             self.localizer.begin_update(None, self.space, are_all_here=False)
             self.localizer.begin_mini_batch(step)
+
+    def make_space(self, module: torch.nn.Module) -> GradientSpace:
+        """The trained parameters of a step; all ranks make theirs together."""
+        return GradientSpace(module, self.ranks)
 
     def end_step(self, norm: Any, global_step: int) -> tuple[Any, dict[str, float]]:
         """After the last micro-batch's backward and clipping: ask the driver, look, tell the driver.

@@ -55,6 +55,8 @@ class LoopStep:
         scale: gives what the loss was multiplied by (fp16).
     """
 
+    around_pass: Callable[[bool], AbstractContextManager[None]] | None = None
+    """An engine's own, around a micro-batch of a pass; called with whether it is the last."""
     first_row = 0
     """Where this rank's first row stands among all ranks': set once that is known."""
 
@@ -94,6 +96,8 @@ class LoopStep:
         return Details(given.get("old_log_probs"), given.get("weights"))
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        if self.around_pass is not None:
+            return self.around_pass(is_last)
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
     # ---- what the driver reads

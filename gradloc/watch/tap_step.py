@@ -76,6 +76,7 @@ class TapStep(LoopStep):
 
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap.outer, ranks.size, lambda: 1.0)
+        self.around_pass = tap.around_pass
         self.tap, self.ranks, self.form = tap, ranks, FORMS[0]
         self.backward_factor = 1.0
         """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""

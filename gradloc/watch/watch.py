@@ -11,8 +11,10 @@ import json
 import logging
 import math
 import os
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -26,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
-from ..core.gradients import Gradient, squared_norms
+from ..core.gradients import Gradient, GradientSpace, squared_norms
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks, host_group
 from ..core.sharding import compute_device, local_shard
@@ -45,6 +47,7 @@ from .replay import hold_against
 from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
 from .taps import Forwarded, ModelTap, innermost
+from .zero import Zero, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +124,8 @@ class Watch(Colocated):
             has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
+        self.zero: Zero | None = None
+        """DeepSpeed's engine, once there is one."""
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
         if self.localizer is not None:
             self.localizer.updates.undo = undo
@@ -136,10 +141,13 @@ class Watch(Colocated):
                 model
             ):  # code that was compiled before has no hooks of ours, and is taken for any such model
                 torch.compiler.reset()
+            engine, model = (model, innermost(model)) if is_engine(model) else (None, model)
             self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
             self.tap.owner = self  # the model's hooks hold the tap, and so the watch
             self.clip_tap = ClipTap(self._owns)
             self._listen()
+            if engine is not None:
+                self._take_engine(engine)
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -329,6 +337,8 @@ class Watch(Colocated):
         self._num_looks += 1
         self.step.take(forwards)
         self._settle_outer()
+        if isinstance(self.space, ZeroSpace):
+            self.space.show()
         self._clips = self.clip_tap.take()
         with torch.no_grad():
             norm = self._norm() if self._clips or norm is None else norm
@@ -344,6 +354,8 @@ class Watch(Colocated):
                 if not outcomes or all(each.taken == "observe" for each in outcomes):
                     self.space.put(self._before)
                 self._before = None
+            if isinstance(self.space, ZeroSpace):
+                self.space.give()
             self.step, self._raw = None, None
         self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         self._write_metrics(norm)
@@ -438,6 +450,9 @@ class Watch(Colocated):
         covered = {id(param) for call in self._clips for param in call.params}
         is_all = all(id(param) in covered for param in self._params() if param.grad is not None)
         self._sees_clips, self._own_limit = bool(self._clips) and is_all, None
+        if self.zero is not None:  # which clips in its step
+            self.clip_limit, self.is_unclipped = self.zero.clip_limit, True
+            return torch.tensor(self.space.norm())
         if self._sees_clips:
             single = len(self._clips) == 1 and not self._clips[0].is_by_value
             self.clip_limit = self._clips[0].limit if single else float("inf")
@@ -508,7 +523,7 @@ class Watch(Colocated):
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
-        if self.ranks.num_processes > 1 and not is_wrapped:
+        if (self.ranks.num_processes > 1 or "deepspeed" in sys.modules) and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
     def _step_aside(self, error: Exception) -> None:
@@ -517,8 +532,35 @@ class Watch(Colocated):
         logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
         self.step = None
 
+    def _take_engine(self, engine: Any) -> None:
+        """From here on DeepSpeed's engine runs the passes, and its optimizer's step is the one that is looked into."""
+        self.zero, reference = Zero(engine), weakref.ref(self)
+        if self.zero.refusal():
+            return
+        self.tap.whole = self.zero.whole
+        self.tap.around_pass = partial(_to, reference, "_in_pass")
+        self.zero.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
+
+    @contextmanager
+    def _in_pass(self, is_last: bool) -> Iterator[None]:
+        with self.zero.in_pass(is_last):  # type: ignore[union-attr]
+            yield
+        if is_last:
+            self.space.show()  # type: ignore[attr-defined]
+
+    def make_space(self, module: torch.nn.Module) -> GradientSpace:
+        if self.zero is None or self.zero.refusal():
+            return super().make_space(module)
+        if self._zero_space is None:
+            self._zero_space = ZeroSpace(self.zero, self.ranks)
+        return self._zero_space
+
+    _zero_space: ZeroSpace | None = None
+
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
-        """Take DDP's or FSDP1's calls for training's, where the model was wrapped after this was made."""
+        """Take a wrapper's calls for training's, where the model was wrapped after this was made."""
+        if self.zero is None and is_engine(module) and innermost(module) is innermost(self.tap.outer):
+            self._take_engine(module)
         is_wrapper = isinstance(module, DistributedDataParallel | FSDP1)
         if is_wrapper and innermost(module) is innermost(self.tap.outer) and module is not self.tap.outer:
             self.tap.attach(module)
@@ -549,7 +591,7 @@ class Watch(Colocated):
             )
 
     def _after_backward(self) -> None:
-        if self.step is None or self.localizer is None:
+        if self.step is None or self.localizer is None or self.zero is not None:
             return
         done = [each for each in self.tap.forwards if each.is_done]
         if done and not done[-1].is_deferred:
@@ -561,7 +603,7 @@ class Watch(Colocated):
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
-        if not self._is_ours(optimizer):
+        if self.zero is not None or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:
@@ -582,7 +624,9 @@ class Watch(Colocated):
         return None
 
     def _look_before_step(self, optimizer: Any) -> None:
-        if self.optimizer is None:
+        if self.zero is not None:
+            self._num_steps += 1
+        elif self.optimizer is None:
             self.optimizer = optimizer
             self._listen_to_zero_grad()
         if not self._has_looked:  # else the ranks would meet once more, for nothing
@@ -625,8 +669,8 @@ class Watch(Colocated):
             return
         outer = self.tap.outer
         is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)
-        why = ""
-        if self.ranks.num_processes > 1 and not is_wrapped:
+        why = "" if self.zero is None else self.zero.refusal()
+        if self.zero is None and self.ranks.num_processes > 1 and not is_wrapped:
             why = (
                 f"with {self.ranks.num_processes} processes the model has to be in DDP or FSDP, found a "
                 f"{type(outer).__name__}"
@@ -648,7 +692,7 @@ class Watch(Colocated):
         is_elsewhere = isinstance(self.tap.outer, FSDP1) or (
             isinstance(self.tap.outer, FSDPModule) and any(each.is_deferred for each in done)
         )
-        if done and not is_elsewhere and all(param.grad is None for param in self.space.params):
+        if done and not is_elsewhere and self.zero is None and all(param.grad is None for param in self.space.params):
             self._drop()
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
