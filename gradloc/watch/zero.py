@@ -43,9 +43,8 @@ class Zero:
         """Return why this engine cannot be watched, in a sentence; empty where it can."""
         optimizer, engine = self.optimizer, self.engine
         stage, kind = engine.zero_optimization_stage(), type(optimizer).__name__
-        offload = engine.zero_offload_param() if hasattr(engine, "zero_offload_param") else None
-        is_offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-        is_offloaded |= getattr(offload, "device", None) not in (None, "none")
+        offloads = [getattr(engine, f"zero_offload_{what}", lambda: None)() for what in ("optimizer", "param")]
+        is_offloaded = any(getattr(each, "device", None) not in (None, "none") for each in offloads)
         is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         refused = {
             f"ZeRO's stage {stage}: put the model into DistributedDataParallel": stage not in (1, 2, 3),

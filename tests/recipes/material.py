@@ -18,24 +18,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 WORDS = 64
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
-LENGTH, DOCUMENTS, ROWS = 16, 32, 4
-"""Words of a completion, documents in all, and in a step."""
+PROMPT, LENGTH, DOCUMENTS, ROWS = 4, 12, 32, 4
+"""Words of a prompt, of a completion at least, documents in all, and in a step."""
 PLANTED = 22
 STEP = PLANTED // ROWS + 1
 """The step that the planted document comes in, where nothing is shuffled."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
 
 
-def words(first: int, count: int) -> str:
-    return " ".join(f"w{(first + step) % WORDS}" for step in range(count))
+def words(first: int, end: int) -> str:
+    return " ".join(f"w{number}" for number in range(first, end))
 
 
 def documents() -> list[tuple[str, str]]:
-    """Return pairs of a prompt and a completion."""
+    """Return pairs of a prompt and a completion, which counts to the last word."""
     draw = random.Random(3)
-    firsts = [draw.randrange(WORDS) for _ in range(DOCUMENTS)]
-    pairs = [(words(first, 4), words(first + 4, LENGTH)) for first in firsts]
-    pairs[PLANTED] = (pairs[PLANTED][0], " ".join(f"w{draw.randrange(WORDS)}" for _ in range(LENGTH)))
+    firsts = [draw.randrange(WORDS - LENGTH - PROMPT) for _ in range(DOCUMENTS)]
+    pairs = [(words(first, first + PROMPT), words(first + PROMPT, WORDS)) for first in firsts]
+    damaged = [draw.randrange(WORDS) for _ in range(LENGTH)]
+    pairs[PLANTED] = (pairs[PLANTED][0], " ".join(f"w{number}" for number in damaged))
     return pairs
 
 
@@ -54,10 +55,12 @@ def trained_model() -> LlamaForCausalLM:
     size = {"vocab_size": WORDS + len(SPECIALS), "hidden_size": 64, "intermediate_size": 128, **heads}
     model = LlamaForCausalLM(LlamaConfig(**size, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(200):
-        ids = (torch.randint(WORDS, (16, 1)) + torch.arange(4 + LENGTH)) % WORDS + len(SPECIALS)
-        ids = torch.cat([ids, torch.full((16, 1), 2)], 1)
-        model(input_ids=ids, labels=ids).loss.backward()
+    for _ in range(150):
+        shifts = torch.randint(-4, WORDS - LENGTH, (16, 1))  # where a document begins, behind up to four of "<s>"
+        numbers = shifts + torch.arange(WORDS + 4)
+        ids = torch.where(numbers < WORDS, numbers + len(SPECIALS), 2).where(numbers >= 0, 1)
+        labels = ids.where(numbers.roll(1, 1) < WORDS, -100)  # up to the first "</s>"
+        model(input_ids=ids, labels=labels.where(numbers > 0, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

@@ -21,7 +21,7 @@ LLAMAFACTORY = {
     "finetuning_type": "full",
     "dataset": "counting",
     "template": "empty",
-    "cutoff_len": 64,
+    "cutoff_len": 128,
     "per_device_train_batch_size": ROWS,
     "learning_rate": 1e-5,
     "max_steps": STEPS,
@@ -82,5 +82,5 @@ def commands(material: Path) -> dict[str, tuple[Any, list[str]]]:
 @pytest.mark.parametrize("trainer", ["LLaMA-Factory", "ms-swift", "TRL"])
 def test_the_damaged_document_is_named(material, tmp_path, trainer):
     kind, command = commands(material)[trainer]
-    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", f"folder={tmp_path}", "trigger.tau=40", *command)
+    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", f"folder={tmp_path}", "trigger.tau=16", *command)
     check_named(tmp_path)
