@@ -82,5 +82,5 @@ def commands(material: Path) -> dict[str, tuple[Any, list[str]]]:
 @pytest.mark.parametrize("trainer", ["LLaMA-Factory", "ms-swift", "TRL"])
 def test_the_damaged_document_is_named(material, tmp_path, trainer):
     kind, command = commands(material)[trainer]
-    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", f"folder={tmp_path}", "trigger.tau=16", *command)
+    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", f"folder={tmp_path}", "trigger.tau=4", *command)
     check_named(tmp_path)
