@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "unrepeatable": (("unrepeatable", "--seeds", "2"),),
     "cost": (_LOCALIZE, ("localization.cost", "{out}/localize.json")),
     "smollm2": (("localize", "--model", "smollm2", "--tokens", "128", "--ranks", "1"),),
+    "driver": (("driver",),),
     "healthy": (("healthy", "--pairs", "600"),),
     "spiking": (("spiking", "--dtype", "float32"),),
     "spiking-bfloat16": (("spiking", "--dtype", "bfloat16"),),

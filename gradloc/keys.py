@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which names things travel from the trainer to the actor beside verl's own."""
+"""Under which names things travel from the trainer to the actor, with verl's own."""
 
 POLICY_KEY = "gradloc"
 """Meta info of a batch: the update's :class:`~.loop.wire.Policy`."""
@@ -8,4 +8,4 @@ ROW_KEY = "gradloc_row"
 SEQUENCE_KEY = "sequence_id"
 """str (R,) among a batch's labels: ``<uid>:<rollout index>``."""
 VERSIONS_KEY = "versions"
-"""Likewise (R,): the steps whose weights sampled a row's first token and its last, or None."""
+"""(R,): the steps whose weights sampled a row's first token and its last, or None."""

@@ -59,7 +59,7 @@ def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
 
 
 def refuse_unknown_names(config: Any) -> None:
-    """Refuse what stands beside verl's own settings, in the whole config, and is nearly one of ours.
+    """Refuse what is among verl's own settings, in the whole config, and is nearly one of ours.
 
     Raises:
         ValueError: one sentence.

@@ -152,7 +152,6 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "split::training_with": (("buckets-fsdp2",), ("quartiles-fsdp2",)),
     "split::an_actor": (("quartiles-fsdp2",), ("buckets-fsdp2",)),
     "split::a_failure": (("buckets",), ("quartiles",)),
-    "quartiles.test_actor::the_parts": (("token-mean",), NONE),
     "quartiles.test_actor::each_quartile": (NONE, ("entropy and kl terms",)),
     "quartiles.test_actor::probability": (NONE, ("2-fsdp2",)),
     "quartiles.test_actor::an_empty": (("all equally probable",), ("fewer than four tokens",)),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the gradient analyses, read from verl's config and checked at start."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from ..checks import SWITCH, check_fields, integer, one_of, or_null, read_among, require, setting
@@ -57,6 +58,34 @@ def read_if_on(settings: type[S], config: Any) -> S | None:
     """The settings of an analysis, see :func:`~..checks.read_among`; None while it is off."""
     values = read_among(settings, config)
     return values if values.mode else None
+
+
+Analyses = tuple[BucketSettings | None, QuartileSettings | None]
+_BLOCKS: dict[str, Any] = {"buckets": BucketSettings, "quartiles": QuartileSettings}
+_OF_VERL = ("mode", "exit_after", "env_groups", "group_size")
+
+
+def taken_from(blocks: dict[str, Any]) -> Analyses:
+    """Take ``buckets`` and ``quartiles`` out of a run's blocks, where no trainer of verl's reads the settings: True, or
+    settings by name; None is off.
+
+    Raises:
+        ValueError: one sentence, for a wrong name or value.
+    """
+    found = []
+    for block, kind in _BLOCKS.items():
+        given = blocks.pop(block, None)
+        require(given is None or isinstance(given, bool | Mapping), block, "true, false, or settings by name", given)
+        keys = {each.name: each.metadata["key"] for each in fields(kind) if each.name not in _OF_VERL}
+        chosen = dict(given) if isinstance(given, Mapping) else {}
+        for name in chosen:
+            require(name in keys, f"a setting of {block}", f"one of {', '.join(keys)}", name)
+        try:
+            found.append(None if given in (None, False) else kind(mode=True, **chosen))
+        except ValueError as error:  # settings say their names as verl has them
+            name = next(name for name, key in keys.items() if key in str(error))
+            raise ValueError(str(error).replace(keys[name], f"{block}.{name}")) from None
+    return found[0], found[1]
 
 
 def check_geometry(settings: BucketSettings, config: Any, num_prompts: int) -> None:

@@ -165,11 +165,12 @@ class QuartileNumbers(TypedDict):
     norms: list[float]  # of each quartile's part
     dots: list[float]  # inner product of each part with the whole
     closure: float | None  # distance from the parts' sum to the whole, relative to it; None where that is zero
-    tokens: list[dict[str, float]]  # norms of each sampled token
+    tokens: list[dict[str, float | None]]  # norms of each sampled token
     steps: dict[str, analysis.Update | None]  # None without a gradient
     optimizer: str
     learning_rate: float
-    log_probs: dict[str, np.ndarray | None]  # of this rank's rows, float32 (R, T): before, and after each step taken
+    log_probs: dict[str, list[np.ndarray] | None]  # before, and after each step taken: float32 (B, T) by micro-batch
+    rows: list[int]  # the numbers of this rank's rows, below 0 for those that only fill up the ranks
     forwards: int
     backwards: int
 
@@ -204,7 +205,7 @@ def measured(
     numbers = ranks[0]
     probability = np.exp(batch["old_log_probs"].astype(np.float64))
     everything = _Tokens(quartiles, probability, batch["advantages"], batch["responses"])
-    changes = _changes([rank["log_probs"] for rank in ranks], len(quartiles))
+    changes = _changes(ranks, quartiles.shape)
     without = changes["none"]
     own = {name: None if change is None or without is None else change - without for name, change in changes.items()}
     tokens = _sampled_tokens(numbers["tokens"], sampled, everything)
@@ -223,16 +224,21 @@ def measured(
     }
 
 
-def _changes(log_probs: list[Changes], num_rows: int) -> Changes:
+def _changes(ranks: list[QuartileNumbers], shape: tuple[int, ...]) -> Changes:
     def probability(name: str) -> np.ndarray:
-        rows = np.concatenate([one_rank[name] for one_rank in log_probs])[:num_rows]  # filling rows come last
-        return np.exp(rows.astype(np.float64))
+        found = np.zeros(shape)
+        for numbers in ranks:
+            rows = iter(numbers["rows"])
+            for values in (row for part in numbers["log_probs"][name] or () for row in part):
+                if (number := next(rows)) >= 0:
+                    found[number, : len(values)] = values
+        return np.exp(found)
 
-    before = probability("before")
-    return {name: None if log_probs[0][name] is None else probability(name) - before for name in UPDATES}
+    before, taken = probability("before"), ranks[0]["log_probs"]
+    return {name: None if taken[name] is None else probability(name) - before for name in UPDATES}
 
 
-def _sampled_tokens(norms: list[dict[str, float]], places: np.ndarray, tokens: _Tokens) -> Sampled:
+def _sampled_tokens(norms: list[dict[str, float | None]], places: np.ndarray, tokens: _Tokens) -> Sampled:
     return tuple(
         analysis.SampledToken(
             row=row,
@@ -248,11 +254,13 @@ def _sampled_tokens(norms: list[dict[str, float]], places: np.ndarray, tokens: _
 
 
 def _relation(tokens: Sampled) -> analysis.Correlations:
-    distance = np.array([1.0 - token.probability for token in tokens])
-    return analysis.Correlations(
-        log_prob_norm=rank_correlation(distance, np.array([token.log_prob_norm for token in tokens])),
-        loss_norm=rank_correlation(distance, np.array([token.loss_norm for token in tokens])),
-    )
+    def correlated(name: str) -> float | None:
+        known = [
+            (1.0 - token.probability, getattr(token, name)) for token in tokens if getattr(token, name) is not None
+        ]
+        return rank_correlation(*np.array(known).reshape(-1, 2).T)
+
+    return analysis.Correlations(log_prob_norm=correlated("log_prob_norm"), loss_norm=correlated("loss_norm"))
 
 
 def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: Sampled) -> analysis.Quartile:
@@ -260,7 +268,7 @@ def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: S
     count, norm, dot, whole = int(inside.sum()), numbers["norms"][number], numbers["dots"][number], numbers["whole"]
     probability, mine = tokens.probability[inside], [token for token in sampled if token.quartile == number + 1]
     ends = {"min": _of(np.min, probability), "mean": _of(np.mean, probability), "max": _of(np.max, probability)}
-    log_prob_norms = [token.log_prob_norm for token in mine]
+    log_prob_norms = [token.log_prob_norm for token in mine if token.log_prob_norm is not None]
     return analysis.Quartile(
         name=analysis.QUARTILES[number],
         num_tokens=count,

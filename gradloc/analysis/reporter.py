@@ -22,10 +22,9 @@ from ..record import analysis
 from ..record.files import write_whole
 from ..record.store import plain
 from ..rollout_filter.groups import groups_of
-from .actor import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY
 from .buckets import analysis_metrics, bucket_cosines, bucket_records, group_table, split_groups
 from .config import BucketSettings, QuartileSettings
-from .quartile_probe import QUARTILE_KEY, SAMPLE_KEY
+from .parts import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, QUARTILE_KEY, SAMPLE_KEY
 from .quartiles import assign, measured, quartile_metrics, sample_tokens
 
 logger = logging.getLogger(__name__)
@@ -79,8 +78,16 @@ class Reporter:
         """Run one analysis, write it, and return its metrics."""
         raise NotImplementedError
 
+    def is_due(self, global_step: int) -> bool:
+        """Whether a step is one that is analysed."""
+        return (global_step - 1) % self.settings.every == 0
+
     def run(
-        self, batch: AnalysisBatch, global_step: int, metrics: dict[str, Any], timing_raw: dict[str, float]
+        self,
+        batch: Callable[[], AnalysisBatch],
+        global_step: int,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
     ) -> bool:
         """Analyse the training batch where the step is due, and return whether it was.
 
@@ -89,12 +96,11 @@ class Reporter:
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.
         """
-        is_due = (global_step - 1) % self.settings.every == 0
-        if not is_due or self.num_failures >= _MAX_FAILURES:
+        if not self.is_due(global_step) or self.num_failures >= _MAX_FAILURES:
             return False
         start = time.perf_counter()
         try:
-            metrics.update(self.analyse(batch, global_step))
+            metrics.update(self.analyse(batch(), global_step))
         except Exception as error:
             if self.settings.exit_after or isinstance(error, self.about.vital):
                 raise

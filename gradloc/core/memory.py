@@ -4,6 +4,7 @@
 All ranks take the way of the one with the least memory.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,7 @@ class StepPeak:
     def __init__(self) -> None:
         self.size = 0
         """In bytes: the largest so far."""
-        self._before = 0
+        self._before = 0, 0
 
     def begin(self, device: torch.device) -> None:
         """Call before a step's first micro-batch."""
@@ -42,9 +43,11 @@ class StepPeak:
         peak, allocated = peak_of(device)
         self.size = max(self.size, peak - allocated)
 
-    def most(self, device: torch.device) -> int:
-        """What this process has used at most, whatever was reset: bytes, 0 for a CPU."""
-        return max(self._before, peak_of(device)[0])
+    def most(self, device: torch.device) -> tuple[int, int]:
+        """What this process has used, and what its allocator has reserved at most, whatever was reset: bytes, 0 for a
+        CPU."""
+        used, reserved = self._before
+        return max(used, peak_of(device)[0]), max(reserved, reserved_of(device))
 
 
 class Room:
@@ -140,23 +143,35 @@ def host_free(path: str = "/proc/meminfo") -> float:
         return math.inf
 
 
-def cgroup_free(folder: str = "/sys/fs/cgroup") -> float:
-    """What the container's limit leaves of the host's memory, in bytes; inf without a limit (cgroup v2, then v1).
+def cgroup_free(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> float:
+    """Return what the limits on this process' groups leave of the host's memory, in bytes; inf without a limit.
 
-    Of the page cache what is not in use counts as free: the kernel gives it up.
+    A job's own group may lie below the container's, and each on the way has a limit (cgroup v2 and v1).
     """
-    for limit, usage, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        try:
-            most, used, lines = ((Path(folder) / name).read_text() for name in (limit, usage, stat))
-            found = dict(line.split() for line in lines.splitlines())
-            idle = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
-            return math.inf if most.strip() == "max" else int(most) - int(used) + idle
-        except (OSError, ValueError):
-            continue
-    return math.inf
+    places = [("", _CGROUP_V2), ("memory", _CGROUP_V1)]
+    with contextlib.suppress(OSError):
+        for line in Path(own).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, names = ("memory", _CGROUP_V1) if "memory" in controllers.split(",") else ("", _CGROUP_V2)
+            if root or not controllers:
+                groups = [part for part in path.split("/") if part]
+                places += [("/".join([root, *groups[: end + 1]]).lstrip("/"), names) for end in range(len(groups))]
+    return min((_left_of(Path(folder) / place, names) for place, names in places), default=math.inf)
+
+
+_CGROUP_V2 = ("memory.max", "memory.current")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _left_of(group: Path, names: tuple[str, str]) -> float:
+    """What one group's limit leaves; of the page cache what is not in use counts as free: the kernel gives it up."""
+    try:
+        most, used, lines = ((group / name).read_text() for name in (*names, "memory.stat"))
+        found = dict(line.split() for line in lines.splitlines())
+        idle = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+        return math.inf if most.strip() == "max" else int(most) - int(used) + idle
+    except (OSError, ValueError):
+        return math.inf
 
 
 def processes_on_host() -> int:
@@ -175,6 +190,11 @@ def peak_of(device: torch.device) -> tuple[int, int]:
         return 0, 0
     module = torch.get_device_module(device.type)
     return module.max_memory_allocated(device), module.memory_allocated(device)
+
+
+def reserved_of(device: torch.device) -> int:
+    """The most that the allocator of this process has reserved of a device, in bytes; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.get_device_module(device.type).max_memory_reserved(device)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -20,19 +20,21 @@ from .gradients import Gradient, GradientSpace
 from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit, rounds_moves
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
-from .step import HostStep, Outputs, Recorded, TrainingStep, run_backward
+from .step import HostStep, Outputs, Recorded, TrainingStep, below, run_backward
 
 T = TypeVar("T")
 
 
-class _Pass(NamedTuple):
-    """One micro-batch of a pass: a forward, and a backward that begins with ``pull``."""
+Chosen = list[tuple[int, list[int] | None]]
+"""Which rows run, by micro-batch; None for all of one."""
 
-    micro_batch: int
+
+class _Pass(NamedTuple):
+    """A forward, and a backward that begins with ``pull``."""
+
+    rows: Chosen
     pull: Any
-    """:class:`Outputs`, or a function of what the forward returns."""
-    rows: list[int] | None = None
-    """Those that run; None for all."""
+    """:class:`Outputs` of these rows, or a function of what the forward returns."""
 
 
 def _rows_of(selected: torch.Tensor | None, pull: Outputs) -> list[int] | None:
@@ -156,36 +158,84 @@ class Prober:
             selections: pairs of a micro-batch and what to select: bool (B, T), factors (B, T), or None for all.
             by_row: whether rows with nothing selected may be left out, where the others come out as in training.
         """
-        by_row = by_row and self._is_by_row
+        kept: list[tuple[int, Any, torch.Tensor | None]] = []
 
-        def made() -> list[_Pass]:
-            pulls = [(index, self.step.pull(index, selected), selected) for index, selected in selections]
-            return [_Pass(index, pull, _rows_of(chosen, pull) if by_row else None) for index, pull, chosen in pulls]
+        def made(by_row: bool) -> list[_Pass]:
+            if not kept:
+                kept.extend((index, self.step.pull(index, selected), selected) for index, selected in selections)
+            rows = [_rows_of(selected, pull) if by_row else None for _, pull, selected in kept]
+            pulls = [pull.at(chosen) if by_row else pull for (_, pull, _), chosen in zip(kept, rows, strict=True)]
+            return [_Pass([(each[0], chosen)], pull) for each, chosen, pull in zip(kept, rows, pulls, strict=True)]
 
-        self._fill(made, by_row)
+        self._fill(made, by_row and self._is_by_row)
 
     def compute_recorded(self, records: Mapping[int, Recorded]) -> None:
         """Fill ``.grad`` with the gradient that these records' coefficients give, by micro-batch: the one that training
         would have accumulated bit for bit, had its backward delivered them (:meth:`.step.OwnLoss.recorded_under`)."""
-        self._fill(lambda: [_Pass(micro_batch, record.pull(None)) for micro_batch, record in records.items()])
+        self._fill(lambda _: [_Pass([(index, None)], record.pull(None)) for index, record in records.items()])
 
-    def _fill(self, made: Callable[[], list[_Pass]], by_row: bool = False) -> None:
-        """Run the forwards of these micro-batches, each with its backward; ``by_row`` if any may leave rows out."""
+    def compute_part(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> None:
+        """Fill ``.grad`` with the gradient that these records' coefficients give, of what is selected.
+
+        Where the step can run rows by themselves, only those with a selected coefficient that is not 0 run: together,
+        whatever micro-batches they came from, in forwards no larger than training's. So sums round in another order.
+
+        Args:
+            records: one of each micro-batch.
+            selected: bool (B, T) of each micro-batch.
+        """
+        runs = self.ranks.agree(lambda: self._runs(records, selected) if self.step.is_by_row else [])
+        missing = int(self.ranks.max([float(len(runs))])[0]) - len(runs)
+
+        def made(_: bool) -> list[_Pass]:
+            pairs = zip(records, selected, strict=True)
+            pulls = [record.pull(mask.to(self.space.device)) for record, mask in pairs]
+            if not self.step.is_by_row:
+                return [_Pass([(index, None)], pull) for index, pull in enumerate(pulls)]
+            joined = [_Pass(run, below([pulls[index].at(rows) for index, rows in run])) for run in runs]
+            nothing = records[0].pull(torch.zeros_like(selected[0], device=self.space.device)).at([0])
+            return joined + [_Pass([(0, [0])], nothing)] * missing  # which the peers' collectives wait for
+
+        self._fill(made)
+
+    def _runs(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> list[Chosen]:
+        """Cut the rows that have a part into runs, none with more rows and tokens than a micro-batch has."""
+        lengths = [self.step.token_mask(index).sum(1).tolist() for index in range(len(selected))]
+        known = [(len(each), sum(each)) for each in lengths]
+        nonzero = []
+        for record, mask in zip(records, selected, strict=True):
+            pull = record.pull(mask.to(self.space.device))
+            parts = [(values != 0).any(1) for values in pull[:2] if values is not None]  # NaN is one
+            nonzero.append(torch.stack(parts).any(0).cpu())
+        runs: list[Chosen] = []
+        size = (0, 0)
+        for index, are_rows in enumerate(nonzero):
+            for row in are_rows.nonzero().flatten().tolist():
+                size = size[0] + 1, size[1] + lengths[index][row]
+                if not runs or not any(size[0] <= rows and size[1] <= tokens for rows, tokens in known):
+                    runs.append([])
+                    size = 1, lengths[index][row]
+                runs[-1].append((index, [row]))
+        return runs
+
+    def _fill(self, made: Callable[[bool], list[_Pass]], by_row: bool = False) -> None:
+        """Run these forwards, each with its backward; ``by_row`` if those may leave rows out that come out as in
+        training, which is checked."""
 
         def prepare() -> list[_Pass]:
             self._make_sure()
-            return made()
+            return made(by_row)
 
         self.space.clear()
         passes = self.ranks.agree(prepare)
         if self.step.is_scheduled:
             self.num_forwards += len(passes)
             self.num_backwards += len(passes)
-            self._together(partial(self.step.run_pass, [(each.micro_batch, each.pull) for each in passes]))
+            self._together(partial(self.step.run_pass, [(each.rows[0][0], each.pull) for each in passes]))
             return
         if not self._run(passes, by_row):
-            self._is_by_row = False
-            self._run([each._replace(rows=None) for each in passes])
+            self._is_by_row = by_row = False
+            self._run(self.ranks.agree(prepare))
         if self.step.numerics.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.numerics.loss_scale)
 
@@ -197,23 +247,24 @@ class Prober:
             with self.step.in_pass(is_last=number == len(passes)):
                 # Ranks agree between forward and backward. The logits need most memory: a rank that fails there would
                 # otherwise leave its peers waiting in the backward's collectives.
-                outputs = self._together(partial(self.step.forward_with_graph, each.micro_batch, each.rows))
+                outputs = self._together(partial(self.step.forward_with_graph, each.rows))
                 if by_row and not self._are_trainings(outputs, each):
                     self._abandon()
                     return False
                 self.num_backwards += 1
-                pull = each.pull if each.rows is None else each.pull.at(each.rows)
-                self._together(partial(run_backward, outputs, pull))
+                self._together(partial(run_backward, outputs, each.pull))
         return True
 
     def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
         """Whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
 
+        ((micro_batch, rows),) = of.rows
+
         def is_same() -> bool:
-            if of.rows is None:
+            if rows is None:
                 return True
-            mask = self.step.token_mask(of.micro_batch)[of.rows]
-            known = self.step.recorded(of.micro_batch).log_prob[of.rows]
+            mask = self.step.token_mask(micro_batch)[rows]
+            known = self.step.recorded(micro_batch).log_prob[rows]
             return torch.equal(outputs.log_prob.detach().cpu()[mask], known[mask])
 
         return self.ranks.all(self._together(is_same))

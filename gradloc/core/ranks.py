@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _PATIENCE_S = 40.0  # how long a failed rank waits for news of its peers, at most one pass behind: all end in a minute
 _MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
+_CONNECT_S = 30.0  # how long processes try to connect a group of their own; one that works takes well under a second
+_groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
 _calls = itertools.count(1)  # numbers the calls of together(), alike on all ranks, for keys in the store
 
 
@@ -39,14 +42,43 @@ class LostRank(RuntimeError):
 
 
 def host_group() -> Any | None:
-    """A group of all processes whose collectives run on the host; None where the default one's do.
+    """Return a group of all processes whose collectives run on the host; None where the default group serves.
 
-    All processes call this together. A trainer whose only group is the device's would have small messages wait for the
-    device, and take memory there.
+    A trainer whose only group is the device's would have small messages wait for the device, and take memory there. But
+    gloo connects every process with every other over an interface that NCCL never needed: where some cannot be reached
+    in half a minute, all go on with the device's group. All processes call this together.
     """
     if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
         return None
-    return dist.new_group(backend="gloo")
+    made, error = _attempt(lambda: _connected(timedelta(seconds=_CONNECT_S)))
+    if _is_everywhere(made is not None):
+        distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
+        return made
+    if error is not None:
+        logger.warning(
+            "gradloc: gloo cannot connect the processes (%s), so small messages go by the device's group, which every "
+            "look into a step waits for; set GLOO_SOCKET_IFNAME to the interface that the nodes share",
+            str(error).splitlines()[0],
+        )
+    return None
+
+
+def _connected(patience: timedelta) -> Any:
+    """Return a group that all have met in."""
+    made = dist.new_group(backend="gloo", timeout=patience)
+    dist.all_reduce(torch.zeros(1), group=made)
+    return made
+
+
+def _is_everywhere(flag: bool) -> bool:
+    """Whether the flag is set on all processes, by the default group's store: no collective is needed."""
+    store, key = _store(), f"gradloc/group/{next(_groups)}"
+    store.add(f"{key}/set", int(flag))
+    num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _CONNECT_S
+    while num_answers < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        num_answers = store.add(key, 0)
+    return store.add(f"{key}/set", 0) == dist.get_world_size()
 
 
 class Ranks:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.functional import pad
 
 
 class RngState:
@@ -239,9 +240,21 @@ class Outputs(NamedTuple):
     beside: torch.Tensor | None = None
     """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
 
-    def at(self, rows: list[int]) -> "Outputs":
-        """These rows of what is (B, T); what passes through no token is no row's."""
+    def at(self, rows: list[int] | None) -> "Outputs":
+        """These rows of what is (B, T); what passes through no token is no row's. None: all of it, as it is."""
+        if rows is None:
+            return self
         return Outputs(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
+
+
+def below(parts: Sequence[Outputs]) -> Outputs:
+    """The rows of several micro-batches one below the other, padded with 0 on the right to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.log_prob.shape[1] for part in parts)
+    given = [[value for value in values if value is not None] for values in zip(*parts, strict=True)]
+    wide = [[pad(value, (0, longest - value.shape[1])) for value in values] for values in given[:2]]
+    return Outputs(torch.cat(wide[0]), torch.cat(wide[1]) if wide[1] else None)
 
 
 @dataclass
@@ -437,11 +450,12 @@ class Scheduled(ABC):
 
 
 class ByRow(ABC):
-    """A power of a :class:`TrainingStep` whose trainer can run some rows of a micro-batch by themselves."""
+    """A power of a :class:`TrainingStep` whose trainer can run some rows of its micro-batches by themselves."""
 
     @abstractmethod
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
-        """Training's forward with a graph, of these rows alone (R, T); by their places in the micro-batch, rising."""
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        """Training's forward with a graph, of these rows alone (R, T): of each micro-batch by their places in it,
+        rising; of several one below the other, padded on the right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +486,11 @@ class OwnLoss(ABC):
     @property
     def without_kl(self) -> Mapping[str, Any] | None:
         """Settings under which the loss has no KL term; None if it has none anyway."""
+        return None
+
+    @property
+    def without_entropy(self) -> Mapping[str, Any] | None:
+        """Settings under which the loss has no entropy term; None if it has none anyway."""
         return None
 
     @abstractmethod
@@ -635,6 +654,12 @@ class HostStep:
     def recorded(self, micro_batch: int) -> Recorded:
         return self._gathered("recorded")[micro_batch]
 
+    def rows(self, micro_batch: int) -> list[int]:
+        """Where the micro-batch's rows are in the driver's batch: read once, not at each question."""
+        if "rows" not in self._held:
+            self._held["rows"] = [self._step.rows(index) for index in range(self._step.num_micro_batches)]
+        return self._held["rows"][micro_batch]
+
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """c_t and e_t (B, T) of this rank's tokens, see :meth:`Recorded.coefficients`."""
         if "coefficients" not in self._held:
@@ -671,11 +696,13 @@ class HostStep:
             log_prob, entropy, *_ = self._step.forward(micro_batch, needs_entropy)
         return Outputs(*to_host([log_prob, entropy]))  # type: ignore[arg-type]
 
-    def forward_with_graph(self, micro_batch: int, rows: list[int] | None = None) -> Outputs:
-        """Training's forward again, on the device, to run a backward from; of these rows alone if the step can."""
+    def forward_with_graph(self, rows: Sequence[tuple[int, list[int] | None]]) -> Outputs:
+        """Training's forward again, on the device, to run a backward from: of one micro-batch (its number and None), or
+        of rows alone if the step can."""
         step: Any = self._step
+        (micro_batch, chosen), *_ = rows
         step.recorded(micro_batch).rng.restore()
-        return step.forward(micro_batch) if rows is None else step.forward_rows(micro_batch, rows)
+        return step.forward(micro_batch) if chosen is None else step.forward_rows(rows)
 
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
         """See :meth:`Recorded.pull`: on the device."""

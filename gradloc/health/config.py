@@ -15,7 +15,7 @@ Limits = tuple[float | None, float | None] | None
 """Warning and danger."""
 
 FALLING = frozenset({"entropy_fall", "length_fall", "mismatch_sample_size"})
-"""Rules in which small numbers are bad: danger lies below warning."""
+"""Rules in which small numbers are bad: danger is below warning."""
 _KEY = "trainer.health"
 
 
@@ -35,7 +35,7 @@ class HealthConfig:
     clip_window: int = setting(20, integer(1))
     """Steps over which the share at the clip limit is counted."""
     deviations: float = setting(5.0, POSITIVE)
-    """Robust standard deviations that a jump must have besides its size."""
+    """Robust standard deviations that a jump must have apart from its size."""
     gradient_jump: Limits = (10.0, 100.0)
     """Gradient norm, as a multiple of its own median."""
     spikes: Limits = (1.0, None)
@@ -90,7 +90,7 @@ class HealthConfig:
     """Share of the responses that are empty."""
 
     def check(self) -> None:
-        """What a setting may be beside another one; the rules' limits become pairs of numbers."""
+        """What a setting may be with another one; the rules' limits become pairs of numbers."""
         at_most = f"at most {_KEY}.window={self.window}, which is all that is remembered"
         require(self.warmup <= self.window, f"{_KEY}.warmup", at_most, self.warmup)
         for name in self.rule_names():

@@ -47,7 +47,7 @@ class Window:
         raise NotImplementedError
 
     def learn(self, value: float, is_flagged: bool) -> None:
-        """Told after :meth:`observe` whether the rule found fault; flagged values are not what is normal."""
+        """Called after :meth:`observe` with whether the rule found fault; flagged values are not what is normal."""
 
     def resume(self) -> None:
         """An earlier step came again: what was said of consecutive steps begins anew."""
@@ -182,10 +182,10 @@ class AgainstWindow(Window):
 
 
 class Fall(Window):
-    """How far the mean over the last steps lies below its best.
+    """How far the mean over the last steps is below its best.
 
     In shares of the best, or of the range that the mean went through where that is larger. Silent unless the fall is
-    beyond chance: of n means, the largest lies about sqrt(2 ln n) of their standard deviations above the expectation,
+    beyond chance: of n means, the largest is about sqrt(2 ln n) of their standard deviations above the expectation,
     and the fall must exceed that and two more, for a difference of two such means. The standard deviation of one value
     is the root mean square of the differences between consecutive ones, over the square root of 2, which a trend
     hardly enters.

@@ -55,7 +55,7 @@ class Monitor:
     def _observe(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         if ZERO_VARIANCE not in metrics and self._compares_rollouts:
             metrics.update(_zero_variance(batch))
-        hidden = () if self._compares_rollouts else (ZERO_VARIANCE,)  # a filter or an analysis may have told it
+        hidden = () if self._compares_rollouts else (ZERO_VARIANCE,)  # a filter or an analysis may have set it
         judged = {name: value for name, value in metrics.items() if name not in hidden}
         verdict = self._judge.observe(global_step, judged)
         if verdict is None:
@@ -72,9 +72,10 @@ class Monitor:
 
 def _zero_variance(batch: Any) -> dict[str, float]:
     """The share of prompts whose rollouts have equal rewards; nothing where every prompt has one rollout."""
-    from ..rollout_filter.groups import groups_of  # needs numpy, which the rules do without
+    from ..rollout_filter.groups import group_rows  # needs numpy, which the rules do without
 
-    groups = groups_of(batch.labels["uid"], batch.tensors["token_level_scores"], batch.tensors["response_mask"])
+    facts = batch.facts
+    groups = group_rows(batch.labels["uid"], facts.rewards.tolist(), facts.num_tokens.tolist())
     return {ZERO_VARIANCE: groups.zero_variance_share} if len(groups) and groups.sizes.max() > 1 else {}
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's batch as the loop sees it, whatever the trainer keeps it in."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.tracker import median_size
@@ -12,6 +14,57 @@ from ..core.tracker import median_size
 Rows = dict[str, Any]
 """One rank's rows on the host, or all of them: tensors (R, P) or (R, T) by name, and lists of names with one for each
 row."""
+
+_SAMPLED = 2**20  # tokens that a batch's typical signal is taken from, evenly spread; of smaller batches all
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a healthy step is known by: a few numbers of each of R rows, whatever its tokens are many."""
+
+    num_tokens: torch.Tensor
+    """int64 (R,): response tokens."""
+    signal: torch.Tensor
+    """float (R,): what the loss pulls the row's first response token with, see :meth:`BatchView.signal`."""
+    sample: torch.Tensor
+    """float (N,): the same of some tokens of all rows; 0 for what is no response token."""
+    rewards: torch.Tensor | None = None
+    """float (R,): sums of the token-level scores; None where they are not known."""
+
+    @classmethod
+    def from_padded(cls, mask: torch.Tensor, signal: torch.Tensor, scores: torch.Tensor | None = None) -> "RowFacts":
+        """Read them off tensors (R, T)."""
+        num_tokens, first = mask.sum(-1), mask.new_zeros(len(mask), dtype=torch.long)
+        late = (mask[:, 0] == 0).nonzero().flatten()
+        first[late] = (mask[late] != 0).int().argmax(1)
+        apart = max(signal.numel() // _SAMPLED, 1)
+        sample = torch.where(mask[:, ::apart] != 0, signal[:, ::apart], 0.0)
+        rewards = None if scores is None else scores.sum(-1)
+        return cls(num_tokens, signal.gather(1, first.unsqueeze(1)).squeeze(1), sample.flatten(), rewards)
+
+    @classmethod
+    def from_nested(cls, mask: Any, signal: Any, scores: Any = None) -> "RowFacts":
+        """Read them off nested tensors whose rows have no padding: no padded copy is made."""
+        offsets, is_token, values = mask.offsets().cpu().numpy(), mask.values().numpy(), signal.values()
+        num_tokens = torch.from_numpy(_sums(is_token, offsets))
+        first = offsets[:-1].copy()
+        for row in np.flatnonzero(is_token[np.minimum(first, len(is_token) - 1)] == 0):
+            first[row] += int(np.argmax(is_token[offsets[row] : offsets[row + 1]])) if num_tokens[row] else 0
+        apart = max(len(values) // _SAMPLED, 1)
+        sample = torch.where(mask.values()[::apart] != 0, values[::apart], 0.0)
+        rewards = None if scores is None else torch.from_numpy(_sums(scores.values().numpy(), offsets))
+        return cls(num_tokens, values[torch.from_numpy(np.minimum(first, len(values) - 1))], sample, rewards)
+
+    def chosen(self, rows: torch.Tensor) -> "RowFacts":
+        """The facts of these rows, in this order; the sample stays the whole batch's."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return RowFacts(**{name: v if name == "sample" or v is None else v[rows] for name, v in found.items()})
+
+
+def _sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Sums of runs of values, (R,); 0 of an empty run."""
+    ends = np.minimum(offsets[:-1], max(len(values) - 1, 0))
+    return np.where(np.diff(offsets) > 0, np.add.reduceat(values, ends), 0).astype(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -32,18 +85,38 @@ class BatchView:
     """Whether the critic is updated: ``values`` (before the update) and ``returns`` (R, T) are there, too."""
     is_distilled: bool = False
     """Whether distillation is the whole loss; the tensors then have ``teacher_log_probs`` (R, T)."""
+    known: Callable[[], RowFacts] | None = None
+    """Gives the facts where the trainer has them at less than the price of its tensors."""
     # A loop without advantages has ``loss_weights`` (R, T): minus each token's d loss / d log_prob, times the number of
     # tokens, so 1 for the mean of the tokens' negative log-probs.
 
+    @cached_property
+    def facts(self) -> RowFacts:
+        """What a healthy step is known by."""
+        if self.known is not None:
+            return self.known()
+        names, mask = self.tensors.keys(), self.tensors["response_mask"]
+        scores = self.tensors["token_level_scores"] if "token_level_scores" in names else None
+        has_signal = self.signal_name != "loss_weight" or "loss_weights" in names
+        return RowFacts.from_padded(mask, self.signal()[1] if has_signal else torch.zeros_like(mask), scores)
+
+    @property
+    def signal_name(self) -> str:
+        """What the loss pulls a token with."""
+        if self.is_critics:
+            return "value_error"
+        if self.is_distilled:
+            return "teacher_gap"
+        return "advantage" if self.known is not None or "advantages" in self.tensors.keys() else "loss_weight"
+
     def signal(self) -> tuple[str, torch.Tensor]:
         """What the loss pulls a token with: its name, and (R, T)."""
-        if self.is_critics:
-            return "value_error", self.tensors["returns"] - self.tensors["values"]
-        if self.is_distilled:
-            return "teacher_gap", self.tensors["teacher_log_probs"] - self.tensors["old_log_probs"]
-        if "advantages" in self.tensors.keys():
-            return "advantage", self.tensors["advantages"]
-        return "loss_weight", self.tensors["loss_weights"]
+        given, name = self.tensors, self.signal_name
+        if name == "value_error":
+            return name, given["returns"] - given["values"]
+        if name == "teacher_gap":
+            return name, given["teacher_log_probs"] - given["old_log_probs"]
+        return name, given["advantages" if name == "advantage" else "loss_weights"]
 
 
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
@@ -58,14 +131,13 @@ def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, fl
         row, and that of all rows together. In the advantage's place of a critic |return - value|, under distillation
         how far the teacher's log-prob is from the old one.
     """
-    mask = batch.tensors["response_mask"].bool()
+    facts = batch.facts
     known = sorted(value for value in coefficients if value > 0)
-    name, values = batch.signal()
     return {
-        name: median_size([values[mask].float()]),
+        batch.signal_name: median_size([facts.sample]),
         "coefficient": known[len(known) // 2] if known else 0.0,
-        "length": float(mask.sum(-1).median()),
-        "tokens": float(mask.sum()),
+        "length": float(facts.num_tokens.median()),
+        "tokens": float(facts.num_tokens.sum()),
     }
 
 

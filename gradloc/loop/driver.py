@@ -75,7 +75,7 @@ class Driver:
         """Of the whole run."""
         self._histories: dict[str, AdaptiveThreshold] = {}
         self._stage = ""
-        self._quiet_until = 0
+        self._quiet_until = self._num_failures = 0
         self._step = self._num_in_step = self._num_updates = 0
         self._policy: Policy
 
@@ -134,8 +134,7 @@ class Driver:
             AbortedBySpike: when ``action.mode`` is abort and a spike came; the event is on disk.
         """
         policy, first = self._policy, min(reports, key=lambda report: report.process)
-        present = batch_scale(batch, [report.coefficient for report in reports])
-        typical = self.scale.typical()
+        present, typical = self._scale_of(batch, reports), self.scale.typical()
         over_run = {name: value / typical[name][0] for name, value in present.items() if name in typical}
         written = [self.writer.write(raw, batch, over_run) for raw in first.events]
         self.learn(first.norms, len(written))
@@ -150,7 +149,7 @@ class Driver:
                 f"The events are in {self.writer.store.root}."
             )
         self.scale.observe(present)
-        metrics = metrics_of(policy, reports, first, self.writer.num_failures)
+        metrics = metrics_of(policy, reports, first, self.writer.num_failures + self._num_failures)
         metrics |= self.mismatch(batch.tensors, batch.labels, policy.global_step)
         return {self._metric(name): [value] for name, value in metrics.items()}
 
@@ -176,6 +175,16 @@ class Driver:
         self.scale.load_state(state.get("scale", {}))
 
     # ---- inside
+
+    def _scale_of(self, batch: BatchView, reports: Sequence[RankReport]) -> dict[str, float]:
+        """What this batch is like; nothing where it cannot be read, such as a trainer's column of another shape."""
+        try:
+            return batch_scale(batch, [report.coefficient for report in reports])
+        except Exception:
+            self._num_failures += 1
+            if self._num_failures == 1:
+                logger.exception("gradloc: the batch's scale is not known; training goes on, and so does the search")
+            return {}
 
     def _history_of(self, stage: str) -> AdaptiveThreshold:
         trigger = self.trigger

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -295,76 +295,55 @@ class Localizer:
         """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        prepared = self._safely(self._set_aside)
-        if prepared is None:
+        look = Look(policy, spike, grad_norm)
+        if not self._safely(partial(self._set_aside, look)):
             return grad_norm
-        before, room = prepared
-        is_settled = False
-
-        def story(way: dict[str, Any]) -> tuple[HostStep, SearchResult, torch.Tensor, Action, torch.Tensor]:
-            step = HostStep(self._step, self._space.device, self.ranks.size)
-            finding = self._search(step, spike, policy, way)
-            squares = self._space.squares()  # while .grad still holds the spike
-            action = self._decide(spike, finding)
-            acted = self._act(action.taken, grad_norm, policy, finding)
-            if action.taken == "mask" and (why := self._contradicted(acted, finding)):
-                action = replace(action, taken="skip", reason=why)
-                acted = self._act("skip", grad_norm, policy)
-            return step, finding, squares, action, acted
-
+        is_decided = False
         try:
-            way = self._safely(lambda: self._make_room(room))
-            told = None if way is None else self._safely(lambda: story(way))
-            if told is None:
+            is_decided = bool(
+                self._safely(partial(self._make_room, look)) and self._safely(partial(self._settle, look))
+            )
+            if not is_decided:
                 return grad_norm
-            is_settled = True
-            before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
-            step, finding, squares, action, grad_norm = told
+            look.before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
             if is_written:
-                event = self._safely(
-                    lambda: (self._gather(policy, spike, action, step, finding, squares),),
-                    f"the step was decided before ({action.taken}), and its event is lost",
-                )
-                is_written = event is not None
-                self.events += [each for each in event or () if each is not None]
+                lost = f"the step was decided before ({look.action.taken}), and its event is lost"
+                is_written = bool(self._safely(partial(self._gather, look), lost))
         finally:
-            if not is_settled:  # it failed, or Ctrl-C
-                self._space.put(before)
-            self._safely(lambda: self._take_back(room))
-        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written))
-        return grad_norm
+            if not is_decided:  # it failed, on this rank or another, or Ctrl-C
+                self._space.put(look.before)
+            self._safely(partial(self._take_back, look))
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, look.action.taken, is_written))
+        return look.norm
 
-    @staticmethod
-    def _take_back(room: Room) -> None:
-        try:
-            room.close()
-        except Exception as error:
-            raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
+    # ---- the stages, each on all ranks together; true where the next may follow
 
-    def _set_aside(self) -> tuple[Gradient, Room]:
-        """The step's gradient, to be put back whatever happens, and what a search of it needs of memory."""
-        before = self._space.take()
-        self._space.put(before)
-        powers, size, step = self.powers, self._peak.size, self._step
-        casts = 0 if isinstance(step, Scheduled) else cast_bytes(self._space.module)
-        return before, self.ranks.agree(lambda: Room(self._space, powers.optimizer, size, step.forward_bytes() + casts))
+    def _set_aside(self, look: "Look") -> bool:
+        """Keep the step's gradient, to be put back whatever happens, and foresee what a search needs of memory."""
+        look.before = self._space.take()
+        self._space.put(look.before)
+        casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
+        forward = self._step.forward_bytes() + casts
+        look.room = self.ranks.agree(lambda: Room(self._space, self.powers.optimizer, self._peak.size, forward))
+        return True
 
-    def _make_room(self, room: Room) -> dict[str, Any] | None:
-        """What the search is called with; None where no way fits on some rank."""
+    def _make_room(self, look: "Look") -> bool:
+        """Settle how the search runs; false where no way fits into some rank's memory."""
+        room = look.room
         memory = self.ranks.agree(room.memory)
         mine = room.need.least_way(memory)
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
         if number == len(WAYS):
             why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
             logger.error("gradloc: this spike is not searched: %s", why)
-            return None
+            return False
         way = WAYS[int(number)]
         self.ranks.agree(lambda: room.make(way))
         if way.moves_optimizer:
             how = "as configured" if way.is_full else "by bisection only"
             logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
         search = self.settings.search
-        return {
+        look.limits = {
             "strategy": search.strategy if way.is_full else "bisect",
             "budget": self.settings.budget,
             "max_culprits": search.max_culprits,
@@ -373,6 +352,117 @@ class Localizer:
             "reruns": self.settings.evidence.rerun,
             "max_cures": search.max_cures,
         }
+        return True
+
+    def _settle(self, look: "Look") -> bool:
+        """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
+        look.step = HostStep(self._step, self._space.device, self.ranks.size)
+        look.finding = self._search(look)
+        look.squares = self._space.squares()  # while .grad still holds the spike
+        action = self._decide(look)
+        look.norm = self._act(action.taken, look.norm, look.policy, look.finding)
+        if action.taken == "mask" and (why := self._contradicted(look)):
+            action = replace(action, taken="skip", reason=why)
+            look.norm = self._act("skip", look.norm, look.policy)
+        look.action = action
+        return True
+
+    def _search(self, look: "Look") -> SearchResult:
+        policy, step, space, ranks = look.policy, look.step, self._space, self.ranks
+        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
+        if increments is not None and len(increments) != step.num_micro_batches:
+            increments = None  # the gradient was reduced once, after the last micro-batch
+        clip_scale = self._clip_scale(look.spike.grad_norm)
+        clues = Clues(
+            self._keeper.reference,
+            self.updates,
+            policy.global_step,
+            getattr(self._step, "backward_factor", None),
+            getattr(self._step, "anew", None),
+        )
+        has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
+        given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}
+        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
+            return localize(step, space, ranks, look.spike, clip_scale, increments, policy.typical, **given)
+
+    def _decide(self, look: "Look") -> Action:
+        finding, spike = look.finding, look.spike
+        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
+        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
+        line = None if finding.healer is None else finding.healer.line
+        assert finding.certificate is not None  # a search ends with one
+        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
+
+    def _contradicted(self, look: "Look") -> str:
+        """Why a masked gradient is not the one that the certificate speaks of; empty where it is."""
+        found, masked = look.finding.certificate, float(look.norm)
+        if found is None or found.norm_after is None:
+            return ""
+        allowed = (found.error_bound or 0.0) + _APART * found.norm_after
+        (off,) = self.ranks.max([abs(masked - found.norm_after)])
+        if off <= allowed:
+            return ""
+        return (
+            f"masking is not possible: run without the culprits the norm is {masked:.4g}, and "
+            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
+        )
+
+    def _act(
+        self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
+    ) -> torch.Tensor:
+        """Put into ``.grad`` what the step is to take; returns its norm."""
+        if taken == "observe":
+            return grad_norm
+        if finding is None or taken not in ("mask", "heal"):
+            # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+            zero = self.ranks.agree(lambda: torch.zeros((), device=self._space.device))
+            self._space.clear()
+            return zero
+        gradient, rng = self._space.take(), self._space.forward_state()
+        try:
+            prober = Prober(self._step, self._space, self.ranks)
+            if taken == "mask":
+                prober.compute_without(finding.tokens)
+            else:
+                name = finding.healer.name if finding.healer is not None else ""
+                prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
+            return self.ranks.together(self.powers.clip)
+        except BaseException:  # also Ctrl-C
+            self._space.put(gradient)
+            raise
+        finally:
+            rng.restore()
+
+    def _gather(self, look: "Look") -> bool:
+        policy, settings = look.policy, self.settings
+        context = SpikeContext(
+            place=policy.place(len(self.norms) - 1),
+            spike=look.spike,
+            finding=look.finding,
+            step=look.step,
+            space=self._space,
+            ranks=self.ranks,
+            squares=look.squares.div_(self._clip_scale(look.spike.grad_norm) ** 2),
+            history=self._tracker.history(self._space, self.ranks),
+            action=look.action,
+            clip_limit=self.powers.clip_limit,
+            checkpoint=self.powers.save_weights(policy.global_step),
+            head_square=self.head_squares[-1],
+            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
+            budget=settings.budget,
+            keeps_all=settings.evidence.bundle == "full",
+        )
+        event = raw_event(context)
+        if event is not None:
+            self.events.append(event)
+        return True
+
+    @staticmethod
+    def _take_back(look: "Look") -> None:
+        try:
+            look.room.close()
+        except Exception as error:
+            raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
 
     def _safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
         """What all ranks find out together; None, counted, where it failed in a way that all of them know of.
@@ -402,96 +492,25 @@ class Localizer:
             )
             return None
 
-    def _search(self, step: HostStep, spike: Spike, policy: Policy, way: dict[str, Any]) -> SearchResult:
-        space, ranks = self._space, self.ranks
-        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
-        if increments is not None and len(increments) != step.num_micro_batches:
-            increments = None  # the gradient was reduced once, after the last micro-batch
-        clip_scale = self._clip_scale(spike.grad_norm)
-        typical, groups = policy.typical, policy.groups
-        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            clues = Clues(
-                self._keeper.reference,
-                self.updates,
-                policy.global_step,
-                getattr(self._step, "backward_factor", None),
-                getattr(self._step, "anew", None),
-            )
-            has_room = way["strategy"] == self.settings.search.strategy  # for another copy of the weights
-            way = {**way, "groups": groups, "judge": partial(judge, clues) if has_room else None}
-            return localize(step, space, ranks, spike, clip_scale, increments, typical, **way)
 
-    def _decide(self, spike: Spike, finding: SearchResult) -> Action:
-        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
-        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        healer = finding.healer
-        line = None if healer is None else healer.line
-        assert finding.certificate is not None  # a search ends with one
-        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
+@dataclass
+class Look:
+    """One spike, and what each stage of a look into it has found."""
 
-    def _contradicted(self, masked: torch.Tensor, finding: SearchResult) -> str:
-        """Why a masked gradient of this norm is not the one that the certificate speaks of; empty where it is."""
-        found = finding.certificate
-        if found is None or found.norm_after is None:
-            return ""
-        allowed = (found.error_bound or 0.0) + _APART * found.norm_after
-        (off,) = self.ranks.max([abs(float(masked) - found.norm_after)])
-        if off <= allowed:
-            return ""
-        return (
-            f"masking is not possible: run without the culprits the norm is {float(masked):.4g}, and "
-            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
-        )
-
-    def _gather(
-        self, policy: Policy, spike: Spike, action: Action, step: HostStep, finding: SearchResult, squares: torch.Tensor
-    ) -> RawEvent | None:
-        settings = self.settings
-        context = SpikeContext(
-            place=policy.place(len(self.norms) - 1),
-            spike=spike,
-            finding=finding,
-            step=step,
-            space=self._space,
-            ranks=self.ranks,
-            squares=squares.div_(self._clip_scale(spike.grad_norm) ** 2),
-            history=self._tracker.history(self._space, self.ranks),
-            action=action,
-            clip_limit=self.powers.clip_limit,
-            checkpoint=self.powers.save_weights(policy.global_step),
-            head_square=self.head_squares[-1],
-            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
-            budget=settings.budget,
-            keeps_all=settings.evidence.bundle == "full",
-        )
-        return raw_event(context)
-
-    def _act(
-        self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
-    ) -> torch.Tensor:
-        """Put into ``.grad`` what the step is to take; returns its norm."""
-        if taken == "observe":
-            return grad_norm
-        device = self._space.device
-        if finding is not None and taken in ("mask", "heal"):
-            gradient, rng = self._space.take(), self._space.forward_state()
-            try:
-                prober = Prober(self._step, self._space, self.ranks)
-                if taken == "mask":
-                    prober.compute_without(finding.tokens)
-                else:
-                    name = finding.healer.name if finding.healer is not None else ""
-                    prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
-                return self.ranks.together(self.powers.clip)
-            except BaseException:  # also Ctrl-C
-                self._space.put(gradient)
-                raise
-            finally:
-                rng.restore()
-        # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
-        zero = self.ranks.agree(lambda: torch.zeros((), device=device))
-        self._space.clear()
-        return zero
+    policy: Policy
+    spike: Spike
+    norm: torch.Tensor
+    """Of the gradient that the step takes, before clipping."""
+    before: Gradient = field(init=False)
+    """The gradient that training had, clipped."""
+    room: Room = field(init=False)
+    limits: dict[str, Any] = field(init=False)
+    """What the search is called with."""
+    step: HostStep = field(init=False)
+    finding: SearchResult = field(init=False)
+    squares: torch.Tensor = field(init=False)
+    """The spike's squared norm per parameter, as clipped."""
+    action: Action = field(init=False)
 
 
 def _read(scalars: Sequence[torch.Tensor]) -> torch.Tensor:

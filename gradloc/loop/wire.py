@@ -93,5 +93,6 @@ class RankReport:
     """What the stabilizers have learned, for the next checkpoint; from the first process."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """What they did: the numbers of its micro-batches or optimizer steps."""
-    peak_bytes: int = 0
-    """The most that this process has used of its device; a search's forecast resets what the device itself tells."""
+    peak_bytes: tuple[int, int] = 0, 0
+    """The most that this process has used of its device, and that its allocator has reserved: each step resets what the
+    device itself reports."""

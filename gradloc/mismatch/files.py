@@ -37,7 +37,7 @@ TEXT_ONLY = {
     "verl's rollout dump": {"input", "output", "score"},
     "TRL's completions": {"prompt", "completion", "advantage"},
 }
-"""Files that trainers write beside, by the fields that tell them."""
+"""Further files that trainers write, by the fields that they are known by."""
 
 
 def read(path: Path) -> dict[str, Columns]:
@@ -149,7 +149,7 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
         if "counts" in table and not table["counts"][row].any():
             mask[:] = False
     if ids is not None and any(len(a) != len(b) for a, b in zip(ids, rollout, strict=True)):
-        ids = None  # of the whole sequence, beside log-probs of the response
+        ids = None  # of the whole sequence, with log-probs of the response
     begins = [int(mask.argmax()) if len(mask) else 0 for mask in masks]
     first = {name: [row[0] for row in table[name]] for name in ("prompt", "group") if name in table}
     if any(begins):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two columns of log-probs show: numbers of tokens, rows and the whole batch, which the kinds are told by."""
+"""What two columns of log-probs show: numbers of tokens, rows and the whole batch, by which the kinds differ."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Tokens:
 
 
 def partners(columns: Columns, lag: int) -> NDArray:
-    """The token (N,) so many places on in the same row; -1 where there is none, or the mask leaves it out."""
+    """The token (N,) that many places on in the same row; -1 where there is none, or the mask leaves it out."""
     key = columns.row * (1 << 32) + columns.place
     there = np.minimum(np.searchsorted(key, key + lag), len(key) - 1)
     return np.where(key[there] == key + lag, there, -1)
 
 
 def moves(tokens: Tokens) -> tuple[NDArray, NDArray]:
-    """Of each token (N,) the lag at which its stretch of the row agrees, 0 where it does as it stands; and of each row
+    """Of each token (N,) the lag at which its stretch of the row agrees, 0 where it does unmoved; and of each row
     (R,) by how much. Ranks are compared, so that a temperature or a cut sampler on top does no harm."""
     columns, row = tokens.columns, tokens.row
     a, b = (ranks(column) / len(column) for column in (columns.trainer, columns.rollout))
@@ -91,7 +91,7 @@ def row_scales(tokens: Tokens, kept: NDArray) -> Floats:
 
 def unevenness(tokens: Tokens) -> Numbers:
     """How much the rows' mean sizes of z around its median differ, relative to their mean, beyond the chance of
-    independent tokens; and in standard errors. ``prompts``: likewise between prompts, where they are known, of d less
+    independent tokens; and in standard errors. ``prompts``: the same between prompts, where they are known, of d less
     its mean over three other tokens of the same id or more: other weights and a sampler that cuts do to an id alike in
     all rows, another prompt does not."""
     found = _uneven("uneven", tokens.z - np.median(tokens.z), tokens.row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a run trains: the kind at every so many steps, on the driver, from what the batch has anyway."""
+"""While a run trains: the kind every few steps, on the driver, from what the batch has anyway."""
 
 import json
 import logging
@@ -60,7 +60,7 @@ class StepJudge:
             return tensors[name][rows].detach().cpu().numpy()
 
         rollout, trainer = of("rollout_log_probs"), of("old_log_probs")
-        if np.array_equal(rollout, trainer):  # the trainer was told to take the engine's
+        if np.array_equal(rollout, trainer):  # the trainer takes the engine's
             return {}
         known: dict[str, Any] = {}
         if "responses" in tensors.keys():

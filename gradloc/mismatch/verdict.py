@@ -36,7 +36,7 @@ TILT = 0.1
 SMALL_KL = 0.028
 """Below it, per token, another version of a policy; above it another model."""
 FEW_OUTLIERS = 0.04
-"""Of the tokens: so many may stand out where the weights differ, without a kind of their own."""
+"""Of the tokens: this share may differ where the weights differ, without a kind of their own."""
 FAR = 12.0
 """Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
 GAIN = 2.0
@@ -52,7 +52,7 @@ class Verdict:
     """Why two columns of log-probs differ."""
 
     kinds: tuple[str, ...]
-    """Names in :data:`~.kinds.KINDS`, the one on the most tokens first; empty where nothing can be told."""
+    """Names in :data:`~.kinds.KINDS`, the one on the most tokens first; empty where nothing can be said."""
     tokens: int
     rows: int
     noise: float
@@ -67,7 +67,7 @@ class Verdict:
     evidence: dict[str, dict[str, float]] = field(default_factory=dict)
     """By kind, the numbers that it was named by."""
     why_not: str = ""
-    """Where nothing can be told: what stood in the way."""
+    """Where nothing can be said: why not."""
 
     @property
     def name(self) -> str:
@@ -106,15 +106,15 @@ def judge(given: Columns) -> Verdict:
             break  # tokens after those see another past
         found = look(tokens)
         if isinstance(found, str):
-            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # likewise
+            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # as above
         elif found and not (evidence and found.kind == "noise"):
-            told = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
-            told.update(found.numbers)
+            numbers = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
+            numbers.update(found.numbers)
             tokens = Tokens(found.rest)
     if evidence.keys() & {"stale", "other_weights"}:  # whose largest differences are many
         few = {kind for kind in ("routing", "never_sampled") if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
-        evidence = {kind: told for kind, told in evidence.items() if kind not in few}
-    if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort, of which no stretch was long enough
+        evidence = {kind: numbers for kind, numbers in evidence.items() if kind not in few}
+    if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort with no stretch that was long enough
         evidence.pop("few_rows", None)
     numbers = seen.identity(whole.d)
     worst = float(np.abs(whole.d[np.isfinite(whole.d)]).max(initial=0.0))
@@ -273,7 +273,7 @@ WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "other_weights": lambda n: stays(n),
     "noise": lambda n: n["noise"] <= FLOOR,
 }
-"""By which numbers a whole batch's kinds are told; the first that fits."""
+"""By which numbers a whole batch's kinds are recognized; the first that fits."""
 
 
 MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
@@ -290,7 +290,7 @@ MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
 
 def most_bend(n: Numbers) -> float:
     """How much wider another temperature spreads the unlikely tokens than the others: most where the two are far apart,
-    which only sure tokens tell."""
+    which only sure tokens show."""
     return 1.25 * abs(float(np.log(n["slope"]))) if n["r"] > 0.9 else 0.3
 
 
@@ -301,7 +301,7 @@ def stays(n: Numbers) -> bool:
 
 
 def in_common(tokens: Tokens) -> Found | str:
-    """What the tokens that no local kind explains have in common, or why that cannot be told."""
+    """What the tokens that no local kind explains have in common, or why that is not known."""
     count = max(2, len(tokens) // 1000)
     numbers = {
         "noise": tokens.scale,

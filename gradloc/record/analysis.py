@@ -124,7 +124,8 @@ class Bucket:
     norm: dict[str, Norms]
     """Per term."""
     loss: dict[str, float]
-    """The bucket's mean of policy, entropy, kl and their sum total, coefficients included."""
+    """The bucket's mean of policy, entropy, kl and their sum total, coefficients included; empty where the trainer's
+    loss cannot be asked."""
     cosine: dict[str, float | None]
     """Between two terms' gradients, task_entropy and so on; null where one is zero or not finite."""
 
@@ -213,8 +214,8 @@ class SampledToken:
     quartile: Annotated[int, ("minimum", 1), ("maximum", len(QUARTILES))]
     probability: float
     advantage: float = 0.0
-    log_prob_norm: float
-    """Norm of the gradient of log pi."""
+    log_prob_norm: float | None
+    """Norm of the gradient of log pi; null where it is not known."""
     loss_norm: float
     """Norm of its part of the training gradient."""
 

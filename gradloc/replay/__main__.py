@@ -102,14 +102,14 @@ def render(record: dict[str, Any]) -> str:
     certificate, search, batches = record["certificate"], record["search"], record["micro_batches"]
     step, norm, oracle, culprits = (record[name] for name in ("step", "norm", "oracle", "culprits"))
     whole = "the whole step" if batches["is_whole_step"] else "a part of the step; only its gradient is replayed"
-    beside = ", without what passes through no token, which the run's loss had" if record["has_beside"] else ""
+    without = ", without what passes through no token, which the run's loss had" if record["has_beside"] else ""
     at = f", step {step['global_step']}, epoch {step['epoch']}, mini-batch {step['mini_batch']}"
     counts = f"{search['forwards']} forwards and {search['backwards']} backwards in {search['seconds']:.1f} s"
     norms = f"event {_figure(norm['event'])}, replay {_figure(norm['replay'])}"
     after = "".join(bounded(*(float(certificate[name]) for name in ("norm_after", "error_bound")), 6))
     lines = [
         f"event        {record['event_id']}{at if step['global_step'] else ''}",  # one written by hand may not say
-        f"replayed     {batches['replayed']} micro-batches ({whole}) on {record['device']}{beside}",
+        f"replayed     {batches['replayed']} micro-batches ({whole}) on {record['device']}{without}",
         f"weights      {record['weights']['sentence']}",
         f"norm         {norms}, threshold {_figure(record['threshold'])}",
         f"search       {search['strategy']}: {counts}; {search['stop_reason']}",

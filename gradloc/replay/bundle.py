@@ -45,7 +45,7 @@ class Bundle:
     tensors: dict[str, torch.Tensor]
     """What a replay reads of them."""
     multi_modal: dict[str, torch.Tensor]
-    """``multi_modal.<row>.<name>``: a row's inputs beside text, by the model's names."""
+    """``multi_modal.<row>.<name>``: a row's inputs apart from text, by the model's names."""
     dtype: torch.dtype
     """Of the run's forward."""
     is_critics: bool
@@ -75,7 +75,7 @@ class Bundle:
         return cut | {name: rows[name][:, : end - num_prompt] for name in _SHORT if name in rows}
 
     def inputs(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
-        """One micro-batch's inputs beside text, row after row as a processor joins them."""
+        """One micro-batch's inputs apart from text, row after row as a processor joins them."""
         found: dict[str, list[torch.Tensor]] = {}
         for row in range(*entry.rows):
             for name, tensor in self.multi_modal.items():

@@ -54,7 +54,7 @@ def _find(path: Path, name: str) -> tuple[Path, bool]:
 def _load(folder: Path, is_checkpoint: bool, bundle: Bundle, device: torch.device) -> Any:
     import transformers as hf
 
-    hf.utils.logging.disable_progress_bar()  # beside our own
+    hf.utils.logging.disable_progress_bar()  # next to our own
     safe = {"trust_remote_code": False}  # a stranger's folder may bring code
     home = folder / "huggingface" if is_checkpoint else folder
     config = hf.AutoConfig.from_pretrained(home, local_files_only=True, **safe)

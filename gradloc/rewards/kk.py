@@ -36,10 +36,10 @@ def compute_score(solution_str: str, ground_truth: dict) -> dict:
 
     Returns:
         ``score``, one of the four values above, and what it is made of: ``acc`` (everybody right), ``wrong_answer``
-        (roles wrong or unreadable) and ``format_error`` (tags), of which exactly one is 1.0 and the others 0.0.
+        (roles wrong or unreadable) and ``format_error`` (tags), exactly one of them 1.0 and the others 0.0.
 
     Raises:
-        ValueError: if the ground truth names nobody: every response would be right.
+        ValueError: if the ground truth has no name: every response would be right.
     """
     solution = parse_solution(ground_truth["solution_text_format"])
     if not solution:
@@ -47,7 +47,7 @@ def compute_score(solution_str: str, ground_truth: dict) -> dict:
             f"a Knights-and-Knaves row has the solution {ground_truth['solution_text_format']!r}, which says nothing "
             "about anybody: check the file with `python -m experiments.kk.generate --check FILE`."
         )
-    # As published: what stands before a header of another turn is no part of the response.
+    # As published: what comes before a header of another turn is no part of the response.
     text = solution_str.split("Assistant:", 1)[-1]
     if not has_format(text):
         score = MALFORMED

@@ -181,7 +181,7 @@ _pool_lock = threading.Lock()
 
 
 def score(gold: str, answer: str, limit_s: float | None = None) -> float:
-    """``Pool.score`` with this process's pool; ``limit_s=None`` stands for the environment's limit."""
+    """``Pool.score`` with this process's pool; ``limit_s=None`` is the environment's limit."""
     if limit_s is None:
         limit_s = _positive("VERL_MATH_VERIFY_TIMEOUT_S", float, DEFAULT_TIMEOUT_S)
     return _shared_pool().score(gold, answer, limit_s)

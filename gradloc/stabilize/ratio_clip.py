@@ -34,7 +34,7 @@ def ratio_weights(
 
     Args:
         log_ratio: log pi_theta - log pi_rollout (B, T), detached; clamped to +-20 as in verl's rollout correction.
-        response_mask: 1 for response tokens (B, T); what stands elsewhere in ``log_ratio`` does not matter.
+        response_mask: 1 for response tokens (B, T); what is elsewhere in ``log_ratio`` does not matter.
         level: ``token``, or ``geometric`` for the sequence's geometric mean.
         mode: ``mask`` or ``clamp``.
         upper: largest ratio, at least 1; None for no bound.

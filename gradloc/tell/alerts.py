@@ -53,7 +53,7 @@ def post(place: str, message: dict[str, Any], timeout_s: float) -> None:
     """Send a message to a webhook; the answer's body is not read, redirects are not followed.
 
     Args:
-        place: where the URL is: ``env:NAME`` or ``file:PATH``. It is read anew each time and told to nobody.
+        place: where the URL is: ``env:NAME`` or ``file:PATH``. It is read anew each time and shown nowhere.
         message: JSON-ready.
         timeout_s: seconds to connect, and between two bytes of the answer.
 

@@ -22,7 +22,7 @@ class Background:
 
     Args:
         name: of the thread.
-        patience_s: seconds that the interpreter's end waits for what is still to be told.
+        patience_s: seconds that the interpreter's end waits for what is still to be sent.
         size: jobs that may wait.
     """
 

@@ -27,7 +27,7 @@ _COMMAND = Allowed("a command line whose quotes are closed", _is_command)
 @closed(_KEY)
 @dataclass(frozen=True)
 class NotifyConfig:
-    """Who is told of an event, beside the console and the run's trackers."""
+    """Who hears of an event, apart from the console and the run's trackers."""
 
     artifact: bool = setting(True, SWITCH)
     """Whether W&B also gets the event's folder and MLflow its record; never with ``evidence.text=off``, since token ids

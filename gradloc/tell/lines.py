@@ -53,7 +53,7 @@ def opening_command(event: Event, root: Path) -> str:
 
 
 def not_written(root: Path, why: str) -> str:
-    """What stands in the command's place where the event is not on disk."""
+    """What takes the command's place where the event is not on disk."""
     shown = "".join(char if char.isprintable() else " " for char in why)
     return f"this event could not be written to {root}: {shown}"
 

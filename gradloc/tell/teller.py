@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells events to everybody who is to know, once they are on disk."""
+"""Announces events, once they are on disk."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ Written = Sequence[tuple[Event, str]]
 
 
 class Teller:
-    """Tells console and trackers at once, and what may take long from threads of its own.
+    """Announces to console and trackers at once, and what may take long from threads of its own.
 
     Nothing raises, nothing waits for a network, and no random number is drawn: training cannot notice.
 
@@ -45,14 +45,14 @@ class Teller:
         self._uploads = settings.artifact and keeps_text
         self._last_alert, self._num_missed = -math.inf, 0
         self._held: Written = ()
-        """Events of the last update that no alert told of."""
+        """Events of the last update that no alert was sent of."""
         # one thread each, so that a webhook that hangs does not keep a tracker waiting
         patience_s = settings.timeout_s + _GRACE_S
         self._slow_trackers = Background("gradloc-trackers", patience_s)
         self._alerts = Background("gradloc-alerts", patience_s)
 
     def tell(self, written: Written, step: int) -> None:
-        """Tell the events of one update, if there are any.
+        """Announce the events of one update, if there are any.
 
         Args:
             written: as written.
@@ -66,7 +66,7 @@ class Teller:
         self._try("the alerts", partial(self._alert, written))
 
     def finish(self) -> None:
-        """The run is about to end: tell what the alerts held back, and wait for what is still to be told, a bit longer
+        """The run is about to end: send what the alerts held back, and wait for what is still to be sent, a bit longer
         than ``notify.timeout_s`` each."""
         if self._held:
             self._last_alert, self._num_missed = -math.inf, self._num_missed - len(self._held)

@@ -76,7 +76,7 @@ FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
     "trackio": _trackio,
     "file": _file,
 }
-"""By the name in ``trainer.logger``: told at once, as cheap as the metrics of a step. Client, events, global step."""
+"""By the name in ``trainer.logger``: called at once, as cheap as the metrics of a step. Client, events, global step."""
 
 
 # ---- slow uploads, from another thread

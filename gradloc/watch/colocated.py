@@ -5,8 +5,10 @@ They exchange two small messages an optimizer step.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..loop.batch import BatchView, Rows, joined
 from ..loop.driver import AbortedBySpike, Driver, sequence_ids
 from ..loop.localizer import Localizer
 from ..loop.wire import Policy
+from .analyses import LoopAnalyses
 from .step import LoopStep
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,11 @@ class Colocated:
         """The optimizer step that is being made; None between two."""
         self.localizer = None if settings is None else Localizer(self, ranks, settings)  # type: ignore[arg-type]
         self.driver = None if settings is None or not ranks.is_first else make_driver()
+        self.analyses: LoopAnalyses | None = None
+        self.is_analysing = False
+        """Whether steps of the optimizer are an analysis' own, which are taken back."""
+        self.stage_name = ""
+        """Of Lopti's, which the step that is being made is of."""
         self._is_told = False
 
     def begin_step(self, step: LoopStep, module: torch.nn.Module) -> None:
@@ -79,6 +87,7 @@ class Colocated:
             policy = self.before_look(norm, policy)
         taken = localizer.before_step(norm, policy)
         localizer.end_update()
+        analysed = self._analyse(float(norm), global_step)
         step.release()
         is_written = any(spike.is_written for spike in localizer.outcomes)
         by_rank = ranks.gather_first((localizer.report(), self.rows(step) if is_written else step.brief()))
@@ -87,7 +96,7 @@ class Colocated:
             reports, rows = zip(*by_rank, strict=True)
             batch = self.view(rows) if is_written else brief_view(rows, self.signal)
             ours = self.driver.after_update(reports, batch)
-            metrics = {name: float(value) for name, (value,) in ours.items()}
+            metrics = {name: float(value) for name, (value,) in ours.items()} | analysed
         if any(spike.taken == "abort" for spike in localizer.outcomes):
             raise AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
         is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
@@ -102,6 +111,25 @@ class Colocated:
 
     signal = "advantages"
     """What :meth:`.step.LoopStep.brief` tells beside the number of tokens, by the batch's names."""
+
+    def _analyse(self, norm: float, global_step: int) -> dict[str, float]:
+        """Take the step apart, where an analysis is due; returns its metrics on the first process."""
+        if self.analyses is None or not self.analyses.are_due(global_step):
+            return {}
+
+        def view() -> BatchView | None:
+            by_rank = self.ranks.gather_first(self.rows(self.step))
+            return None if by_rank is None else self.view(by_rank)
+
+        self.is_analysing = True
+        try:
+            return self.analyses.run(global_step, partial(self.objection_to_analysis, norm), self, view)
+        finally:
+            self.is_analysing = False
+
+    def objection_to_analysis(self, norm: float) -> str:
+        """Prepare the step for an analysis, on all ranks together; a sentence where there can be none."""
+        return "" if math.isfinite(norm) else "the gradient of this step is not finite"
 
     def rows(self, step: LoopStep) -> Rows:
         """This rank's, where an event is written; all ranks call it together."""
@@ -126,7 +154,9 @@ class Colocated:
         """The driver's of this step, on every rank; None where the step cannot be looked into."""
         ranks = self.ranks
         step.first_row = int(sum(rows[: ranks.rank]))
-        policy = None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step)
+        policy = (
+            None if self.driver is None else self.driver.before_update([int(sum(tokens))], global_step, self.stage_name)
+        )
         policy = ranks.sent_by(0, policy)
         if len(set(micro_batches)) == 1:
             return policy

@@ -111,6 +111,8 @@ class TapStep(LoopStep):
             window = slice(start, start + known["mask"].shape[1])
         coefficient = known.get("coefficient")
         coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        if forwarded.factor is not None:
+            coefficient = coefficient.where(forwarded.factor[:, window], 0.0)
         mask = known["mask"] if "mask" in known else norms != 0
         recorded = Recorded(forwarded.rng)
         recorded.log_prob, recorded.log_prob_coefficient = torch.zeros_like(coefficient), coefficient

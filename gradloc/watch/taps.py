@@ -56,6 +56,23 @@ class Place(NamedTuple):
         return found // self.size[-1]
 
 
+class StageTokens(NamedTuple):
+    """The tokens whose gradient a backward lets through."""
+
+    is_low: torch.Tensor
+    """bool (B, T), or (B, T - 1) where the last position predicts nothing."""
+    takes_low: bool
+
+    def factor(self, positions: tuple[int, int]) -> torch.Tensor:
+        """bool (B, T): which positions are in the stage. Of logits that are one longer the last predicts nothing."""
+        rows, width = positions
+        missing, found = width - self.is_low.shape[1], tuple(self.is_low.shape)
+        if len(self.is_low) != rows or missing not in (0, 1):
+            raise ValueError(f"the stage's old_log_probs are {found}, the model's positions {positions}")
+        is_low = torch.nn.functional.pad(self.is_low, (0, missing))
+        return is_low if self.takes_low else ~is_low
+
+
 class Forwarded:
     """One training forward: what it was given, and what its backward left."""
 
@@ -91,6 +108,9 @@ class Forwarded:
         """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
+        self.stage: StageTokens | None = None
+        self.factor: torch.Tensor | None = None
+        """Of Lopti's, bool (B, T): the positions whose gradient training's backward lets through; None for all."""
 
     def _inputs(self) -> Iterator[torch.Tensor]:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
@@ -212,6 +232,8 @@ class ModelTap:
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
+        self.stage: StageTokens | None = None
+        """Of the forwards that begin now."""
         self.unit: torch.Tensor | float = 1.0
         """About the norm of d log_prob / dh, so that dL/dh over it is like dL / d log_prob."""
         inner = innermost(model)
@@ -420,6 +442,9 @@ class ModelTap:
             self._measure(module, given)
         present.head_pulls.append(None)
         present.head_outputs.append(None)
+        if present.factor is not None and output.requires_grad:
+            positions = present.head_calls[-1][1].positions(output.device)
+            self._let_through(output, present.factor.view(-1)[positions])
         size = output.numel() * output.element_size()
         if self.keeps_logits and self._kept + 2 * size <= self.keep_bytes:
             present.head_outputs[-1], self._kept = output.detach(), self._kept + size
@@ -457,7 +482,22 @@ class ModelTap:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
             present.shape = hidden.shape
-            self._hook_handles = [hidden.register_hook(_Hook(self, "_keep", present))]
+            self._hook_handles = []
+            if self.stage is not None:
+                present.stage, present.factor = self.stage, self.stage.factor(present.positions).to(hidden.device)
+                self._let_through(hidden, present.factor)
+            self._hook_handles.append(hidden.register_hook(_Hook(self, "_keep", present)))
+
+    def _let_through(self, value: torch.Tensor, factor: torch.Tensor) -> None:
+        """Have training's backward pass these rows' gradients alone: (..., W) and bool (...)."""
+        hook = partial(_where, factor.reshape(*value.shape[:-1], 1))
+        self._hook_handles.append(value.register_hook(hook))
+
+    @property
+    def has_trained_head(self) -> bool:
+        """Whether the model's own head has a weight that is trained."""
+        weight = getattr(self._declared_head, "weight", None)
+        return weight is not None and weight.requires_grad
 
     def _unhook(self) -> None:
         if self._present is not None and self._present.shape is not None:
@@ -594,6 +634,10 @@ def _called(hook: _Hook, *given: Any) -> Any:
 def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
     before = getattr(forwarded, name)  # of another backward through the same forward
     setattr(forwarded, name, grad.detach() if before is None else before + grad.detach())
+
+
+def _where(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.where(factor, grad, 0.0)
 
 
 def _is_in_backward() -> bool:

@@ -26,13 +26,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..analysis.config import taken_from
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
 from ..core.gradients import Gradient, GradientSpace, squared_norms
 from ..core.probe import Prober
-from ..core.ranks import LostRank, Ranks, host_group
+from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
 from ..core.sharding import compute_device, local_shard
-from ..core.trigger import Spike
 from ..fault.updates import Undo
 from ..loop.batch import Rows
 from ..loop.driver import AbortedBySpike, Driver
@@ -41,12 +41,13 @@ from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
+from .analyses import LoopAnalyses
 from .clips import Clip, ClipTap, plain
 from .colocated import Colocated
 from .notes import Notes
 from .replay import hold_against
 from .tap_step import TapStep
-from .taps import Forwarded, ModelTap, innermost
+from .taps import Forwarded, ModelTap, StageTokens, innermost
 from .zero import Zero, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Watch(Notes, Colocated):
         undo: for an optimizer whose last step cannot be undone from its state by the rules of torch's Adam, AdamW and
             SGD with momentum: called with a parameter's local shard, its state and its group's hyperparameters, returns
             the shard before the step, or None.
-        settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all.
+        settings: further blocks by name, as ``trigger={"tau": 640.0}``; docs/configuration.md has all. ``buckets`` and
+            ``quartiles``, True or with settings, take a step's gradient apart now and then.
 
     Raises:
         ValueError: one sentence, for a wrong setting or a model without trained parameters.
@@ -100,6 +102,7 @@ class Watch(Notes, Colocated):
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
+        analyses = taken_from(settings)
         self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
         self.metrics: dict[str, float] = {}
         """Of the last step, by name, for any tracker; on the first process."""
@@ -127,8 +130,10 @@ class Watch(Notes, Colocated):
         self.zero: Zero | None = None
         """DeepSpeed's engine, once there is one."""
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
-        if self.localizer is not None:
+        if kept is not None and self.localizer is not None:
             self.localizer.updates.undo = undo
+            names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
+            self.analyses = LoopAnalyses(analyses, kept.root, names)
         self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
         self._has_written = False
         if kept is not None:
@@ -159,6 +164,38 @@ class Watch(Notes, Colocated):
         self._handles.clear()
 
     # ---- what a loop may call
+
+    @contextmanager
+    def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
+        """Around a micro-batch's forward and backward: one of Lopti's two stages (arXiv 2505.12929).
+
+        The loop makes two optimizer steps of its batch, one in each stage. In the backward only the stage's tokens have
+        a gradient, whatever the loss: its value and its denominators stay, so at the same weights the gradients of both
+        stages add up to the ordinary one. What passes through no token is in both.
+
+        Args:
+            name: ``low``: the tokens with a probability under ``eta``; ``high``: all others.
+            old_log_probs: (B, T), from before both stages: of all positions, or all but the last.
+            eta: between 0 and 1.
+
+        Raises:
+            ValueError: one sentence, for a wrong argument.
+            RuntimeError: one sentence, where the stage could not be kept to: take no step then.
+        """
+        require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
+        require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
+        require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
+        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
+        self.tap.stage = stage
+        try:
+            yield
+        finally:
+            self.tap.stage = None
+        made = [each for each in self.tap.forwards if each.stage is stage]
+        is_inlined = self.tap.has_trained_head and any(not each.head_calls for each in made)
+        if not made or is_inlined or self.tap.has_failed or not all(each.is_done for each in made):
+            why = "the head's weight is used without a call of the head" if is_inlined else "no gradient passed by"
+            raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
 
     def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
         """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step now if it spikes.
@@ -250,7 +287,7 @@ class Watch(Notes, Colocated):
                 self._before = None
             if isinstance(self.space, ZeroSpace):
                 self.space.give()
-            self.step, self._raw = None, None
+            self.step, self._raw, self.stage_name = None, None, ""
         self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         self._write_metrics(norm)
         return taken
@@ -298,12 +335,25 @@ class Watch(Notes, Colocated):
             return policy
         if spike.kind == "non_finite" and self.scales_loss and self.localizer._safely(self.localizer._has_finite_loss):
             return None  # an overflow by the scale alone
-        is_ready = self.localizer._safely(partial(self._prepare, spike))
+        is_ready = self.localizer._safely(partial(self._prepare, spike.grad_norm))
         return policy if is_ready else None
+
+    def objection_to_analysis(self, norm: float) -> str:
+        """Run the gradient again from the taps, unless a spike had that done."""
+        if self.zero is not None:
+            return "an analysis does not run on DeepSpeed"
+        if self._before is None and math.isfinite(norm):
+            try:
+                self._prepare(norm)
+            except PeerFailure as error:
+                return str(error)
+        if not self.step.objection and self.optimizer is None:
+            return "an analysis needs the optimizer: pass it to gradloc.Watch"
+        return super().objection_to_analysis(norm) or self.step.objection
 
     # ---- inside
 
-    def _prepare(self, spike: Spike) -> bool:
+    def _prepare(self, norm: float) -> bool:
         step, space, ranks = self.step, self.space, self.ranks
         changed = sum(each.forwarded.is_changed for each in step.micro_batches)
         (changed,) = ranks.sum([float(changed)])
@@ -316,11 +366,11 @@ class Watch(Notes, Colocated):
         state, before = space.forward_state(), space.take()
         try:
             step.settle()
-            if math.isfinite(spike.grad_norm):
+            if math.isfinite(norm):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self._clips, self._own_factor(spike.grad_norm), self.clip_tap)
+                hold_against(step, space, before, self._clips, self._own_factor(norm), self.clip_tap)
                 self.is_unclipped = True
             else:
                 space.put(before)
@@ -500,7 +550,7 @@ class Watch(Notes, Colocated):
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
-        if self.zero is not None or not self._is_ours(optimizer):
+        if self.zero is not None or self.is_analysing or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:

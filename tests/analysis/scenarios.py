@@ -43,26 +43,30 @@ def norm(shard: torch.Tensor) -> float:
     return float(square.sqrt())
 
 
-def probe_of(trainer: Any, batch: Any, buckets: list[int]) -> Any:
-    """A finished :class:`BucketProbe` that also keeps every bucket's part of every term."""
+def taken_apart(trainer: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+    """A finished :class:`Parts` of the prepared batch, which keeps each gradient that it took, and what it answered."""
+    module, seen = ours("analysis.parts"), []
 
-    class Keeping(ours("analysis.buckets").BucketProbe):
-        def _keep(self, parts):
-            self.parts = [*getattr(self, "parts", []), parts]
-            super()._keep(parts)
+    class Keeping(module.Parts):
+        def __init__(self, of):
+            self.kept = []
+            super().__init__(of)
+            seen.append(self)
 
-    return run_probe(Keeping, trainer, with_buckets(batch, buckets), max(buckets) + 1)
+        def gradient(self, records, selected):
+            self.kept.append(super().gradient(records, selected))
+            return self.kept[-1]
+
+    with mock.patch.object(module, "Parts", Keeping):
+        numbers = trainer.analyze(data)
+    return seen[0], numbers
 
 
-def run_probe(kind: type, trainer: Any, batch: Any, number: int) -> Any:
-    """A finished probe of this rank's rows."""
-    space = ours("core.gradients").GradientSpace(trainer.module)
-    with trainer.analysed(batch) as (actor, rows), ours("analysis.measure").undisturbed(actor, space):
-        probe = kind(actor, ours("core.ranks").Ranks(), space, rows)
-        probe.numbers = probe.measure(number)
-    steps = probe.numbers.get("steps", {})  # of a class that the tests' own process cannot import
-    steps.update({name: step and vars(step) for name, step in steps.items()})
-    return probe
+def by_bucket(trainer: Any, batch: Any, buckets: list[int]) -> tuple[list[dict], dict, dict]:
+    """Each bucket's part of each term, the whole of each term, and what the workers answer."""
+    taken, numbers = taken_apart(trainer, with_buckets(batch, buckets))
+    kept = iter(taken.kept)
+    return [{term: next(kept) for term in taken.terms} for _ in range(max(buckets) + 1)], taken.whole, numbers
 
 
 def with_buckets(batch: Any, buckets: list[int]) -> Any:
@@ -80,17 +84,15 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
     training, loss = training_step(trainer, batch)
     alone = make_trainer(overrides, dump_dir)
     task_alone, _ = training_step(alone, batch)
-    probe = probe_of(trainer, batch, buckets)
-    record = probe.numbers
-    whole = {term: flat(gradient) for term, gradient in probe.whole.items()}
-    together = probe_of(trainer, batch, [0] * len(buckets))
+    parts, whole, record = by_bucket(trainer, batch, buckets)
+    whole = {term: flat(gradient) for term, gradient in whole.items()}
+    _, together, _ = by_bucket(trainer, batch, [0] * len(buckets))
     return {
         "training_norm": norm(training),
         "total_error": norm(sum(whole.values()) - training) / norm(training),
         "task_error": norm(whole["task"] - task_alone) / norm(task_alone),
-        "bucket_sum_error": norm(sum(flat(parts["task"]) for parts in probe.parts) - flat(together.whole["task"]))
-        / norm(task_alone),
-        "slow_errors": slow_errors(trainer, batch, buckets, probe),
+        "bucket_sum_error": norm(sum(flat(part["task"]) for part in parts) - flat(together["task"])) / norm(task_alone),
+        "slow_errors": slow_errors(trainer, batch, buckets, parts),
         "loss": loss,
         "loss_sum": float(np.sum(record["losses"])),
         "weights": np.sum(record["weights"], axis=0).tolist(),
@@ -98,12 +100,12 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
     }
 
 
-def slow_errors(trainer: Any, batch: Any, buckets: list[int], probe: Any) -> list[float]:
-    """Each bucket's part against the localizer's probe, which detaches all other rows."""
-    data, errors = with_buckets(batch, buckets), []
-    for bucket, parts in enumerate(probe.parts):
+def slow_errors(trainer: Any, batch: Any, buckets: list[int], by_bucket: list[dict]) -> list[float]:
+    """Each bucket's part against the loss's own backward, all other rows detached."""
+    data, errors, space = with_buckets(batch, buckets), [], ours("core.gradients").GradientSpace(trainer.module)
+    for bucket, parts in enumerate(by_bucket):
         chosen = data.batch["gradloc_bucket"][:, None].expand_as(data.batch["response_mask"]) == bucket
-        slow = flat(trainer.detached_gradient(data, chosen, probe.space))
+        slow = flat(trainer.detached_gradient(data, chosen, space))
         errors.append(norm(sum(flat(part) for part in parts.values()) - slow) / norm(slow))
     return errors
 
@@ -116,7 +118,7 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
         value[:] = value[:1].clone()
     batch.batch["advantages"][8:12] *= -2
     batch.batch["advantages"][12:] = 0
-    return probe_of(trainer, batch, [0] * 8 + [1] * 4 + [2] * 4).numbers
+    return trainer.analyze(with_buckets(batch, [0] * 8 + [1] * 4 + [2] * 4))
 
 
 def requested(kind: str, batch: Any, num_tokens: int = 1) -> Any:
@@ -169,7 +171,7 @@ def fail_on_one_rank(kind: str, dump_dir: str) -> dict[str, Any]:
     trainer, plain = make_trainer(TERMS, dump_dir), make_trainer(TERMS, dump_dir)
     data, breaks = requested(kind, make_batch()), nullcontext()
     if dist.get_rank() == 1:
-        in_rows = mock.patch.object(ours("analysis.actor").RowProbe, "_runs", _broken)
+        in_rows = mock.patch.object(ours("core.probe").Prober, "_runs", _broken)
         breaks = trainer.broken_loss(_broken) if kind == "buckets" else in_rows
     with breaks:
         record = trainer.analyze(data)

@@ -27,9 +27,9 @@ class Failing(Reporter):
 @pytest.mark.parametrize("settings", [BucketSettings(mode=True), QuartileSettings(mode=True)])
 def test_an_analysis_runs_at_the_guides_cadence(settings):
     reporter, timing = Failing(settings, RUN), {}
-    assert [step for step in (1, 2, 50, 51, 52) if reporter.run(None, step, {}, timing)] == [1, 51]
+    assert [step for step in (1, 2, 50, 51, 52) if reporter.run(lambda: None, step, {}, timing)] == [1, 51]
     metrics = {}
-    reporter.run(None, 101, metrics, timing)
+    reporter.run(lambda: None, 101, metrics, timing)
     assert metrics == {"analysed": 101, "grad_analysis/failures": 0} and timing["gradient_analysis"] >= 0
 
 
@@ -39,7 +39,7 @@ def test_failures_are_counted_and_switch_the_analysis_off_after_three(caplog):
     counted = []
     for step in range(1, 6):
         metrics = {}
-        was_due = reporter.run(None, step, metrics, {})
+        was_due = reporter.run(lambda: None, step, metrics, {})
         counted.append((was_due, metrics.get("grad_analysis/failures")))
     assert counted == [(True, 1), (True, 2), (True, 3), (False, None), (False, None)]
     assert "the gradient analysis at step 3 failed (failure 3 of 3 before it switches itself off)" in caplog.text
@@ -53,4 +53,4 @@ def test_a_failure_that_training_does_not_survive_is_raised(error, exit_after):
     reporter = Failing(BucketSettings(mode=True, exit_after=exit_after), RUN)
     reporter.error = error
     with pytest.raises(type(error)):
-        reporter.run(None, 1, {}, {})
+        reporter.run(lambda: None, 1, {}, {})

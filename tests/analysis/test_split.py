@@ -21,6 +21,8 @@ SPLITS = {
     **{mode: actor(loss_agg_mode=mode) for mode in AGGREGATIONS},
     **loss_modes("gspo", "clip_cov", "kl_cov", "geo_mean"),
     "fsdp1": actor(strategy="fsdp"),
+    "fsdp1, original parameters": ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
+    "checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=True"],
     "dynamic micro-batches": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
     "one micro-batch": actor(ppo_micro_batch_size_per_gpu=8),
 }
@@ -70,7 +72,7 @@ CLIP = ("rule=adagc", "warmup=2", "relative_factor=1.01")
 LAYOUTS = {
     "fsdp2": actor(),
     "fsdp1": actor(strategy="fsdp"),
-    "fsdp1, original parameters": ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
+    "fsdp1, original parameters": SPLITS["fsdp1, original parameters"],
     "dynamic": actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=40),
     "offloaded": ["actor_rollout_ref.actor.fsdp_config.offload_policy=true", *actor()],
     "adapters": ["lora"],

@@ -44,8 +44,8 @@ class FailingStep(BareStep):
         has_backward = torch.is_grad_enabled()
         return self._pass(lambda: super(FailingStep, self).forward(micro_batch, needs_entropy), has_backward)
 
-    def forward_rows(self, micro_batch: int, rows: list[int]):
-        return self._pass(lambda: super(FailingStep, self).forward_rows(micro_batch, rows), True)
+    def forward_rows(self, rows):
+        return self._pass(lambda: super(FailingStep, self).forward_rows(rows), True)
 
     def _pass(self, run, has_backward: bool):
         if self.place == "backward" and not has_backward:

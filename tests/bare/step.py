@@ -7,7 +7,7 @@ its weight in the step's (over N, the mean over tokens), times W because FSDP av
 Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T response positions, W ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,18 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import ByRow, Details, Numerics, Outputs, OwnLoss, Recorded, RngState, TrainingStep, record
+from gradloc.core.step import (
+    ByRow,
+    Details,
+    Numerics,
+    Outputs,
+    OwnLoss,
+    Recorded,
+    RngState,
+    TrainingStep,
+    below,
+    record,
+)
 from tests.bare.amplifier import edit_of
 from tests.bare.batch import Batch
 from tests.bare.model import Block, Decoder, entropy_of, log_prob_of
@@ -194,7 +205,10 @@ class BareStep(OwnLoss, ByRow, TrainingStep):
         is_read = not torch.is_grad_enabled()
         return self._outputs(micro_batch, precise=is_read, needs_entropy=needs_entropy)
 
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        return below([self._forward_rows(micro_batch, chosen) for micro_batch, chosen in rows])
+
+    def _forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
         part, numbers = self._parts[micro_batch], self.rows(micro_batch)
         with edit_of(self.model, self._batch.amplified, [numbers[row] for row in rows]):
             logits = self.model(part.tokens[rows], part.labels.shape[1])

@@ -119,13 +119,40 @@ def test_a_way_that_needs_more_of_the_host_than_there_is_is_not_taken():
             150,
         ),
         ({}, math.inf),
+        (
+            {
+                "own": "0::/slurm/job_7/step_0",
+                "memory.max": "9000",
+                "memory.current": "100",
+                "memory.stat": "anon 1",
+                "slurm/job_7/memory.max": "2000",
+                "slurm/job_7/memory.current": "1900",
+                "slurm/job_7/memory.stat": "inactive_file 30",
+                "slurm/job_7/step_0/memory.max": "max",
+                "slurm/job_7/step_0/memory.current": "1900",
+                "slurm/job_7/step_0/memory.stat": "anon 1",
+            },
+            130,
+        ),
+        (
+            {
+                "own": "4:cpu,cpuacct:/\n3:memory:/child\n0::/",
+                "memory/memory.limit_in_bytes": "9000",
+                "memory/memory.usage_in_bytes": "100",
+                "memory/memory.stat": "anon 1",
+                "memory/child/memory.limit_in_bytes": "700",
+                "memory/child/memory.usage_in_bytes": "100",
+                "memory/child/memory.stat": "anon 1",
+            },
+            600,
+        ),
     ],
 )
-def test_a_container_s_limit_is_the_host_s(files, free, tmp_path, monkeypatch):
+def test_the_least_limit_on_the_way_to_this_process_counts(files, free, tmp_path, monkeypatch):
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text + "\n")
-    assert memory.cgroup_free(str(tmp_path)) == free
+    assert memory.cgroup_free(str(tmp_path), str(tmp_path / "own")) == free
     monkeypatch.setattr(memory, "cgroup_free", lambda: free)
     assert memory.memory_of(torch.device("cpu")).free <= free
 
@@ -244,7 +271,7 @@ def test_the_peak_of_another_pass_is_not_the_step_s(monkeypatch):
         there.update(peak=step, now=now)
         peak.end(device)
         assert peak.size == size
-    assert peak.most(device) == 1200, "what the trainer reports is not forgotten"
+    assert peak.most(device) == (1200, 0), "what the trainer reports is not forgotten"
 
 
 def test_shards_on_the_host_need_room_there_and_none_on_the_device(monkeypatch):

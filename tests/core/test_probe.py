@@ -91,9 +91,10 @@ def test_rows_without_a_token_are_left_out_where_the_others_come_out_as_in_train
     tokens = [Token(1, 0, each), Token(3, 0, 0)]
     forward_rows, recorded = step.forward_rows, prober.step.recorded(3)
 
-    def forward(micro_batch, rows):
-        ran.append((micro_batch, rows))
-        outputs = forward_rows(micro_batch, rows)  # kernels that go by the shape may let the last bits differ
+    def forward(chosen):
+        ran.extend(chosen)
+        ((micro_batch, rows),) = chosen
+        outputs = forward_rows(chosen)  # kernels that go by the shape may let the last bits differ
         known = prober.step.recorded(micro_batch).log_prob[rows]
         recorded.log_prob[0, 0] += 0.0 if is_same else 1.0
         return outputs._replace(log_prob=outputs.log_prob + (known - outputs.log_prob).detach())
@@ -108,6 +109,26 @@ def test_rows_without_a_token_are_left_out_where_the_others_come_out_as_in_train
     assert len(ran) == num_alone
     for part, whole in zip(alone, prober.space.take(), strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-6 if is_same else 0.0)
+
+
+def test_rows_of_several_micro_batches_run_together_and_their_parts_add_up():
+    prober, step, trained = probed()
+    generator, ran, forward_rows = torch.Generator().manual_seed(3), [], step.forward_rows
+    step.forward_rows = lambda rows: ran.append(rows) or forward_rows(rows)
+    masks = [step.token_mask(index) for index in range(step.num_micro_batches)]
+    halves = [mask & (torch.rand(len(mask), 1, generator=generator) < 0.5) for mask in masks]
+    records, total = [step.recorded(index) for index in range(len(masks))], None
+    for selected in (halves, [mask & ~half for mask, half in zip(masks, halves, strict=True)]):
+        prober.compute_part(records, selected)
+        part = prober.space.take()
+        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+    for found, whole in zip(total, trained, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+    assert prober.num_forwards < 2 * len(masks) and any(len(rows) > 1 for rows in ran)
+    most = max(len(mask) for mask in masks), max(int(mask.sum()) for mask in masks)
+    for rows in ran:
+        sizes = [int(masks[index][row].sum()) for index, (row,) in rows]
+        assert len(sizes) <= most[0] and sum(sizes) <= most[1]
 
 
 def test_all_rows_run_where_a_part_of_the_loss_passes_through_no_token():

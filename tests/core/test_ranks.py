@@ -2,10 +2,13 @@
 """Who speaks for which rank: a process alone, and four processes of which two hold the same sequences."""
 
 import math
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -92,5 +95,30 @@ def test_one_process_has_the_same_largest_values():
 def test_a_group_on_the_host_is_made_where_there_is_none(monkeypatch, is_on, device, is_made):
     monkeypatch.setattr(dist, "is_initialized", lambda: is_on)
     monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: device)
-    monkeypatch.setattr(dist, "new_group", lambda backend: f"a group of {backend}")
+    monkeypatch.setattr(ranks_module, "_connected", lambda patience: "a group of gloo")
+    monkeypatch.setattr(ranks_module, "_is_everywhere", lambda flag: flag)
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
     assert ranks_module.host_group() == ("a group of gloo" if is_made else None)
+
+
+def _connects(rank, folder, broken):
+    """One of two processes, with a device's group that gloo stands in for; the interface of ``broken`` is unknown."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if rank == broken:
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+    ranks_module._CONNECT_S = 3.0
+    distributed_c10d._get_object_coll_device = lambda group: "cuda" if group is None else "cpu"
+    made = ranks_module.host_group()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made)
+    Path(folder, f"{rank}").write_text(f"{made is None} {float(total)}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, tmp_path):
+    begun = time.monotonic()
+    torch.multiprocessing.spawn(_connects, (str(tmp_path), broken), nprocs=2)
+    assert time.monotonic() - begun < 60
+    for rank in range(2):
+        assert (tmp_path / f"{rank}").read_text() == f"{broken is not None} 2.0"

@@ -54,6 +54,13 @@ def test_it_learns_from_each_update_s_norms_and_flags_by_those_before(tmp_path):
     assert found["gradloc/norm_over_threshold"] == pytest.approx(2.0)
 
 
+def test_a_batch_that_cannot_be_read_is_counted_and_ends_nothing(tmp_path, caplog):
+    made = driver(tmp_path)
+    broken = BatchView({"response_mask": torch.ones(2, 8), "advantages": torch.ones(2, 3)}, {})
+    assert [update(made, step, of=broken)["gradloc/write_failures"] for step in (1, 2)] == [1, 2]
+    assert update(made, 3)["gradloc/write_failures"] == 2 and caplog.text.count("the batch's scale is not known") == 1
+
+
 def test_it_counts_failures_and_the_median_of_the_ranks(tmp_path):
     found = update(driver(tmp_path), 1, coefficients=[0.5, 3.0, 0.7])
     assert found["gradloc/failures"] == 2 and found["gradloc/median_coefficient"] == 0.7

@@ -5,7 +5,6 @@ import math
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,6 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.wire import Policy
-from gradloc.record import Certificate
 from tests.bare import BareStep, Powers, build, clip_gradient, random_batch, shard
 
 MODULE = "gradloc.loop.localizer"
@@ -94,15 +92,6 @@ def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes
     masked, without = Run("mask"), Run()
     assert masked.step(PLANT) == without.step({(3, 2): 0.0}, is_watched=False) < 20.0
     assert same(masked.gradient(), without.gradient())
-
-
-@pytest.mark.parametrize(("masked", "is_contradicted"), [(100.0, False), (103.4, False), (96.4, True), (103.6, True)])
-def test_a_masked_norm_may_be_off_by_the_certificate_s_error_and_a_fiftieth(masked, is_contradicted):
-    localizer, norm = Run("mask").localizer, torch.tensor(masked)
-    found = Certificate(norm_after=100.0, error_bound=1.5)
-    said = localizer._contradicted(norm, SimpleNamespace(certificate=found))
-    assert ("by the certificate" in said) == is_contradicted == bool(said)
-    assert localizer._contradicted(norm, SimpleNamespace(certificate=replace(found, norm_after=None))) == ""
 
 
 @pytest.mark.parametrize("mode", ["skip", "abort"])

@@ -152,12 +152,6 @@ class Trainer:
             part("adapters.verl07.step").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
         return space.take()
 
-    @contextmanager
-    def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
-        """The actor as an analysis sees it, and this rank's rows."""
-        adapted = part("adapters.verl07.hook").AnalysisActor(self.actor, temperature=1.0)
-        yield adapted, dict(self.local(batch).batch)
-
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
         asked, local = part("adapters.verl07.hook").ASKED_KEY, self.local(batch)

@@ -70,9 +70,9 @@ def rows_alone(overrides: list[str], dump_dir: str, dropout: float = 0.0) -> dic
         first_row = hook.ranks.gather(int(step.token_mask(1)[0].sum()))[0]
         tokens, ran = [part("core.selection").Token(1, 0, first_row + 1)], []
 
-        def forward_rows(micro_batch: int, rows: list[int]) -> Any:
-            ran.append((micro_batch, rows))
-            return type(step).forward_rows(step, micro_batch, rows)
+        def forward_rows(rows: list[tuple[int, list[int]]]) -> Any:
+            ran.extend(rows)
+            return type(step).forward_rows(step, rows)
 
         if not dropout:
             prober._are_trainings = lambda *_: True

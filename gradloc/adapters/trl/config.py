@@ -13,11 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ...analysis.config import Analyses, taken_from
 from ...checks import require
 from ...config import GradLocConfig, settings_without_verl
 from ...core.forecast import Layout, Load, Plan
 from ...health.config import HealthConfig
 from ...record import ACTIONS
+from ...reweighting.config import LoptiConfig
 from ...touched import differences
 
 
@@ -34,10 +36,31 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
     given = _parsed(given)
     if given in ("off", False, None):  # YAML reads a bare off as false
         return None
+    if isinstance(given, Mapping):
+        given = {name: value for name, value in given.items() if name not in _FEATURES}
     if isinstance(given, str):
         require(given in ACTIONS, "gradloc", f"off, {', '.join(ACTIONS)}, or settings by name", given)
         given = {"action": {"mode": given}}
     return settings_without_verl(given, os.path.join(output_dir, "gradloc"), "TRL, whose trainers have none")
+
+
+_FEATURES = ("buckets", "quartiles", "lopti")
+
+
+def features_of(given: Any) -> tuple[Analyses, LoptiConfig | None]:
+    """The gradient analyses and Lopti: the blocks ``buckets``, ``quartiles`` and ``lopti`` of these settings.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    given = _parsed(given)
+    blocks = {name: given[name] for name in _FEATURES if name in given} if isinstance(given, Mapping) else {}
+    lopti, analyses = blocks.pop("lopti", None), taken_from(blocks)
+    if lopti in (None, False):
+        return analyses, None
+    settings = dict(lopti) if isinstance(lopti, Mapping) else {}
+    require(set(settings) <= {"eta"}, "gradloc's lopti", "true, or eta by name", lopti)
+    return analyses, LoptiConfig(enable=True, **settings)
 
 
 def health_of(given: Any) -> HealthConfig | None:

@@ -118,6 +118,8 @@ class TrlStep(FusedStep, OwnLoss):
         super().__init__(trainer, module, num_ranks)
         self.inputs: list[dict[str, Any]] = []
         self._entropy_masks: list[torch.Tensor | None] = []
+        self._stages: list[torch.Tensor | None] = []
+        """Of each micro-batch, bool (B, T): the tokens of Lopti's stage; None without."""
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
         self._present = -1
         self._given: Forwarded | None = None
@@ -126,15 +128,18 @@ class TrlStep(FusedStep, OwnLoss):
 
     def kept(self) -> "TrlStep":
         found: Any = super().kept()
-        found.inputs, found._entropy_masks = self.inputs[:1], self._entropy_masks[:1]
+        found.inputs, found._entropy_masks, found._stages = self.inputs[:1], self._entropy_masks[:1], self._stages[:1]
         return found
 
     # ---- what the trainer's methods go through
 
     @contextmanager
-    def recording(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Around training's loss of the next micro-batch."""
+    def recording(self, inputs: dict[str, Any], stage: float | None = None) -> Iterator[None]:
+        """Around training's loss of the next micro-batch; ``stage`` says which of its tokens move the weights: those
+        with an old probability under it, or from minus it on."""
         mask = mask_of(inputs).bool()
+        is_low = None if stage is None else inputs["old_per_token_logps"].exp() < abs(stage)
+        self._stages.append(is_low if stage is None or stage > 0 else ~is_low)
         advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
         self.inputs.append(inputs)
         self.micro_batches.append(self.micro_batch(mask, inputs["completion_ids"], {"advantages": advantages}))
@@ -144,12 +149,16 @@ class TrlStep(FusedStep, OwnLoss):
 
     def log_probs(self, call: Callable[[], Forwarded]) -> Forwarded:
         """In place of TRL's forward, which ``call`` runs."""
-        if self._given is not None:
-            return self._given
-        forwarded, made = call(), self.micro_batches[self._present]
-        made.forward = call
-        record(made.recorded, Outputs(*forwarded))
-        return forwarded
+        forwarded = self._given
+        if forwarded is None:
+            forwarded, made = call(), self.micro_batches[self._present]
+            made.forward = call
+            record(made.recorded, Outputs(*forwarded))
+        stage, (log_prob, entropy, beside) = self._stages[self._present], forwarded
+        if stage is None:
+            return forwarded
+        kept = [None if value is None else value.where(stage, value.detach()) for value in (log_prob, entropy)]
+        return kept[0], kept[1], beside  # the loss is the same, and what flows back is the stage's
 
     def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """In place of TRL's, whose quantile is over all ranks: asked again, it is the mask that training had."""
@@ -196,6 +205,10 @@ class TrlStep(FusedStep, OwnLoss):
     def without_kl(self) -> dict[str, Any] | None:
         has_term = "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
         return {"beta": 0.0} if has_term else None
+
+    @property
+    def without_entropy(self) -> dict[str, Any] | None:
+        return {"_entropy_bonus_enabled": False} if getattr(self.trainer, "_entropy_bonus_enabled", False) else None
 
     def setting(self, name: str) -> Any:
         trainer, name = self.trainer, _IN_LOSS.get(name, name)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import trl
 
+from ...checks import require
 from ...core.ranks import PeerFailure, Ranks
 from ...touched import extended, replaced
-from .config import check_trl, health_of, refuse, settings_of, setup_of
+from ...watch.analyses import LoopAnalyses
+from .config import check_trl, features_of, health_of, refuse, settings_of, setup_of
 from .step import OTHER_KEY, REWARD_KEY
 from .watch import LabelsWatch, TrainerWatch, group_of, other_advantages
 
@@ -35,13 +37,22 @@ class WatchedTrainer:
 
     def _start(self, gradloc: Any, health: Any) -> None:
         args = self.args
-        settings = settings_of(getattr(args, "gradloc", "observe") if gradloc is None else gradloc, args.output_dir)
+        given = getattr(args, "gradloc", "observe") if gradloc is None else gradloc
+        settings, (analyses, lopti) = settings_of(given, args.output_dir), features_of(given)
         judge = health_of(getattr(args, "health", False) if health is None else health)
         if settings is None and judge is None:
             return
         check_trl()
         refuse(setup_of(self), settings)
+        if lopti is not None:
+            is_grpo = isinstance(self, trl.GRPOTrainer)
+            require(is_grpo, "the trainer with gradloc's lopti", "TRL's GRPOTrainer", type(self).__name__)
+            expected = "2 with gradloc's lopti, whose stages they are"
+            require(self.num_iterations == 2, "num_iterations", expected, self.num_iterations)
         self._watch = self._watching(self, settings, judge)
+        if settings is not None:
+            names = {"project": "trl", "experiment": args.run_name or os.path.basename(args.output_dir)}
+            self._watch.analyses, self._watch.lopti = LoopAnalyses(analyses, settings.root, names), lopti
 
     # ---- an optimizer step, from its first micro-batch to the optimizer
 
@@ -110,7 +121,7 @@ class WatchedRewards(WatchedTrainer):
             return super()._compute_loss(model, inputs)
         if not step.inputs:  # the step's first forward: TRL has generated within this step, and that is no pass of ours
             self._watch.localizer.begin_passes()
-        with step.recording(inputs):
+        with step.recording(inputs, self._watch.take_stage()):
             return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:

@@ -30,6 +30,7 @@ from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
+from ...reweighting.config import LoptiConfig
 from ...watch.colocated import Colocated, whole
 from .step import OF_PROMPT, FusedStep, TrlStep
 
@@ -44,6 +45,7 @@ class TrainerWatch(Colocated):
     """
 
     step_class: type[FusedStep] = TrlStep
+    lopti: LoptiConfig | None = None
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
@@ -71,6 +73,17 @@ class TrainerWatch(Colocated):
         self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
         self._loss = 0.0
 
+    def take_stage(self) -> float | None:
+        """Which of Lopti's stages this micro-batch is of: the threshold if it is that of the tokens below, minus it if
+        it is the other; None without Lopti. TRL's first pass over its rollouts is the first stage."""
+        if self.lopti is None:
+            return None
+        each = self.trainer.args.steps_per_generation
+        is_first = self.trainer._step % (2 * each) < each
+        is_low = is_first == (self.lopti.eta > 0)
+        self.stage_name = "low" if is_low else "high"
+        return abs(self.lopti.eta) * (1 if is_low else -1)
+
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
         self._loss += loss.detach()
@@ -85,7 +98,7 @@ class TrainerWatch(Colocated):
             if self.localizer is not None:
                 taken, metrics = self.end_step(norm, self.trainer.state.global_step + 1)
         finally:
-            self.step = None
+            self.step, self.stage_name = None, ""
         if self.monitor is not None:
             self._judge(norm, metrics)
         if metrics:

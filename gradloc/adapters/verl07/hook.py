@@ -13,22 +13,20 @@ from typing import Any
 import torch
 
 from verl import DataProto
-from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.actor import BasePPOActor
-from verl.workers.critic import DataParallelPPOCritic, dp_critic
+from verl.workers.critic import dp_critic
 
-from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
-from ...analysis.measure import measure
+from ...analysis.parts import Analysed, measure
 from ...config import GradLocConfig
+from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...core.step import Outputs
 from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.wire import Policy, RankReport
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...touched import extended, replaced
-from ..verl_common.analyses import VerlAnalysed
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
-from .step import ActorStep, CriticStep
+from .step import ActorStep, AnalysedActorStep, CriticStep
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +115,8 @@ class ActorHook(ActorWatch):
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
 
 
-class WatchedCritic(DataParallelPPOCritic):
-    """verl's critic; an update that comes with a policy is watched, any other goes through verl's code alone."""
+class WatchedCritic:
+    """Goes in front of verl's critic: an update that comes with a policy is watched, any other is verl's alone."""
 
     _watch: "CriticWatch | None" = None
 
@@ -146,7 +144,7 @@ class CriticWatch(ActorWatch):
     optimizer = property(lambda self: self.critic.critic_optimizer)
     grad_clip = property(lambda self: self.critic.config.grad_clip)
 
-    def __init__(self, critic: DataParallelPPOCritic, settings: Any):
+    def __init__(self, critic: Any, settings: Any):
         self.critic = critic
         super().__init__(settings, Ranks(device=device_of()))
 
@@ -172,55 +170,11 @@ class CriticWatch(ActorWatch):
     def _optimizer_step(self) -> torch.Tensor:
         self.after_backward()
         with self.clipping.replaced(self.module, self.before_step):
-            return DataParallelPPOCritic._optimizer_step(self.critic)
+            return type(self.critic)._optimizer_step(self.critic)
 
 
 ASKED_KEY = RECORD_KEY = "gradloc_analysis"
 """In a batch's meta info: what is asked for. Among a worker's metrics: what it measured."""
-_INDEX_KEY = "gradloc_analysis_row"
-
-
-class AnalysisActor(VerlAnalysed):
-    """What the analyses may ask of verl's ``DataParallelPPOActor``; ``temperature`` is the rollout's."""
-
-    def __init__(self, actor: Any, temperature: float):
-        super().__init__(actor.config, actor.scaler)
-        self._actor, self._temperature = actor, temperature
-        self.module, self.optimizer = actor.actor_module, actor.actor_optimizer
-        self.device = ranks_of(actor).device
-        self.grad_clip = actor.config.grad_clip
-
-    def micro_batches(self, rows: Rows) -> Iterator[ActorMicroBatch]:
-        data = DataProto.from_dict({**rows, _INDEX_KEY: torch.arange(len(rows[BUCKET_KEY]))})
-        mini_batches = data.split(self._config.ppo_mini_batch_size)
-        on_policy = len(mini_batches) == 1 and self._config.ppo_epochs == 1
-        for micro_batch in (part for mini_batch in mini_batches for part in self._cut(mini_batch)):
-            is_real = micro_batch.batch[BUCKET_KEY] >= 0
-            if is_real.any():
-                micro_batch = micro_batch.select_idxs(is_real)
-            inputs = {**micro_batch.to(self.device).batch}
-            index = inputs[_INDEX_KEY].cpu() if is_real.any() else torch.empty(0, dtype=torch.long)
-            yield ActorMicroBatch(inputs, index, on_policy)
-
-    def _cut(self, mini_batch: DataProto) -> list[DataProto]:
-        """Cut as verl's ``update_policy`` does."""
-        if self._config.use_dynamic_bsz:
-            return prepare_dynamic_batch(mini_batch, max_token_len=self._config.ppo_max_token_len_per_gpu)[0]
-        return mini_batch.split(self._config.ppo_micro_batch_size_per_gpu)
-
-    def step_of(self, inputs: Rows, on_policy: bool = False) -> ActorStep:
-        step = ActorStep(self._actor, [inputs], self._temperature, on_policy, 1)
-        step.before_forward()
-        return step
-
-    def accumulation(self, step: ActorStep) -> float:
-        return step.loss_scale_factor(0)
-
-    def share(self, part: ActorMicroBatch, term: str, num_rows: int) -> float:
-        return len(part.rows) / num_rows  # verl averages over a micro-batch, and then over these
-
-    def clip(self) -> torch.Tensor:
-        return self._actor._clip_grad_norm()
 
 
 class _Analysing(BasePPOActor):
@@ -233,8 +187,15 @@ class _Analysing(BasePPOActor):
         if ASKED_KEY not in data.meta_info:
             return super().update_policy(data=data)
         self.gradloc.keeps_lr_schedule = True
-        adapted = AnalysisActor(self, data.meta_info["temperature"])
-        return {RECORD_KEY: measure(adapted, ranks_of(self), dict(data.batch), data.meta_info[ASKED_KEY])}
+        ranks, temperature = ranks_of(self), data.meta_info["temperature"]
+        space = GradientSpace(self.actor_module, ranks)
+
+        def made() -> Analysed:
+            step = AnalysedActorStep(self, data, temperature, ranks)
+            optimizer, clip = self.actor_optimizer, self._clip_grad_norm
+            return Analysed(step, step.label, space, ranks, optimizer, clip, self.config.grad_clip)
+
+        return {RECORD_KEY: measure(made, space, data.meta_info[ASKED_KEY])}
 
 
 class _Schedule:
@@ -259,8 +220,8 @@ def watch_actor(worker: Any) -> DataProto:
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise of verl's ``CriticWorker``, whose critic is ours from here on."""
-    worker.critic.__class__ = WatchedCritic
+    """The same of verl's ``CriticWorker``, whose critic is ours from here on."""
+    worker.critic.__class__ = extended(type(worker.critic), WatchedCritic)
     return DataProto()
 
 
@@ -270,5 +231,5 @@ def report_of_actor(worker: Any) -> DataProto:
 
 
 def report_of_critic(worker: Any) -> DataProto:
-    """Likewise verl's ``CriticWorker``."""
+    """What verl's ``CriticWorker`` has to say."""
     return answer(worker.critic.report())

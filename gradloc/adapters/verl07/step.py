@@ -2,23 +2,27 @@
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
+from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
-from verl.workers.critic import DataParallelPPOCritic
+from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
+from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
 from ...core.precise import precise_readout
+from ...core.ranks import Ranks
 from ...core.step import ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
 from ...touched import replaced
-from ..verl_common.losses import changed, setting_of, tensors_under, weights_of
+from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of
 from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
@@ -77,12 +81,20 @@ class VerlStep(OwnLoss, ByRow):
     def _mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch]["response_mask"].to(get_device_id())
 
-    def _inputs(self, micro_batch: int, rows: list[int] | None = None) -> dict[str, Any]:
-        """What the model and the loss read, on the device; of these rows alone."""
-        inputs = dict(self.micro_batches[micro_batch])
-        if rows is not None:
-            inputs = {name: value[rows] if hasattr(value, "shape") else value for name, value in inputs.items()}
-        return {name: value.to(get_device_id()) if hasattr(value, "to") else value for name, value in inputs.items()}
+    def _inputs(self, micro_batch: int) -> dict[str, Any]:
+        """What the model and the loss read, on the device."""
+        return _on_device(self.micro_batches[micro_batch])
+
+    def _inputs_of(self, rows: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
+        """The same of these rows alone, by micro-batch; all have one length."""
+
+        def below(name: str, first: Any) -> Any:
+            if not hasattr(first, "shape"):
+                return first
+            parts = [self.micro_batches[index][name][chosen] for index, chosen in rows]
+            return torch.cat(parts) if isinstance(first, torch.Tensor) else np.concatenate(parts)
+
+        return _on_device({name: below(name, each) for name, each in self.micro_batches[rows[0][0]].items()})
 
     def loss_scale_factor(self, micro_batch: int) -> float:
         """The factor that verl's gradient accumulation puts on the loss of this micro-batch."""
@@ -154,14 +166,17 @@ class ActorStep(VerlStep):
             with replaced(self.actor, actor_module=forward, use_fused_kernels=True):
                 yield
 
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
-        return self.train_forward(micro_batch, rows=rows)
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        return self._forward(self._inputs_of(rows))
 
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False, rows: list[int] | None = None) -> Outputs:
-        """Training's forward, with a graph or without; of these rows alone."""
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """Training's forward, with a graph or without."""
+        return self._forward(self._inputs(micro_batch), needs_entropy)
+
+    def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
         given = {"temperature": self.temperature, "calculate_entropy": has_entropy}
-        entropy, log_prob = self.actor._forward_micro_batch(self._inputs(micro_batch, rows), **given)
+        entropy, log_prob = self.actor._forward_micro_batch(inputs, **given)
         return Outputs(log_prob, entropy if has_entropy else None)
 
     def forward_bytes(self) -> int:
@@ -182,6 +197,10 @@ class ActorStep(VerlStep):
     @property
     def without_kl(self) -> dict[str, Any] | None:
         return {"use_kl_loss": False} if self.actor.config.use_kl_loss else None
+
+    @property
+    def without_entropy(self) -> dict[str, Any] | None:
+        return {"entropy_coeff": 0} if self.actor.config.entropy_coeff != 0 else None
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
         inputs, rows = self._inputs(micro_batch), self.rows(micro_batch)
@@ -204,10 +223,62 @@ class ActorStep(VerlStep):
         return self.micro_batches[micro_batch]["old_log_probs"].to(recorded.device)
 
 
+class AnalysedActorStep(Averages, ActorStep):
+    """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
+
+    Args:
+        actor: verl's.
+        data: this rank's rows, verl's DataProto; those that only fill up the ranks weigh nothing. Forwards run with the
+            model in training mode, in which it is left.
+        temperature: the rollout's.
+        ranks: data-parallel.
+    """
+
+    def __init__(self, actor: Any, data: Any, temperature: float, ranks: Ranks):
+        config, is_real = actor.config, data.batch[BUCKET_KEY] >= 0
+        rows = {**data.batch, "response_mask": data.batch["response_mask"] * is_real.unsqueeze(1)}
+        mini_batches = DataProto.from_dict(rows).split(config.ppo_mini_batch_size)
+        parts = [part for mini_batch in mini_batches for part in self._cut(mini_batch, config)]
+        micro_batches = [{**_real_rows(part).batch} for part in parts]
+        on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
+        super().__init__(actor, micro_batches, temperature, on_policy, ranks.size)
+        self._num_rows = ranks.sum([float(is_real.sum())])[0]
+        actor.actor_module.train()
+        for index in range(self.num_micro_batches):
+            self.before_forward()
+            with torch.no_grad():
+                self.after_forward(self.train_forward(index))
+
+    @staticmethod
+    def _cut(mini_batch: DataProto, config: Any) -> list[DataProto]:
+        """Cut as verl's ``update_policy`` does."""
+        if config.use_dynamic_bsz:
+            return prepare_dynamic_batch(mini_batch, max_token_len=config.ppo_max_token_len_per_gpu)[0]
+        return mini_batch.split(config.ppo_micro_batch_size_per_gpu)
+
+    def label(self, name: str, micro_batch: int) -> torch.Tensor:
+        """What was sent of its rows: (B,), or (B, T)."""
+        return self.micro_batches[micro_batch][name]
+
+    def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
+        return self.loss_scale_factor(micro_batch) / self.dp_size, mode == "seq-mean-token-sum-norm"
+
+    def loss_scale_factor(self, micro_batch: int) -> float:
+        """verl averages over a micro-batch, and then over these."""
+        num_real = int((self.micro_batches[micro_batch][BUCKET_KEY] >= 0).sum())
+        return num_real * self.dp_size / self._num_rows
+
+    def loss_under(
+        self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        factor = self.loss_scale_factor(micro_batch) / super().loss_scale_factor(micro_batch)
+        return super().loss_under(micro_batch, given, settings, tensors) * factor
+
+
 class CriticStep(VerlStep):
     """Of verl's ``DataParallelPPOCritic``: its values stand where the actor's log-probs stand."""
 
-    def __init__(self, critic: DataParallelPPOCritic, dp_size: int):
+    def __init__(self, critic: Any, dp_size: int):
         super().__init__(critic.config, critic.device_name, dp_size)
         self.critic = critic
         # verl's critic sees to the dtype itself, whatever its weights are kept in
@@ -217,9 +288,13 @@ class CriticStep(VerlStep):
         """Run and record training's forward of the next micro-batch; changes nothing."""
         self.micro_batches.append(micro_batch)
         self.before_forward(is_value=True)
-        values = DataParallelPPOCritic._forward_micro_batch(self.critic, micro_batch)
+        values = self._values(micro_batch)
         self.after_forward(Outputs(values))
         return values
+
+    def _values(self, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """Run the forward of the critic's class, in whose place the watch has put its own for a while."""
+        return type(self.critic)._forward_micro_batch(self.critic, micro_batch)
 
     def details(self, micro_batch: int) -> Details:
         mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
@@ -230,10 +305,10 @@ class CriticStep(VerlStep):
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         is_training = torch.is_grad_enabled()
         with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
-            return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self.micro_batches[micro_batch]))
+            return Outputs(self._values(self.micro_batches[micro_batch]))
 
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
-        return Outputs(DataParallelPPOCritic._forward_micro_batch(self.critic, self._inputs(micro_batch, rows)))
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        return Outputs(self._values(self._inputs_of(rows)))
 
     def forward_bytes(self) -> int:
         return 0
@@ -251,6 +326,16 @@ class CriticStep(VerlStep):
             loss_agg_mode=config.loss_agg_mode,
         )
         return loss * self.loss_scale_factor(micro_batch)
+
+
+def _real_rows(part: DataProto) -> DataProto:
+    """Without those that only fill up the ranks; all if there are no others, since the peers' collectives wait."""
+    is_real = part.batch[BUCKET_KEY] >= 0
+    return part.select_idxs(is_real) if is_real.any() else part
+
+
+def _on_device(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to(get_device_id()) if hasattr(value, "to") else value for name, value in inputs.items()}
 
 
 def own_loss(

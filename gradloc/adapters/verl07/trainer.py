@@ -199,6 +199,7 @@ class RayTrainerAnalyses(VerlAnalyses):
         """Deal the rows that the actor needs out to the ranks evenly."""
         batch, trainer = update.batch, update.trainer
         data = batch.select([key for key in _ACTOR_KEYS if key in batch.batch.keys()], [], [])
+        tensors = {**tensors, ROW_KEY: torch.arange(len(data))}
         for key, values in tensors.items():
             data.batch[key] = values
         data, num_filling = pad_dataproto_to_divisor(data, update.dp_size)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP engine with what is on riding along; the trainer puts it into its workers where a run asks for it.
 
-Asked for a gradient analysis, it does that in place of a forward. The engine's rows have no padding, an analysis' have;
-each carries its number, by which the engine's row is found again.
-
-Shapes: R rows on this rank, B rows of a micro-batch, T response positions of this rank.
+Asked for a gradient analysis, it does that in place of a forward.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,22 +14,17 @@ import torch
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
-from verl.workers.engine.utils import prepare_micro_batches
 
-from ...analysis.actor import BUCKET_KEY, ActorMicroBatch, Rows
-from ...analysis.measure import measure
-from ...analysis.quartile_probe import QUARTILE_KEY, SAMPLE_KEY
+from ...analysis.parts import Analysed, measure
+from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
 from ...loop.wire import Policy, RankReport
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.analyses import VerlAnalysed
-from ..verl_common.losses import is_of_micro_batch
+from ...touched import extended
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
-from .step import EngineCriticStep, EngineStep, padded, settle, weighed, within_stage
+from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, settle, weighed, within_stage
 
 CLIPPING = Clipping(transformer_impl)
 
@@ -141,6 +133,10 @@ class WatchedEngine:
 class WatchedFSDP(WatchedEngine):
     """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
 
+    def plain_forward_step(self, *args: Any, **given: Any) -> Any:
+        """Run verl's, or that of a subclass of its engine; nothing is recorded."""
+        return super().forward_step(*args, **given)
+
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
             settle(self)
@@ -149,8 +145,8 @@ class WatchedFSDP(WatchedEngine):
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
 
 
-class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
-    """verl's engine of the actor; asked for an analysis of a batch, it does that in place of verl's forward."""
+class GradLocEngine(WatchedFSDP):
+    """Goes in front of verl's engine of the actor: asked for an analysis, it does that in place of a forward."""
 
     analysis_record: Any = None
     """What the last analysis measured on this rank."""
@@ -163,14 +159,12 @@ class GradLocEngine(WatchedFSDP, FSDPEngineWithLMHead):
         stabilize = asked.settings.stabilize
         if stabilize.weighs_tokens:
             loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
-        clip = partial(CLIPPING.clip, self.module, self.optimizer_config.clip_grad)
-        adapted = AnalysisEngine(self, data, loss_function, clip)
-        self.analysis_record = measure(adapted, adapted.ranks, adapted.rows, asked.request)
+        self.analysis_record = measured(self, data, loss_function, asked.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
 
 
-class GradLocValueEngine(WatchedFSDP, FSDPEngineWithValueHead):
-    """verl's engine of the critic."""
+class GradLocValueEngine(WatchedFSDP):
+    """Goes in front of verl's engine of the critic."""
 
     step_class = EngineCriticStep
 
@@ -180,20 +174,24 @@ def _forget(metrics: Any) -> None:
 
 
 def watch_actor(worker: Any) -> DataProto:
-    """Runs in each ``ActorRolloutRefWorker``, once it is built: its engine is ours from here on."""
-    engine = worker.actor.engine
-    if engine.engine_config.strategy == "megatron":
-        from .megatron.engine import GradLocMegatronEngine  # Megatron is there with that engine alone
+    """Runs in each ``ActorRolloutRefWorker`` before the first rollout: its engine is ours from here on.
 
-        engine.__class__ = GradLocMegatronEngine
-    else:
-        engine.__class__ = GradLocEngine
+    Raises:
+        RuntimeError: one sentence, for a Megatron that was not run.
+    """
+    engine, kind = worker.actor.engine, GradLocEngine
+    if engine.engine_config.strategy == "megatron":
+        from .megatron.engine import GradLocMegatronEngine, check  # Megatron is there with that engine alone
+
+        check(engine)
+        kind = GradLocMegatronEngine
+    engine.__class__ = extended(type(engine), kind)
     return DataProto()
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """Likewise in each of the critic's (``TrainingWorker``)."""
-    worker.engine.__class__ = GradLocValueEngine
+    """The same in each of the critic's (``TrainingWorker``)."""
+    worker.engine.__class__ = extended(type(worker.engine), GradLocValueEngine)
     return DataProto()
 
 
@@ -209,10 +207,6 @@ def report_of_model(worker: Any) -> DataProto:
 
 ASKED_KEY = "gradloc_analysis"
 """Meta info of a batch: what is :class:`AnalysisRequest`."""
-_INDEX_KEY = "gradloc_analysis_row"
-_WIDTH_KEY = "gradloc_analysis_width"
-"""int (B,): response positions of the row's micro-batch, by which verl divides one of its means."""
-_DENSE = (BUCKET_KEY, QUARTILE_KEY, SAMPLE_KEY)
 
 
 @dataclass(frozen=True)
@@ -220,92 +214,24 @@ class AnalysisRequest:
     """What the trainer asks every rank for."""
 
     request: dict[str, Any]
-    """See :func:`~...analysis.measure.measure`."""
+    """See :func:`~...analysis.parts.measure`."""
     settings: Any
     """Those that hold."""
+
+
+def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """What an analysis finds in this rank's rows (``data``), see :func:`~...analysis.parts.measure`."""
+    ranks, limit = Ranks(device=device_of()), engine.optimizer_config.clip_grad
+    space = GradientSpace(engine.module, ranks)
+
+    def made() -> Analysed:
+        step = AnalysedEngineStep(engine, loss_function, data, ranks)
+        clip = partial(CLIPPING.clip, engine.module, limit)
+        return Analysed(step, step.label, space, ranks, engine.optimizer, clip, limit)
+
+    return measure(made, space, request)
 
 
 def record_of_actor(worker: Any) -> DataProto:
     """Runs in each of the actor's workers: what the last analysis measured there."""
     return answer(worker.actor.engine.analysis_record)
-
-
-class AnalysisEngine(VerlAnalysed):
-    """What the analyses may ask of verl's engine.
-
-    Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
-        data: this rank's rows, verl's TensorDict.
-        loss_function: training's, with the actor's config bound to it.
-        clip: verl's own clipping of ``.grad``; returns the norm before it.
-    """
-
-    def __init__(self, engine: Any, data: Any, loss_function: Any, clip: Callable[[], torch.Tensor]):
-        super().__init__(loss_function.keywords["config"], engine.scaler)
-        self._engine, self._data, self._loss_function = engine, data, loss_function
-        self.module, self.optimizer, self.clip = engine.module, engine.optimizer, clip
-        self.device = torch.device(device_of())
-        self.grad_clip = engine.optimizer_config.clip_grad
-        self.rows = self._padded_rows()
-        self.ranks = Ranks(device=device_of())
-        is_real = self.rows[BUCKET_KEY] >= 0
-        self._num_tokens = int(self.ranks.sum([float(self.rows["response_mask"][is_real].sum())])[0])
-
-    def _padded_rows(self) -> dict[str, torch.Tensor]:
-        """This rank's rows as an analysis deals in them."""
-        data = self._data
-        lengths = data["input_ids"].offsets().diff().cpu()
-        self._lengths = data["responses"].offsets().diff().cpu()
-        rows = {
-            _INDEX_KEY: torch.arange(len(data)),
-            "attention_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
-            "response_mask": padded(data["response_mask"]).cpu(),
-        }
-        rows |= {key: padded(data[key]).cpu() for key in _DENSE if key in data.keys()}
-        rows[BUCKET_KEY] = rows[BUCKET_KEY].flatten()
-        self.width = max(values.shape[1] for key, values in rows.items() if key in (QUARTILE_KEY, "response_mask"))
-        rows["response_mask"] = self._widened(rows["response_mask"])
-        return rows
-
-    def micro_batches(self, rows: Rows) -> Iterator[ActorMicroBatch]:
-        engine, config = self._engine, self._config
-        size = config.ppo_mini_batch_size * config.rollout_n // engine.get_data_parallel_size()
-        cutting = {
-            "use_dynamic_bsz": engine.engine_config.use_dynamic_bsz,
-            "max_token_len_per_gpu": engine.engine_config.max_token_len_per_gpu,
-            "micro_batch_size_per_gpu": engine.engine_config.micro_batch_size_per_gpu,
-            "sp_size": 1,
-        }
-        for mini_batch in rows[_INDEX_KEY].split(size):
-            data = tu.index_select_tensor_dict(self._data, mini_batch).select("input_ids")
-            data[_INDEX_KEY] = mini_batch
-            tu.assign_non_tensor(data, **cutting)
-            for micro_batch in prepare_micro_batches(data, engine.get_data_parallel_group())[0]:
-                chosen = micro_batch[_INDEX_KEY].cpu()
-                is_real = rows[BUCKET_KEY][chosen] >= 0
-                chosen = chosen[is_real] if is_real.any() else chosen
-                inputs = {key: values[chosen].to(self.device) for key, values in rows.items()}
-                inputs[_WIDTH_KEY] = self._lengths[chosen].max().expand(len(chosen))
-                yield ActorMicroBatch(inputs, chosen if is_real.any() else chosen[:0], on_policy=False)
-
-    def step_of(self, inputs: Rows, on_policy: bool = False) -> EngineStep:
-        data = tu.index_select_tensor_dict(self._data, inputs[_INDEX_KEY].cpu()).to(device_of())
-        num_tokens = max(int(padded(data["response_mask"]).sum()), 1)
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens, global_batch_size=len(inputs[_INDEX_KEY]))
-        step = EngineStep(self._engine, self._loss_function, 1)
-        step.before_forward(data)
-        return step
-
-    def settings_of(self, inputs: Rows) -> dict[str, Any]:
-        divisor = self._config.loss_scale_factor or int(inputs[_WIDTH_KEY][0])
-        return {"global_batch_info": {}, "loss_scale_factor": divisor}
-
-    def share(self, part: ActorMicroBatch, term: str, num_rows: int) -> float:
-        if term == "task" and is_of_micro_batch(self._config):
-            return 1.0 / self.ranks.size
-        if self.aggregation(term) == "token-mean":  # verl averages over the tokens of the whole mini-batch
-            return int(part.inputs["response_mask"].sum()) / max(self._num_tokens, 1)
-        return len(part.rows) / num_rows
-
-    def aggregation(self, term: str) -> str:
-        return super().aggregation(term).removesuffix("-norm")  # here a mean over sequences, divided by a constant

@@ -9,7 +9,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -21,17 +21,27 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.activation_offload import ActivationHandler
 from verl.utils.device import get_device_id, get_device_name
-from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
+from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
-from ...core.step import NUM_TOKENS, ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState
+from ...core.ranks import Ranks
+from ...core.step import NUM_TOKENS, ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
 from ...touched import replaced
-from ..verl_common.losses import WEIGHTS, changed, setting_of, tensors_under, weights_of
+from ..verl_common.losses import (
+    WEIGHTS,
+    Averages,
+    changed,
+    is_of_micro_batch,
+    setting_of,
+    tensors_under,
+    weights_of,
+)
 from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
@@ -90,7 +100,7 @@ class EngineStep(OwnLoss, ByRow):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
+        engine: verl's ``FSDPEngineWithLMHead``, with :class:`.engine.WatchedFSDP` in front.
         loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
         dp_size: data-parallel ranks.
     """
@@ -100,7 +110,7 @@ class EngineStep(OwnLoss, ByRow):
     """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
     tokens' losses is multiplied with."""
 
-    def __init__(self, engine: FSDPEngineWithLMHead, loss_function: Callable, dp_size: int):
+    def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
         self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
         scaler = getattr(engine, "scaler", None)  # Megatron's has none
         self.scale = 1.0 if scaler is None else scaler.get_scale()  # each step may change it
@@ -198,16 +208,19 @@ class EngineStep(OwnLoss, ByRow):
         with readout_of(self.engine.module, self.numerics.dtype, is_fused(data)), set_aside():
             return self.train_forward(micro_batch, needs_entropy)
 
-    def forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        length = max(self._layout(index).length for index, _ in rows)
+        parts = [tu.index_select_tensor_dict(self._data(index), chosen) for index, chosen in rows]
+        data = parts[0] if len(parts) == 1 else tu.concat_tensordict(parts)
         with settled(self.engine):
-            return self.train_forward(micro_batch, rows=rows)
+            return self._forward(data, Packing(data, torch.device(get_device_name()), length))
 
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False, rows: list[int] | None = None) -> Outputs:
-        """verl's forward, with a graph or without; of these rows alone."""
-        data, layout, kept = self._data(micro_batch), self._layout(micro_batch), {}
-        if rows is not None:
-            data = tu.index_select_tensor_dict(data, rows)
-            layout = Packing(data, torch.device(get_device_name()), layout.length)
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """verl's forward, with a graph or without."""
+        return self._forward(self._data(micro_batch), self._layout(micro_batch), needs_entropy)
+
+    def _forward(self, data: Any, layout: Packing, needs_entropy: bool = False) -> Outputs:
+        kept: dict[str, torch.Tensor] = {}
         if needs_entropy:
             data = data.copy()
             tu.assign_non_tensor(data, calculate_entropy=True)
@@ -216,7 +229,7 @@ class EngineStep(OwnLoss, ByRow):
             kept.update(model_output)
             return torch.zeros((), device=get_device_name()), {}
 
-        FSDPEngineWithLMHead.forward_step(self.engine, data, keep, forward_only=not torch.is_grad_enabled())
+        self.engine.plain_forward_step(data, keep, forward_only=not torch.is_grad_enabled())
         return Outputs(
             **{FIELDS[key]: layout.unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None}
         )
@@ -270,6 +283,10 @@ class EngineStep(OwnLoss, ByRow):
         has_term = bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
         return {"use_kl_loss": False} if has_term else None
 
+    @property
+    def without_entropy(self) -> dict[str, Any] | None:
+        return {"entropy_coeff": 0} if self._config.entropy_coeff != 0 else None
+
     def setting(self, name: str) -> Any:
         config = self.loss_function.keywords["distillation_config"] if name.startswith(_DISTILLED) else self._config
         return setting_of(config, name)
@@ -315,6 +332,64 @@ class EngineStep(OwnLoss, ByRow):
 
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].to(get_device_id())
+
+
+class AnalysedEngineStep(Averages, EngineStep):
+    """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
+
+    Args:
+        engine: verl's ``FSDPEngineWithLMHead``.
+        loss_function: training's, with the actor's config bound to it.
+        data: this rank's rows, verl's TensorDict; those that only fill up the ranks weigh nothing.
+        ranks: data-parallel.
+    """
+
+    config = property(lambda self: self._config)
+
+    def __init__(self, engine: Any, loss_function: Callable, data: Any, ranks: Ranks):
+        super().__init__(engine, loss_function, ranks.size)
+        settings, config = engine.engine_config, self._config
+        is_real, mask = padded(data[BUCKET_KEY]).flatten() >= 0, data["response_mask"]
+        data = data.copy()
+        data["response_mask"] = response_to_nested(padded(mask) * is_real.unsqueeze(1), mask)
+        counts = [float(is_real.sum()), float(padded(mask)[is_real].sum())]
+        self._num_rows, self._num_tokens = map(int, ranks.sum(counts))
+        sizes = {"batch_num_tokens": max(self._num_tokens, 1), "global_batch_size": self._num_rows, "sp_size": 1}
+        names = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        has_entropy = bool(config.calculate_entropy or config.entropy_coeff != 0)
+        tu.assign_non_tensor(
+            data,
+            dp_size=ranks.size,
+            calculate_entropy=has_entropy,
+            **sizes,
+            **{name: getattr(settings, name) for name in names},
+        )
+        size = config.ppo_mini_batch_size * config.rollout_n // engine.get_data_parallel_size()
+        for mini_batch in torch.arange(len(data)).split(size):
+            part = tu.index_select_tensor_dict(data, mini_batch)
+            for micro_batch in prepare_micro_batches(part, engine.get_data_parallel_group())[0]:
+                is_real = (padded(micro_batch[BUCKET_KEY]).flatten() >= 0).nonzero().flatten()
+                # all run if none is real: the peers' collectives wait
+                real = tu.index_select_tensor_dict(micro_batch, is_real) if len(is_real) else micro_batch
+                self.before_forward(real)
+        engine.module.train()
+        for index in range(self.num_micro_batches):
+            with torch.no_grad():
+                self._recorded[index].rng = RngState(torch.device(get_device_name()))
+                record(self._recorded[index], self.train_forward(index))
+
+    def label(self, name: str, micro_batch: int) -> torch.Tensor:
+        """What was sent of its rows: (B,), or (B, T)."""
+        values = padded(self.micro_batches[micro_batch][name])
+        return values.flatten() if name == BUCKET_KEY else values[:, : self._layout(micro_batch).length]
+
+    def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
+        if term == "task" and is_of_micro_batch(self.config):
+            return 1.0 / self.dp_size, False
+        mask = self.token_mask(micro_batch)
+        if mode == "token-mean":  # verl averages over the tokens of the whole mini-batch
+            return int(mask.sum()) / max(self._num_tokens, 1), True
+        return int(mask.any(1).sum()) / self._num_rows, True
 
 
 class EngineCriticStep(EngineStep):

@@ -6,8 +6,11 @@ A batch is in verl's TransferQueue. As the driver sees it, it is padded, and fet
 Shapes: R rows, P prompt and T response positions.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,11 +27,11 @@ from ...analysis.config import check_separate
 from ...analysis.reporter import AnalysisBatch
 from ...config import fix_dump_dir
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY, VERSIONS_KEY
-from ...loop.batch import BatchView
+from ...loop.batch import BatchView, RowFacts
 from ...loop.metrics import joined
 from ...loop.wire import Policy
 from ...stabilize.memory import build_memory
-from ...touched import extended
+from ...touched import extended, replaced
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.needs import REWEIGHTING, asked_of, tables_for
 from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
@@ -45,6 +48,8 @@ from .engine import (
 )
 from .step import padded
 
+logger = logging.getLogger(__name__)
+
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
 _CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 
@@ -59,13 +64,14 @@ class KVUpdate(WorkersUpdate):
         return [rows[name] for name in names]
 
     def put(self, **tensors: torch.Tensor) -> None:
+        self.trainer.gradloc.seen.forget()
         rows = fetch(self.batch, ["response_mask"])["response_mask"]
         put(self.batch, {name: response_to_nested(values, rows) for name, values in tensors.items()})
 
     def view(self) -> BatchView:
         is_critics = self.workers is _CRITIC
         is_distilled = bool(OmegaConf.select(self.trainer.config, "distillation.enabled"))
-        return view_of(self.batch, is_critics, is_distilled and not is_critics)
+        return view_of(self.batch, self.trainer.gradloc.seen, is_critics, is_distilled and not is_critics)
 
     def run(self, policy: Policy) -> dict[str, Any]:
         self.watch()
@@ -132,6 +138,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         last, which the workers run for the sake of their peers."""
         fillers, real = _fillers(update.batch)
         whole = update.batch.select_keys([*real, *fillers])
+        tensors = {**tensors, ROW_KEY: torch.arange(len(real))}
         put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
         whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
         whole.extra_info[ASKED_KEY] = AnalysisRequest(dict(request), self.settings)
@@ -161,7 +168,7 @@ class V1TrainerAnalyses(VerlAnalyses):
 
 
 def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
-    """Those of which it is true, and the others."""
+    """Those for which it is true, and the others."""
     pairs = list(zip(keys, is_it, strict=True))
     return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
 
@@ -207,14 +214,15 @@ class TrainerSide(TrainerParts):
         memory = build_memory(settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
         super().__init__(settings, asked.alpha, asked.lopti, memory, build_monitor(config, clip))
         self.analysis = None if analyses is None else V1TrainerAnalyses(config, settings, analyses)
+        self.seen = SeenRows()
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Once verl has computed the step's metrics, before they are logged."""
         for driver in self.drivers:
-            if len(driver.step_metrics) > 1:  # of which verl has taken means
+            if len(driver.step_metrics) > 1:  # verl has taken their means
                 metrics.update(joined(driver.step_metrics))
         _, real = _fillers(batch)
-        self.judge(view_of(batch.select_keys(real)), metrics, global_step)
+        self.judge(view_of(batch.select_keys(real), self.seen), metrics, global_step)
 
 
 def _add(update_metrics: dict[str, Any], metrics: dict[str, Any]) -> None:
@@ -244,6 +252,14 @@ class _Watched(Checkpointed):
         if self.gradloc.analysis is not None:
             self.gradloc.analysis.check_data(len(self.train_dataset))
 
+    def on_init_end(self) -> None:
+        """Refuse what only the workers know before the first rollout."""
+        super().on_init_end()
+        if self.gradloc.is_in_update or self.gradloc.analysis is not None:
+            KVUpdate(self, _ACTOR, None).watch()
+        if self.gradloc.critic is not None:
+            KVUpdate(self, _CRITIC, None).watch()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self.gradloc.begin_fit(self.logger)
@@ -261,7 +277,8 @@ class _Watched(Checkpointed):
         return super()._balance_batch(batch, metrics, *args, **given)
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        batch = super()._compute_advantage(batch, metrics)
+        with self.gradloc.seen.watching(batch, self.gradloc.critic is not None):
+            batch = super()._compute_advantage(batch, metrics)
         self.gradloc.reweight(KVUpdate(self, _ACTOR, batch), metrics)
         return batch
 
@@ -295,16 +312,22 @@ def watch_trainers() -> None:
         registry[name] = extended(trainer, _Watched)
 
 
-_BRIEF = ("response_mask", "advantages")
-"""What every update needs; the rest is for an event."""
-_PER_TOKEN = (*_BRIEF, "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "rm_scores")
+_PER_TOKEN = (
+    "response_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "rm_scores",
+)
 _OF_CRITIC = ("values", "returns")
 _SCORES, _TEACHER = "rm_scores", "teacher_logprobs"
 _LABELS = ("uid", "data_source", "index")
 
 
 def fetch(batch: Any, fields: Sequence[str]) -> Any:
-    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that nobody put is left out."""
+    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that is not there is left out."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 
@@ -316,9 +339,11 @@ def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
         batch.fields = [*dict.fromkeys([*batch.fields, *fields])]
 
 
-def view_of(batch: Any, is_critics: bool = False, is_distilled: bool = False) -> BatchView:
+def view_of(
+    batch: Any, seen: "SeenRows | None" = None, is_critics: bool = False, is_distilled: bool = False
+) -> BatchView:
     """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns, where distillation is the
-    actor's loss with the teacher's log-probs."""
+    actor's loss with the teacher's log-probs. What ``seen`` has of its rows is not fetched."""
     per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
 
     @cache
@@ -326,19 +351,83 @@ def view_of(batch: Any, is_critics: bool = False, is_distilled: bool = False) ->
         rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *[_TEACHER] * is_distilled])
         return _tensors(rows, per_token), _labels(batch, rows)
 
-    @cache
-    def brief() -> dict[str, torch.Tensor]:
-        rows = fetch(batch, _BRIEF)
-        return {name: padded(rows[name]) for name in _BRIEF}
+    def facts() -> RowFacts:
+        known = None if seen is None else seen.facts(batch, is_critics)
+        return _facts(fetch(batch, _READ_OFF), is_critics) if known is None else known
 
-    @cache
-    def graded() -> dict[str, Any]:
-        rows = fetch(batch, [_SCORES, "uid"])
-        scores = {"token_level_scores": padded(rows[_SCORES])} if _SCORES in rows.keys() else {}
-        return {"uid": list(rows["uid"]), **scores}
+    def uids() -> dict[str, list[str]]:
+        known = None if seen is None else seen.uids(batch)
+        return {"uid": list(fetch(batch, ["uid"])["uid"]) if known is None else known}
 
-    tensors = _Lazy(lambda: whole()[0], {**dict.fromkeys(_BRIEF, brief), "token_level_scores": graded})
-    return BatchView(tensors, _Lazy(lambda: whole()[1], {"uid": graded}), is_critics, is_distilled)
+    labels = _Lazy(lambda: whole()[1], {"uid": uids})
+    return BatchView(_Lazy(lambda: whole()[0], {}), labels, is_critics, is_distilled, None if is_distilled else facts)
+
+
+_READ_OFF = ("response_mask", "advantages", "values", "returns", _SCORES)
+
+
+def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
+    """Of verl's nested tensors, by its names."""
+    mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
+    if not is_critics:
+        return RowFacts.from_nested(mask, rows["advantages"], scores)
+    errors = rows["returns"].values() - rows["values"].values()
+    return RowFacts.from_nested(mask, torch.nested.nested_tensor_from_jagged(errors, mask.offsets()), scores)
+
+
+class SeenRows:
+    """Facts of a step's rows, read off what verl itself gets from its queue and puts there while it computes
+    advantages: a healthy step fetches nothing more."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Of rows that have changed since."""
+        self._keys: list[str] = []
+        self._uids: list[str] = []
+        self._known: dict[bool, RowFacts] = {}
+
+    @contextmanager
+    def watching(self, batch: Any, has_critic: bool) -> Iterator[None]:
+        """While verl computes the advantages of a batch."""
+        self.forget()
+        rows: dict[str, Any] = {}
+
+        def kv_batch_get(*args: Any, **given: Any) -> Any:
+            found = tq.kv_batch_get(*args, **given)
+            rows.update({name: found[name] for name in (*_READ_OFF, "uid") if name in found.keys()})
+            return found
+
+        def kv_batch_put(*args: Any, **given: Any) -> Any:
+            rows.update({name: given["fields"][name] for name in _READ_OFF if name in given["fields"].keys()})
+            return tq.kv_batch_put(*args, **given)
+
+        passing = SimpleNamespace(**{**vars(tq), "kv_batch_get": kv_batch_get, "kv_batch_put": kv_batch_put})
+        with replaced(trainer_base, tq=passing):
+            yield
+        try:
+            self._known = {is_critics: _facts(rows, is_critics) for is_critics in (False, True)[: 1 + has_critic]}
+            self._keys, self._uids = list(batch.keys), list(rows["uid"])
+        except (KeyError, AttributeError, TypeError) as error:  # another verl computes them in another way
+            logger.info("gradloc: what a healthy step is known by is fetched from verl's queue: %r", error)
+            self.forget()
+
+    def facts(self, batch: Any, is_critics: bool) -> RowFacts | None:
+        """What is known of these rows; None where they were not seen."""
+        places = self._places(batch)
+        return None if places is None or is_critics not in self._known else self._known[is_critics].chosen(places)
+
+    def uids(self, batch: Any) -> list[str] | None:
+        """Their prompts; None where they were not seen."""
+        places = self._places(batch)
+        return None if places is None else [self._uids[place] for place in places.tolist()]
+
+    def _places(self, batch: Any) -> torch.Tensor | None:
+        place = {key: number for number, key in enumerate(self._keys)}
+        if not place or not place.keys() >= set(batch.keys):
+            return None
+        return torch.tensor([place[key] for key in batch.keys])
 
 
 class _Lazy(Mapping[str, Any]):

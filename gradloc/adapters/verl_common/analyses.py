@@ -2,25 +2,21 @@
 """The gradient analyses and the rollout filter of a trainer of verl's, whatever its version keeps batches in."""
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf, open_dict
 from ray.exceptions import RayError
-from torch.nn.functional import pad
 
-from ...analysis.actor import Rows, cut_runs
 from ...analysis.config import check_geometry, geometry
 from ...analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, QuartileReporter
-from ...core.step import Outputs, RngState
 from ...loop.batch import BatchView
 from ...rollout_filter.choose import advantage_scale, kept_groups
 from ...rollout_filter.groups import groups_of
-from .losses import aggregation_of
 from .needs import BUCKETS, QUARTILES, refuse_pictures
 from .trainer import WorkersUpdate
 
@@ -108,7 +104,8 @@ class VerlAnalyses:
             for feature, reporter in ((QUARTILES, self.quartiles), (BUCKETS, self.buckets)):
                 if reporter is None:
                     continue
-                was_due = reporter.run(self.seen(update, feature), self._last_step, metrics, timing_raw)
+                seen = partial(self.seen, update, feature)
+                was_due = reporter.run(seen, self._last_step, metrics, timing_raw)
                 if was_due and reporter.settings.exit_after:
                     metrics["training/global_step"] = self._last_step
                     metrics["trainer/exited_after_gradient_analysis"] = 1.0
@@ -149,80 +146,6 @@ class VerlAnalyses:
             return self.seen(update, BUCKETS)
         finally:
             self.counts = counts
-
-
-class VerlAnalysed(ABC):
-    """What the analyses may ask of a model, see :class:`~...analysis.actor.Actor`, by steps that are never taken.
-
-    Args:
-        config: verl's actor config.
-        scaler: of fp16; None without.
-    """
-
-    device: torch.device
-    width: int | None = None
-    """Response positions of a batch, where a micro-batch's are fewer."""
-
-    def __init__(self, config: Any, scaler: Any):
-        self._config, self._scaler = config, scaler
-        optional = {"entropy": config.entropy_coeff != 0, "kl": bool(config.use_kl_loss)}
-        self.terms = ("task", *(name for name, is_on in optional.items() if is_on))
-
-    @abstractmethod
-    def step_of(self, inputs: Rows, on_policy: bool = False) -> Any:
-        """A step whose only micro-batch these rows are."""
-
-    def settings_of(self, inputs: Rows) -> dict[str, Any]:
-        """With what a loss is that of a whole batch."""
-        return {}
-
-    def accumulation(self, step: Any) -> float:
-        """What verl multiplies the loss of the step's micro-batch with."""
-        return 1.0
-
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
-    def runs(self, lengths: torch.Tensor) -> list[list[int]]:
-        config = self._config
-        num_tokens = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
-        return cut_runs(lengths, num_tokens, config.ppo_micro_batch_size_per_gpu)
-
-    def aggregation(self, term: str) -> str:
-        return aggregation_of(self._config) if term == "task" else self._config.loss_agg_mode
-
-    def forward(self, inputs: Rows, with_entropy: bool | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if with_entropy is None:
-            with_entropy = bool(self._config.calculate_entropy or "entropy" in self.terms)
-        log_prob, entropy, _ = self.step_of(inputs).train_forward(0, with_entropy)
-        return self._widened(log_prob), self._widened(entropy) if with_entropy else None
-
-    @torch.no_grad()
-    def log_prob(self, inputs: Rows) -> torch.Tensor:
-        return self._widened(self.step_of(inputs).forward(0).log_prob)
-
-    def loss_terms(
-        self, inputs: Rows, log_prob: torch.Tensor, entropy: torch.Tensor | None, on_policy: bool
-    ) -> dict[str, torch.Tensor]:
-        step, rng, settings = self.step_of(inputs, on_policy), RngState(self.device), self.settings_of(inputs)
-        width = step.token_mask(0).shape[1]
-        given = Outputs(log_prob[:, :width], None if entropy is None else entropy[:, :width])
-        step.recorded(0).log_prob = log_prob.detach()
-
-        def loss(**without: Any) -> torch.Tensor:
-            rng.restore()  # some losses draw: every term is of the same draw
-            return step.loss_under(0, given, {**settings, **without}, {}) / self.accumulation(step)
-
-        terms = {"task": loss(use_kl_loss=False, entropy_coeff=0)}
-        if "entropy" in self.terms and entropy is not None:
-            terms["entropy"] = loss(use_kl_loss=False) - terms["task"]
-        if "kl" in self.terms:
-            terms["kl"] = loss(entropy_coeff=0) - terms["task"]
-        return terms
-
-    def _widened(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.width is None else pad(values, (0, self.width - values.shape[1]))
 
 
 def _run_of(config: Any, root: str) -> AnalysisRun:

@@ -2,15 +2,17 @@
 """What the installed verl's losses do, asked of themselves."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ...core.step import MASK, Groups
+from ...analysis.parts import terms_of
+from ...core.step import MASK, Groups, Outputs, OwnLoss, RngState
 from ...loop.batch import BatchView
 from ...reweighting.advantages import reweight
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
@@ -71,11 +73,12 @@ def groups_of(
     groups = Groups(is_reweighted=is_reweighted, refused_cures=refused_cures | _beyond_the_loss(algorithm, estimator))
     if estimator not in _DIVIDING or is_reweighted or algorithm.use_kl_in_reward:
         return groups
-    if "token_level_scores" not in batch.tensors.keys() or "uid" not in batch.labels:
+    facts, uids = batch.facts, batch.labels.get("uid")
+    if facts.rewards is None or uids is None:
         return groups
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    uids, scores = np.array(batch.labels["uid"]), batch.tensors["token_level_scores"].sum(-1, keepdim=True)
+    uids, scores = np.array(uids), facts.rewards.float().unsqueeze(1)
     given = {"response_mask": torch.ones_like(scores), "index": uids}
     is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
     estimate = partial(get_adv_estimator_fn(estimator), **given)
@@ -83,9 +86,8 @@ def groups_of(
         estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=each)[0].squeeze(1)
         for each in (is_divided, not is_divided)
     )
-    mask, advantages = batch.tensors["response_mask"].bool(), batch.tensors["advantages"]
-    first = advantages.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)
-    if not torch.allclose(first[mask.any(1)], present[mask.any(1)], rtol=1e-4, atol=1e-6):
+    is_filled = facts.num_tokens > 0
+    if not torch.allclose(facts.signal[is_filled], present[is_filled], rtol=1e-4, atol=1e-6):
         return groups  # somebody has changed them since
     return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
@@ -185,22 +187,68 @@ def aggregation_of(config: Any) -> str:
 
 def is_of_micro_batch(config: Any) -> bool:
     """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
-    engine that tells the loss how large the mini-batch is."""
+    engine that gives the loss how large the mini-batch is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **batch_info) for batch_info in sizes)
     return once == twice
 
 
-def _policy_loss(config: Any, mode: str, **batch_info: int) -> float:
-    """Of two sequences of one token and of three, with different advantages."""
+def _counts_empty_rows(config: Any) -> bool:
+    """Whether the policy loss is a mean over all rows, those without a token, too, as geo_mean's is."""
+    rows = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    one, both = (_policy_loss(config, _BY_SEQUENCE, mask) for mask in (rows[:1], rows))
+    return one != both
+
+
+def _policy_loss(
+    config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0)), **batch_info: int
+) -> float:
+    """Of two sequences of one token and of three, with different advantages, or of those in another mask."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     config = changed(config, global_batch_info=batch_info)
-    mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]]) * mask
+    mask = torch.tensor(mask)
+    log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]])[: len(mask)] * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))
     given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": mode, "config": config}
     return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
+
+
+class Averages(OwnLoss):
+    """Of a step of verl's actor: how its loss averages, for the analyses; an adapter says its own sizes."""
+
+    config: Any
+    dp_size: int
+
+    def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
+        """The share of some tokens, bool (B, T), in a term's average, and their part of its value: over all tokens and
+        ranks 1, and the batch's loss. For losses that look at all tokens at once the value is of these alone."""
+        step: Any = self
+        mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
+        mask, terms = step.token_mask(micro_batch), terms_of(step)
+        weight, is_sum = self.weight_of(micro_batch, term, mode)
+        tokens, all_tokens = inside.sum(1).double(), mask.sum(1).double()
+        if mode == "token-mean":
+            share = float(tokens.sum() / all_tokens.sum())
+        else:
+            share = float((tokens / all_tokens.clamp(min=1)).sum() / (all_tokens > 0).sum())
+        task, value = (self._value(micro_batch, terms[each], inside) for each in ("task", term))
+        value = value if term == "task" else value - task
+        is_sum = is_sum or term == "task" and _counts_empty_rows(self.config)
+        return weight * share, value / self.dp_size * (1.0 if is_sum else share)
+
+    def _value(self, micro_batch: int, settings: Mapping[str, Any], inside: torch.Tensor) -> float:
+        recorded, rng = cast(Any, self).recorded(micro_batch), RngState(inside.device)
+        with torch.no_grad():
+            given = Outputs(recorded.log_prob, recorded.entropy)
+            loss = self.loss_under(micro_batch, given, settings, {MASK: inside.long()})
+        rng.restore()  # some losses draw: every term is of the same draw
+        return float(loss)
+
+    @abstractmethod
+    def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
+        """A micro-batch's weight in a term's average over the batch, and whether fewer tokens make its loss smaller, as
+        of a sum that is divided by a constant, and not another mean."""
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -210,7 +210,7 @@ _CURES = {
 
 
 def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
-    """The settings of ours that this run would be refused with, by name: nobody is to be told to take one.
+    """The settings of ours that this run would be refused with, by name: the advice must not name them.
 
     Their lines switch the rollout's log-probs on themselves.
     """
@@ -237,7 +237,7 @@ def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
 
     Args:
         feature: the setting that switches it on.
-        inputs: of each row, what there is beside text; of a text-only run verl's agent loop gives an empty dict.
+        inputs: of each row, what there is apart from text; of a text-only run verl's agent loop gives an empty dict.
 
     Raises:
         ValueError: one sentence.

@@ -77,19 +77,18 @@ class VerlDriver(Driver):
     """The metrics of each update of the trainer's present step."""
     _global_step = -1
 
-    def before_batch(self, response_mask: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
+    def before_batch(self, per_row: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
         """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update`.
 
         Args:
-            response_mask: (R, T), in the order in which the rows are dealt out: to ranks in equal runs, each of which
-                is cut into mini-batches in order.
+            per_row: int (R,), response tokens, in the order in which the rows are dealt out: to ranks in equal runs,
+                each of which is cut into mini-batches in order.
             global_step: the trainer's.
             dp_size: data-parallel ranks.
             stage: of Lopti's.
         """
         if global_step != self._global_step:
             self._global_step, self.step_metrics = global_step, ()
-        per_row = response_mask.sum(-1)
         rows_per_rank = len(per_row) // dp_size
         by_rank = per_row[: rows_per_rank * dp_size].view(dp_size, rows_per_rank)
         rows_each = max(self.sequences_per_mini_batch // dp_size, 1)
@@ -106,7 +105,7 @@ def _estimator(algorithm: Any) -> str | None:
 
 
 def _critic_settings(settings: Any) -> Any:
-    """The actor's settings as they hold for the critic: its own action, and no weights beside the checkpoints'."""
+    """The actor's settings as they hold for the critic: its own action, and no weights apart from the checkpoints'."""
     return replace(
         settings,
         enable=True,
@@ -171,19 +170,20 @@ class WorkersUpdate:
         raise NotImplementedError
 
 
-_PEAK = "perf/max_memory_allocated_gb"
+_PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
-    """verl reads its device's peak, which we reset before each step: tell the process' own, under any role."""
-    most = max(report.peak_bytes for report in reports) / 2**30
-    for name in [name for name in metrics if name.endswith(_PEAK)]:
-        told = metrics[name]
-        metrics[name] = [max(each, most) for each in told] if isinstance(told, list) else max(told, most)
+    """verl reads its device's peaks, which we reset before each step: put back the process' own, under any role."""
+    for peak, values in zip(_PEAKS, zip(*(report.peak_bytes for report in reports), strict=True), strict=True):
+        most = max(values) / 2**30
+        for name in [name for name in metrics if name.endswith(peak)]:
+            found = metrics[name]
+            metrics[name] = [max(each, most) for each in found] if isinstance(found, list) else max(found, most)
 
 
 class Checkpointed:
-    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` lie beside each checkpoint."""
+    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` are kept with each checkpoint."""
 
     def _load_checkpoint(self) -> Any:
         answer = super()._load_checkpoint()
@@ -200,7 +200,7 @@ class Checkpointed:
 
 
 class TrainerParts:
-    """The parts that are on; their states lie in one file beside each checkpoint."""
+    """The parts that are on; their states are in one file in each checkpoint's folder."""
 
     spikes: VerlDriver | None = None
     """Of the actor's spikes."""
@@ -253,7 +253,7 @@ class TrainerParts:
             metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
 
     def update_actor(self, update: WorkersUpdate) -> dict[str, Any]:
-        """The actor's update, once or in Lopti's two stages; its metrics, of which ours are lists."""
+        """The actor's update, once or in Lopti's two stages; its metrics; ours are lists."""
         if self.lopti is None:
             return self._update(update, self.spikes, self.stabilizers)
         advantages, old_log_probs, response_mask = update.get("advantages", "old_log_probs", "response_mask")
@@ -286,7 +286,7 @@ class TrainerParts:
         if driver is None:
             policy = self._silent_policy(update)
         else:
-            policy = driver.before_batch(view.tensors["response_mask"], step, update.dp_size, stage)
+            policy = driver.before_batch(view.facts.num_tokens, step, update.dp_size, stage)
             if driver.settings.search.max_cures > 0 and not stage:  # which has a part of the advantages
                 groups = groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
                 policy = replace(policy, groups=groups)
@@ -315,7 +315,7 @@ class TrainerParts:
         return Policy(step, thresholds=nothing, tau=nothing, update=number, settings=self.settings)
 
     def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open, before the first step: whom to tell events, and to show tables."""
+        """Once verl's ``Tracking`` is open, before the first step: where events are announced and tables shown."""
         for driver in self.drivers:
             driver.teller.trackers = tracking.logger
         if self.analysis is not None:
@@ -330,7 +330,7 @@ class TrainerParts:
         self._checkpoint = None
 
     def save(self, folder: str) -> None:
-        """Put the parts' states beside a checkpoint."""
+        """Put the parts' states into a checkpoint's folder."""
         if save_states(self._stateful, folder):
             self._checkpoint = folder
             self._remember(folder)

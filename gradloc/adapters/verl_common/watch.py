@@ -154,7 +154,7 @@ class Clipping:
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
-    """Write this rank's shards, and on the first process what tells verl's readers how to put them together.
+    """Write this rank's shards, and on the first process what verl's readers need to put them together.
 
     verl's own writer has a barrier behind its writing, where every rank would wait for one whose disk is full. So what
     it writes for ``save_contents=[model]`` is written here, with nothing to wait for until all know how it went.

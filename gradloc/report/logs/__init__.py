@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads training logs, whoever wrote them, and tells the runs in them apart."""
+"""Reads training logs, whoever wrote them, and separates the runs in them."""
 
 from .formats import files_of, read
 from .segments import LoggedRun, Segment

@@ -55,7 +55,7 @@ _ENDINGS = re.compile(
 _SETTINGS = re.compile(
     r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
-"""What lies beside logs and is none."""
+"""What is found among logs and is none."""
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 

@@ -413,7 +413,7 @@ class Labelled(Grammar):
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
         step = next(filter(None, head.groups())).replace(",", "")
-        if step[-1] in "KMkm":  # 31K stands for a thousand steps
+        if step[-1] in "KMkm":  # 31K means a thousand steps
             self.is_late = True
             step = float(step[:-1]) * (1e3 if step[-1] in "Kk" else 1e6)
         return self.add(process, int(step), values)

@@ -54,7 +54,7 @@ class Recording:
     verdicts: list[str] = field(default_factory=list)
     """GradLoc's sentences about its events."""
     folder: Path | None = None
-    """Where it lies; None for standard input."""
+    """Where it is; None for standard input."""
     receipt: str = ""
     """How much of the file was read."""
     is_counted: bool = False

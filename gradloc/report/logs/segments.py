@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells restarts, resumes and several runs of one log apart, so that a later value never hides an earlier one.
+"""Separates restarts, resumes and several runs of one log, so that a later value never hides an earlier one.
 
 A *segment* is a stretch of a log in which the steps go forwards. A segment that begins within an earlier one goes on
 from there: the run was resumed, and what the earlier one logged from that step on was overwritten. A segment that
@@ -60,7 +60,7 @@ class LoggedRun:
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
-    """Where its first log lies; None for standard input."""
+    """Where its first log is; None for standard input."""
     receipt: str = ""
     """How much of its first log was read."""
     is_counted: bool = False
@@ -82,7 +82,7 @@ class LoggedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its settings by verl's names, as far as the log says them; the longest response stands for a limit."""
+        """Its settings by verl's names, as far as the log says them; the longest response serves as the limit."""
         known = in_verls_names(self.config, self.trainer)
         metrics = self.metrics
         lengths = [max(metrics.finite(name), default=0.0) for name in _LENGTHS]
@@ -107,7 +107,7 @@ class LoggedRun:
 
     @property
     def overwritten(self) -> list[tuple[Segment, list[int]]]:
-        """The segments of which a part was logged again, and the steps of that part."""
+        """The segments with a part that was logged again, and the steps of that part."""
         kept = {id(segment): until for segment, until in _history(self.segments[-1])}
         parts = [
             (segment, [step for step in segment.metrics.steps if step >= kept.get(id(segment), -math.inf)])

@@ -239,7 +239,7 @@ class _Table:
         ]
 
     def read_wide(self) -> list[Recording]:
-        """A column for each metric, or W&B's for each run and metric; MIN and MAX are of what one point stands for."""
+        """A column for each metric, or W&B's for each run and metric; MIN and MAX are of the steps in one point."""
         source, runs = self.source, self._columns_by_run()
         shared = runs.pop("", {}) if len(runs) > 1 else {}
         is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in self.names)
@@ -285,7 +285,7 @@ class _Table:
 
 
 def _is_index(names: list[str], sample: list[list[str]]) -> bool:
-    """Whether the first of the rows' cells counts them, and is not a step beside a number that a comma has cut."""
+    """Whether the first of the rows' cells counts them, and is not a step next to a number that a comma has cut."""
     first = [number(cells[0]) for cells in sample]
     step_at = _step_column(names)
     steps = {cells[0 if step_at is None else step_at + 1] for cells in sample}
@@ -424,7 +424,7 @@ def read_spreadsheet(source: Source) -> list[Recording]:
             rows = _texts(_rows_of(sheet))
             try:
                 made += read_columns(source, next(rows, []), rows)
-            except ReportError as error:  # notes of one's own beside the run
+            except ReportError as error:  # notes of one's own next to the run
                 refusal = refusal or error
     if refusal and not any(recording.rows for recording in made):
         raise refusal

@@ -148,18 +148,6 @@ class Trainer(harness.Trainer):
         tu.assign_non_tensor(data, temperature=1.0, compute_loss=True, calculate_entropy=False)
         return data
 
-    @contextlib.contextmanager
-    def analysed(self, batch: Any) -> Iterator[tuple[Any, Any]]:
-        """The engine as an analysis sees it, and this rank's rows."""
-        from gradloc.adapters.verl09.engine import CLIPPING, AnalysisEngine
-        from verl.utils import tensordict_utils as tu
-
-        data = self._rows(batch)
-        tu.assign_non_tensor(data, use_remove_padding=self.worker.actor.model_config.use_remove_padding)
-        clip = partial(CLIPPING.clip, self.engine.module, self.engine.optimizer_config.clip_grad)
-        adapted = AnalysisEngine(self.engine, data, self.worker.actor.loss_fn, clip)
-        yield adapted, adapted.rows
-
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""
         from gradloc.adapters.verl09.engine import ASKED_KEY, AnalysisRequest, record_of_actor, watch_actor

@@ -127,7 +127,7 @@ class Trainer:
         with self.store:
             meta = self.store.add(batch)
             if hasattr(self.trainer, "gradloc"):
-                self.trainer.gradloc.reweight(as_update(meta), {})
+                self.trainer.gradloc.reweight(as_update(self.trainer, meta), {})
             self.trainer._update_actor(meta, metrics)
         return metrics
 
@@ -287,12 +287,37 @@ def train(
             batch.batch["advantages"][row, position] = advantage
         steps.append(trainer.update(batch))
     return {
-        "engine": type(trainer.engine).__name__,
+        "engine": [kind.__name__ for kind in type(trainer.engine).__mro__],
         "norms": [float(metrics["actor/grad_norm"]) for metrics in steps],
         "metrics": steps[-1],
         "weights": trainer.weights_hash(),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
+
+
+def train_with_an_engine_of_its_own(overrides: list[str], model_dir: str) -> dict[str, int]:
+    """Two updates, the second with a planted token, of an engine that overrides two of verl's methods; their calls."""
+    from collections import Counter
+
+    made, calls = make_trainer(overrides, model_dir), Counter()
+    verl = type(made.engine)
+
+    class Own(verl):
+        def optimizer_step(self) -> Any:
+            calls["optimizer_step"] += 1
+            return super().optimizer_step()
+
+        def forward_step(self, *args: Any, **given: Any) -> Any:
+            calls["forward_step"] += 1
+            return super().forward_step(*args, **given)
+
+    made.engine.__class__ = Own
+    for step in (1, 2):
+        batch = make_batch(seed=step)
+        if step == 2:
+            batch.batch["advantages"][5, 3] = 1e4
+        made.update(batch)
+    return dict(calls)
 
 
 def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bool = False) -> dict[str, Any]:
@@ -395,7 +420,7 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
     batch, metrics = make_batch(seed=3), {}
     with made.store:
         meta = made.store.add(batch)
-        made.trainer.gradloc.reweight(as_update(meta), metrics)
+        made.trainer.gradloc.reweight(as_update(made.trainer, meta), metrics)
         found = made.store.get(meta.keys, select_fields=["advantages"])["advantages"].to_padded_tensor(0)
     old, before = batch.batch["old_log_probs"], batch.batch["advantages"]
     expected = (before * (alpha * old.exp() + 1 - alpha) * batch.batch["response_mask"])[:, : found.shape[1]]
@@ -405,11 +430,43 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
     }
 
 
-def as_update(meta: Any) -> Any:
+def as_update(trainer: Any, meta: Any) -> Any:
     """A batch in the queue as the trainer's parts take it."""
     from gradloc.adapters.verl09.trainer import KVUpdate
 
-    return KVUpdate(None, None, meta)
+    return KVUpdate(trainer, None, meta)
+
+
+def fetched(overrides: list[str], model_dir: str, stock: bool = False) -> dict[str, Any]:
+    """What the driver reads of its queue in a healthy step, from the advantages on; and what it learned of the rows.
+
+    In the end advantages change behind verl's back, as Advantage Reweighting changes them.
+    """
+    made = make_trainer(overrides, model_dir, stock=stock)
+    trainer, store, reads = made.trainer, made.store, []
+    trainer.global_steps = 1
+    get = store.get
+
+    def counted(keys: Any, partition_id: Any = None, select_fields: Any = None) -> Any:
+        reads.append((len(keys), select_fields))
+        return get(keys, partition_id, select_fields)
+
+    store.get = counted
+    batch, facts = make_batch(seed=6), []
+    with store:
+        meta = trainer._compute_advantage(store.add(batch), {})
+        turned = type(meta)(keys=meta.keys[::-1], tags=meta.tags[::-1], partition_id=meta.partition_id)
+        trainer._update_actor(turned, {})
+        num_reads = len(reads) - 1  # the workers' own
+        if not stock:
+            trainer.gradloc.after_metrics(turned, {}, 1)
+            num_reads = len(reads) - 1
+            update = as_update(trainer, turned)
+            facts.append(update.view().facts)
+            update.put(advantages=torch.full_like(update.get("advantages")[0], 5.0))
+            facts.append(update.view().facts)
+        rows = get(turned.keys, select_fields=["response_mask", "rm_scores", "advantages"]).to_padded_tensor(0)
+    return {"num_reads": num_reads, "facts": [vars(each) for each in facts], "rows": dict(rows.items())}
 
 
 def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
@@ -429,7 +486,7 @@ def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
         meta = made.store.add(batch)
         places = {key: index for index, key in enumerate(meta.keys)}
         made.trainer._balance_batch(meta, metrics)
-        made.trainer.gradloc.analysis.scale_advantages(as_update(dealt_out[0]))
+        made.trainer.gradloc.analysis.scale_advantages(as_update(made.trainer, dealt_out[0]))
         after = [made.store.rows[key]["advantages"].sum() for key in dealt_out[0].keys]
     return {
         "rows": [places[key] for key in dealt_out[0].keys],

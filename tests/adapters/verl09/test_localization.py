@@ -65,8 +65,13 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(train, layout, t
     assert event["certificate"]["verdict"] == "explained"
     (culprit,) = event["culprits"]
     assert culprit["row"] == 5 and 3 in culprit["positions"] and culprit["versions"] == [3, 4]
-    assert (stock[0]["engine"], watched[0]["engine"]) == ("FSDPEngineWithLMHead", "GradLocEngine")
+    assert "GradLocEngine" in watched[0]["engine"] and "GradLocEngine" not in stock[0]["engine"]
     assert stock[0]["norms"] == watched[0]["norms"] and stock[0]["weights"] != stock[1]["weights"], "sharded"
+
+
+def test_an_engine_of_the_run_s_own_keeps_what_it_overrides(call, tmp_path):
+    found = call("train_with_an_engine_of_its_own", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
+    assert all(calls["optimizer_step"] == 2 and calls["forward_step"] > 4 for calls in found), "searches' forwards, too"
 
 
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, "fsdp1"))

@@ -3,12 +3,12 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.analysis.scenarios import TERMS, flat, norm, run_probe, training_step
 from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.harness import part as ours
 from tests.world.oracle import token_gradients
@@ -34,22 +34,22 @@ def prepared(batch: Any, num_tokens: int = 0) -> tuple[Any, Any, Any]:
     batch.batch["gradloc_bucket"] = torch.zeros(len(quartiles), dtype=torch.long)
     batch.batch["gradloc_quartile"] = torch.from_numpy(quartiles)
     batch.batch["gradloc_sample"] = numbers
+    batch.batch["gradloc_row"] = torch.arange(len(quartiles))
     batch.meta_info["gradloc_num_sampled"] = len(sampled)
     return batch, quartiles, sampled
 
 
-def probe_of(trainer: Any, data: Any) -> Any:
-    """A finished probe of the prepared batch."""
-    return run_probe(
-        ours("analysis.quartile_probe").QuartileProbe, trainer, data, data.meta_info["gradloc_num_sampled"]
-    )
-
-
-def all_rows(found: np.ndarray) -> np.ndarray:
-    """Every rank's rows, in order."""
+def all_rows(numbers: dict[str, Any], name: str) -> np.ndarray:
+    """Every rank's log-probs, in the order of the batch's rows."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, found)
-    return np.concatenate(parts)
+    dist.all_gather_object(parts, (numbers["rows"], numbers["log_probs"][name]))
+    pairs = [
+        pair for rows, values in parts for pair in zip(rows, (row for part in values for row in part), strict=True)
+    ]
+    found = np.zeros((len(pairs), max(len(values) for _, values in pairs)))
+    for row, values in pairs:
+        found[row, : len(values)] = values
+    return found
 
 
 def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def split(overrides: list[str], dump_dir: str, num_tokens: int = 6) -> dict[str,
     batch = make_batch(8)
     trainer = make_trainer([*EIGHT_ROWS, *overrides], dump_dir)
     data, quartiles, sampled = prepared(batch, num_tokens=num_tokens)
-    probe = probe_of(trainer, data)
+    numbers = trainer.analyze(data)
     model = make_model()
     gradients = by_row(token_gradients(trainer, model, batch), len(batch))
     whole = sum(gradients.values())
     parts = [sum(gradients[place] for place in gradients if quartiles[place] == quartile) for quartile in range(4)]
     return {
-        "record": {key: value for key, value in probe.numbers.items() if key != "log_probs"},
+        "record": {key: value for key, value in numbers.items() if key not in ("log_probs", "steps")},
         "whole": float(whole.norm()),
         "norms": [float(part.norm()) for part in parts],
         "dots": [float(part @ whole) for part in parts],
@@ -104,15 +104,6 @@ def plain_log_probs(trainer: Any, model: torch.nn.Module, batch: Any, has_graph:
         return log_probs.gather(-1, inputs["responses"][..., None]).squeeze(-1)
 
 
-def closure(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """How far the parts miss the whole, and the whole that verl's own update computes."""
-    trainer = make_trainer(TERMS + overrides, dump_dir)
-    batch = make_batch()
-    training, _ = training_step(trainer, batch)
-    probe = probe_of(trainer, prepared(batch)[0])
-    return {"closure": probe.numbers["closure"], "whole_error": norm(flat(probe.whole) - training) / norm(training)}
-
-
 def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, Any]:
     """Probability changes, and the same from a literal copy of model and optimizer."""
     trainer = make_trainer([*EIGHT_ROWS, *overrides], dump_dir)
@@ -125,17 +116,18 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
         trainer.update(earlier)
     batch = make_batch(8)
     data, quartiles, _ = prepared(batch)
-    record = probe_of(trainer, data).numbers
-    fast = {name: None if found is None else all_rows(found) for name, found in record["log_probs"].items()}
+    record = trainer.analyze(data)
+    fast = {name: all_rows(record, name) for name in record["log_probs"]}
+    steps = {name: vars(step) for name, step in record["steps"].items()}
     gradients = by_row(token_gradients(trainer, model, batch), len(batch))
     mask = quartiles >= 0
     before = plain_log_probs(trainer, model, batch)
     out = {"before": float((torch.from_numpy(fast["before"]) - before)[mask].abs().max())}
     for name, chosen in (("all", range(4)), ("lowest", [0]), ("highest", [3]), ("none", [])):
-        twin, steps = copy.deepcopy((model, optimizer))
+        twin, its_optimizer = copy.deepcopy((model, optimizer))
         inside = [gradients[place] for place in gradients if quartiles[place] in chosen]
         part = sum(inside, torch.zeros_like(next(iter(gradients.values()))))
-        clipped = take_step(twin, steps, part, trainer.grad_clip)
+        clipped = take_step(twin, its_optimizer, part, trainer.grad_clip)
         change = plain_log_probs(trainer, twin, batch).exp() - before.exp()
         found = np.exp(fast[name]) - np.exp(fast["before"])
         size = float(change[mask].abs().max())
@@ -145,8 +137,8 @@ def updates(overrides: list[str], dump_dir: str, num_before: int) -> dict[str, A
         out[name] = {
             "size": size,
             "error": float((torch.from_numpy(found) - change)[mask].abs().max()) / size,
-            "norm": (record["steps"][name]["grad_norm"], clipped),
-            "update_norm": (record["steps"][name]["update_norm"], moved**0.5),
+            "norm": (steps[name]["grad_norm"], clipped),
+            "update_norm": (steps[name]["update_norm"], moved**0.5),
         }
     return out
 
@@ -167,19 +159,22 @@ def fail_during_update(dump_dir: str) -> dict[str, bool]:
     """A trial step ends in an exception on every rank: everything is put back all the same."""
     trainer = make_trainer([], dump_dir)
     trainer.update(make_batch(seed=1))
-    weights, state = trainer.weights_hash(), len(trainer.optimizer.state)
-    space, local_shard = ours("core.gradients").GradientSpace(trainer.module), ours("core.sharding").local_shard
-    gradient = [torch.ones_like(local_shard(param)) for param in space.params]
-    trial_step, data = ours("analysis.quartile_probe").trial_step, prepared(make_batch())[0]
-    moved = None
-    try:
-        with trainer.analysed(data) as (actor, _), trial_step(actor, space, gradient) as step:
-            moved = step.update_norm
+    weights, state, seen = trainer.weights_hash(), len(trainer.optimizer.state), []
+    read = ours("analysis.parts").Parts._log_probs
+
+    def read_once(self):
+        seen.append(trainer.weights_hash())
+        if len(seen) > 1:
             raise ZeroDivisionError("not today")
+        return read(self)
+
+    try:
+        with mock.patch.object(ours("analysis.parts").Parts, "_log_probs", read_once):
+            trainer.analyze(prepared(make_batch())[0])
     except ZeroDivisionError:
         pass
     return {
-        "moved": moved > 0,
+        "moved": seen[1] != seen[0] == weights,
         "weights": trainer.weights_hash() == weights,
         "state": len(trainer.optimizer.state) == state,
     }
@@ -204,15 +199,16 @@ def odd(dump_dir: str, what: str) -> dict[str, Any]:
         overrides.append("actor_rollout_ref.actor.optim.lr=0.0")
     trainer = make_trainer(overrides, dump_dir)
     data, quartiles, _ = prepared(batch, num_tokens=4)
-    record = probe_of(trainer, data).numbers
-    log_probs = record.pop("log_probs")
-    before = all_rows(log_probs.pop("before"))
+    record = trainer.analyze(data)
+    before, found = all_rows(record, "before"), {name: each for name, each in record["log_probs"].items()}
     changes = {
-        name: None if found is None else float(np.abs(all_rows(found) - before).max())
-        for name, found in log_probs.items()
+        name: None if each is None else float(np.abs(all_rows(record, name) - before).max())
+        for name, each in found.items()
+        if name != "before"
     }
+    steps = {name: step and vars(step) for name, step in record["steps"].items()}
     return {
-        "record": record,
+        "record": {**record, "steps": steps, "log_probs": None},
         "counts": [int((quartiles == quartile).sum()) for quartile in range(4)],
         "largest_change": changes,
     }

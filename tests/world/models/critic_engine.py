@@ -74,4 +74,7 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
         _dispatch_info={"train": list(range(made.dp_size))},
     )
     metrics = made.update(batch)
-    return {"weights": made.weights_hash(), "metrics": metrics, "engine": type(worker.engine).__name__}
+    return {
+        "weights": made.weights_hash(),
+        "metrics": metrics,
+    }

@@ -55,4 +55,7 @@ def update(overrides: list[str], folder: str, batch: Any) -> dict[str, Any]:
     trainer.gradloc.begin_step(batch, SimpleNamespace(logger={}))
     metrics = trainer._update_critic(batch).meta_info["metrics"]
     metrics = {name: value[0] for name, value in metrics.items()}
-    return {"weights": hash_weights(module, optimizer), "metrics": metrics, "engine": type(critic).__name__}
+    return {
+        "weights": hash_weights(module, optimizer),
+        "metrics": metrics,
+    }

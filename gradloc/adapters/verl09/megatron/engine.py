@@ -14,7 +14,6 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from verl.utils.megatron.optimizer import get_megatron_last_lr
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from ....core.ranks import Ranks
 from ....touched import replaced
@@ -26,22 +25,17 @@ from .step import MegatronStep
 
 
 class MegatronWatch(EngineWatch):
-    """What the engine calls, and the actor's powers: see :class:`~..engine.EngineWatch`.
-
-    Raises:
-        RuntimeError: one sentence, for what the run's config alone does not tell.
-    """
+    """What the engine calls, and the actor's powers: see :class:`~..engine.EngineWatch`."""
 
     takes_what_is_not_finite = True
 
     def __init__(self, engine: Any, settings: Any):
-        _check(engine)
         self._space: MegatronSpace | None = None
         super().__init__(engine, settings)
 
     @property
     def grad_clip(self) -> float:
-        """Megatron's own, which override_optimizer_config may set beside verl's."""
+        """Megatron's own, which override_optimizer_config may set apart from verl's."""
         return leaves_of(self.engine.optimizer)[0].config.clip_grad
 
     @property
@@ -112,8 +106,8 @@ class MegatronWatch(EngineWatch):
                 config.clip_grad = limit
 
 
-class GradLocMegatronEngine(WatchedEngine, MegatronEngineWithLMHead):
-    """verl's engine of the actor."""
+class GradLocMegatronEngine(WatchedEngine):
+    """Goes in front of verl's engine of the actor."""
 
     step_class, watch_class = MegatronStep, MegatronWatch
 
@@ -130,7 +124,7 @@ class GradLocMegatronEngine(WatchedEngine, MegatronEngineWithLMHead):
             batch = next(batch_iter)
             self._step.before_forward(batch)
             batch_iter = iter([batch])
-        return MegatronEngineWithLMHead.forward_step(self, batch_iter, *args, **given)
+        return super().forward_step(batch_iter, *args, **given)
 
     def postprocess_micro_batch_func(
         self, output: Any, data: Any, forward_only: bool, loss_function: Callable | None, local_cp_size: Any = None
@@ -150,8 +144,12 @@ class GradLocMegatronEngine(WatchedEngine, MegatronEngineWithLMHead):
         return get_megatron_last_lr(self.optimizer)
 
 
-def _check(engine: Any) -> None:
-    """Refuse what was not run, and only the engine tells."""
+def check(engine: Any) -> None:
+    """Refuse what was not run, and only the engine knows.
+
+    Raises:
+        RuntimeError: one sentence.
+    """
     config, ddp = engine.tf_config, engine.module[0].ddp_config
     optimizer_config = leaves_of(engine.optimizer)[0].config
     balancing = config.moe_router_load_balancing_type

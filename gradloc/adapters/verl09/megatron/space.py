@@ -29,7 +29,7 @@ _KEPT = (
 )
 """Where Megatron's optimizers keep the model's parameters, and their own for them; the first two are not sharded."""
 _DECOUPLED = ("model_float16_groups", "shard_float16_groups"), _KEPT[-1]
-"""The same of the precision-aware one: shards of the model's own, of which it has float32 copies elsewhere."""
+"""The same of the precision-aware one: shards of the model's own, with float32 copies elsewhere."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"

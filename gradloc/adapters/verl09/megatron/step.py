@@ -145,7 +145,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     def recorded(self, micro_batch: int) -> Recorded:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            unknown = Recorded(self._recorded[micro_batch].rng)  # the last stage tells
+            unknown = Recorded(self._recorded[micro_batch].rng)  # the last stage knows
             unknown.log_prob = torch.zeros(self.token_mask(micro_batch).shape)
             return unknown
         return super().recorded(micro_batch)
@@ -218,7 +218,7 @@ class MegatronStep(EngineStep, Scheduled):
     def _run(self, pulls: _Pulls, forward_only: bool, data: Any = None) -> None:
         """Megatron's schedule over these micro-batches.
 
-        The interleaved one takes so many at a time: what is missing is run with coefficients of 0.
+        The interleaved one takes a fixed number at a time: what is missing is run with coefficients of 0.
         """
         engine, chosen = self.engine, list(pulls)
         at_once = engine.tf_config.microbatch_group_size_per_vp_stage if len(engine.module) > 1 else 1

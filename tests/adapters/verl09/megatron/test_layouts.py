@@ -24,7 +24,7 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, t
     stock = world.run(f"{HERE}.harness.train", overrides=of.overrides, stock=True, **given)
     settings = [*ON, *of.overrides, f"{ACTOR}.gradloc.dump_dir={tmp_path}"]
     watched = world.run(f"{HERE}.harness.train", overrides=settings, **given)
-    assert watched[0]["engine"] == "GradLocMegatronEngine"
+    assert "GradLocMegatronEngine" in watched[0]["engine"]
     for one, other in zip(stock, watched, strict=True):
         assert one["norms"] == other["norms"]
         assert one["weights"] == other["weights"] and one["rng"] == other["rng"]

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's gradient in parts, on the ranks: by bucket of rows and term of the loss, or by quartile of the tokens.
+
+The step is one that training recorded, or one of forwards alone that is never taken. Its coefficients are by term of
+the loss, where the trainer can be asked for its loss under other settings; a part is what a mask over the tokens lets
+through of them. So the parts add up to the whole gradient, whatever the loss and its average are.
+
+There are two norms. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch. Its
+*own* gradient is the part divided by the bucket's share of the average: what the gradient would be if the bucket were
+the batch, comparable between buckets of any size. For the whole they are the same.
+
+A tried update is the trainer's own optimizer and clipping, then everything as it was: weights, optimizer state and the
+options of its parameter groups come back bit for bit.
+
+Shapes: B rows of a micro-batch, T response positions, K buckets, C terms of the loss, S sampled tokens.
+"""
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.gradients import Gradient, GradientSpace
+from ..core.probe import Prober
+from ..core.ranks import PeerFailure, Ranks
+from ..core.sharding import local_shard
+from ..core.step import Outputs, OwnLoss, Recorded, RngState
+from ..record.analysis import Update
+from ..search.weights import MovedWeights
+from .buckets import BucketNumbers
+from .quartiles import NUM_QUARTILES, UPDATES, QuartileNumbers
+
+logger = logging.getLogger(__name__)
+
+BUCKET_KEY = "gradloc_bucket"
+"""int (R,): each row's bucket, -1 for rows that only fill up the ranks."""
+QUARTILE_KEY = "gradloc_quartile"
+"""int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
+SAMPLE_KEY = "gradloc_sample"
+"""int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
+NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
+"""The request: into how many buckets, or with how many sampled tokens; which of the two says which analysis."""
+
+
+@dataclass
+class Analysed:
+    """A step, and what a tried update needs of its trainer."""
+
+    step: Any
+    """A :class:`~..core.step.TrainingStep`, recorded."""
+    labels: Callable[[str, int], torch.Tensor]
+    """What was sent of a micro-batch's rows under one of the keys above."""
+    space: GradientSpace
+    ranks: Ranks
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], torch.Tensor]
+    """Clip ``.grad`` as training does; returns the norm before, a scalar."""
+    clip_limit: float
+
+
+def measure(made: Callable[[], Analysed], space: GradientSpace, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Take a step's gradient apart; the model and its optimizer are left as they were, bit for bit.
+
+    Args:
+        made: gives the step, whose forwards may run then.
+        space: the model's parameters.
+        request: ``NUM_BUCKETS_KEY`` or ``NUM_SAMPLED_KEY``.
+
+    Returns:
+        Numbers that are the same on every rank but for the log-probs; ``{"error": sentence}`` if a rank failed between
+        collectives.
+
+    Raises:
+        Exception: whatever a forward or backward raised. Peers wait in its collective, so the run cannot go on.
+    """
+    start = time.perf_counter()
+    try:
+        with _undisturbed(space):
+            parts = Parts(made())
+            ask = parts.by_quartile if NUM_SAMPLED_KEY in request else parts.by_bucket
+            numbers: Any = ask(request.get(NUM_SAMPLED_KEY, request.get(NUM_BUCKETS_KEY)))
+    except PeerFailure as error:
+        logger.exception("gradloc: the gradient analysis failed; training goes on")
+        return {"error": str(error)}
+    except Exception:
+        logger.exception("gradloc: the gradient analysis failed inside the model; other ranks wait for this one")
+        raise
+    return {**numbers, "seconds": time.perf_counter() - start}
+
+
+@contextmanager
+def _undisturbed(space: GradientSpace) -> Iterator[None]:
+    """Put back what an analysis touches: gradients, what forwards move, train or eval mode."""
+    state, gradient, kept = space.forward_state(), space.take(), space.keeps_on_host
+    modes = [(module, module.training) for module in space.module.modules()]
+    space.keeps_on_host = True
+    try:
+        yield
+    finally:
+        space.keeps_on_host = kept
+        space.put(gradient)
+        state.restore()
+        for module, is_training in modes:
+            module.training = is_training
+
+
+class Parts:
+    """Takes one step apart; all ranks call every method together. Gradients wait in the host's memory."""
+
+    def __init__(self, of: Analysed):
+        self.of, self.ranks, self.space = of, of.ranks, of.space
+        self.prober = Prober(of.step, of.space, of.ranks)
+        self.step, self.micro_batches = self.prober.step, range(of.step.num_micro_batches)
+        self.terms = self.ranks.agree(partial(records_by_term, of.step))
+        if isinstance(of.step, OwnLoss) and all(each.log_prob_coefficient is None for each in self._recorded):
+            self.ranks.agree(partial(record_by_loss, of.step))
+        self.masks = [self.step.token_mask(index) for index in self.micro_batches]
+        self.whole: dict[str, Gradient] = {}
+        """Each term's gradient, as the sum of its parts."""
+        has_rest = any(record.beside_coefficient is not None for record in self._recorded)
+        self._rest: Gradient | None = None
+        """What passes through no token, which comes with every part."""
+        if not self.ranks.all(not has_rest):
+            self._rest = self.gradient(self._recorded, [torch.zeros_like(mask) for mask in self.masks])
+
+    @property
+    def _recorded(self) -> list[Recorded]:
+        return [self.of.step.recorded(index) for index in self.micro_batches]
+
+    def gradient(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> Gradient:
+        """The gradient of what is selected, bool (B, T) of each micro-batch."""
+        self.prober.compute_part(records, selected)
+        if self._rest is not None:
+            self.prober.add(self._rest, -1.0)
+        return self.space.keep()
+
+    def labels(self, name: str) -> list[torch.Tensor]:
+        """Of each micro-batch: int (B,) or (B, T)."""
+        return self.ranks.agree(lambda: [self.of.labels(name, index).cpu() for index in self.micro_batches])
+
+    # ---- by bucket and term
+
+    def by_bucket(self, num_buckets: int) -> BucketNumbers:
+        """The numbers of this many buckets. One gradient per bucket and two per term wait in the host's memory."""
+        buckets = self.labels(BUCKET_KEY)
+        tasks: list[Gradient] = []
+        norms: list[dict[str, float]] = []
+        dots: list[dict[str, float]] = []
+
+        def note(parts: dict[str, Gradient]) -> None:
+            norms.append({term: self.space.norm(part) for term, part in parts.items()})
+            dots.append({f"{a}_{b}": self._dot(parts[a], parts[b]) for a, b in combinations(parts, 2)})
+
+        inside = [self._within(buckets, bucket) for bucket in range(num_buckets)]
+        averages = self.ranks.agree(lambda: [self._averages(masks) for masks in inside])
+        shape = num_buckets, 2, len(self.terms)
+        weights, losses = np.moveaxis(np.reshape(self.ranks.sum(np.ravel(averages).tolist()), shape), 1, 0)
+        if not hasattr(self.of.step, "average"):  # weights in any unit
+            weights = weights / np.where(weights.sum(0) == 0, 1.0, weights.sum(0))
+        for masks in inside:
+            parts = {term: self.gradient(records, masks) for term, records in self.terms.items()}
+            note(parts)
+            tasks.append(parts["task"])
+            self.whole = {term: add_up(self.whole.get(term), part) for term, part in parts.items()}
+        note(self.whole)
+        return {
+            "terms": list(self.terms),
+            "norms": norms,
+            "dots": dots,
+            "weights": weights.tolist(),
+            "losses": None if np.isnan(losses).any() else losses.tolist(),
+            "task_dots": [[self._dot(left, right) for right in tasks] for left in tasks],
+            "forwards": self.prober.num_forwards,
+            "backwards": self.prober.num_backwards,
+        }
+
+    def _within(self, labels: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+        pairs = zip(self.masks, labels, strict=True)
+        return [mask & (each == number).view(len(mask), -1) for mask, each in pairs]
+
+    def _averages(self, inside: list[torch.Tensor]) -> list[list[float]]:
+        """This rank's part of the bucket's share of each term's average, and of the term's value, NaN where the trainer
+        does not say that: (2, C)."""
+        found = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        for index, mask in enumerate(inside):
+            for place, term in enumerate(self.terms) if mask.any() else ():
+                known = self._average(index, term, mask)
+                found[:, place] += torch.tensor(known, dtype=torch.float64)
+        return found.tolist()
+
+    def _average(self, index: int, term: str, mask: torch.Tensor) -> tuple[float, float]:
+        own = getattr(self.of.step, "average", None)
+        if own is not None:
+            return own(index, term, mask.to(self.space.device))
+        weights = self.step.details(index).weights
+        return float(mask.sum() if weights is None else weights.float()[mask].sum()), math.nan
+
+    def _dot(self, left: Gradient, right: Gradient) -> float:
+        return float(self.space.dots(left, right).sum())
+
+    # ---- by quartile
+
+    def by_quartile(self, num_sampled: int) -> QuartileNumbers:
+        """The numbers, with S tokens sampled over all ranks. Six gradients wait in the host's memory."""
+        step, space, optimizer = self.step, self.space, self.of.optimizer
+        whole = self._whole()
+        quartiles, samples = self.labels(QUARTILE_KEY), self.labels(SAMPLE_KEY)
+        parts = [self.gradient(self._recorded, self._within(quartiles, number)) for number in range(NUM_QUARTILES)]
+        tokens = [self._token(self._within(samples, number)) for number in range(num_sampled)]
+        space.module.eval()
+        updates: dict[str, Update | None] = {}
+        log_probs: dict[str, Any] = {"before": self._log_probs()}
+        norms = [space.norm(part) for part in parts]
+        for name, chosen in UPDATES.items():
+            if len(chosen) == 1:
+                (number,) = chosen
+                # without a gradient, as of a quartile without tokens, there is nothing to try
+                updates[name], log_probs[name] = (None, None) if norms[number] == 0 else self._try(parts[number])
+            else:
+                updates[name], log_probs[name] = self._try(whole if chosen else _zeros(whole))
+        norm = space.norm(whole)
+        return {
+            "terms": list(self.terms),
+            "whole": norm,
+            "norms": norms,
+            "dots": [self._dot(part, whole) for part in parts],
+            "closure": self._distance(parts, whole) / norm if norm != 0 else None,
+            "tokens": tokens,
+            "steps": updates,
+            "optimizer": type(optimizer).__name__,
+            "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups),
+            "log_probs": log_probs,
+            "rows": [row for index in self.micro_batches for row in step.rows(index)],
+            "forwards": self.prober.num_forwards,
+            "backwards": self.prober.num_backwards,
+        }
+
+    def _whole(self) -> Gradient:
+        """From a pass of its own, in training's order."""
+        self.prober.compute(enumerate(self.masks))
+        if self._rest is not None:
+            self.prober.add(self._rest, -1.0)
+        return self.space.keep()
+
+    def _distance(self, parts: Sequence[Gradient], whole: Gradient) -> float:
+        """From the sum of the parts to the whole."""
+        self.space.put(copy_of(whole))
+        for part in parts:
+            self.space.add(part, -1.0)
+        return self.space.norm()
+
+    def _token(self, selected: list[torch.Tensor]) -> dict[str, float | None]:
+        """The norms of one token's own gradients.
+
+        Returns:
+            ``log_prob_norm``: of its log-prob, None where it is not known; ``loss_norm``: of its part of the gradient.
+        """
+        records, weight = self._recorded, self.step.numerics.weight
+        pairs = [(index, mask) for index, mask in enumerate(selected) if mask.any()]  # none on the other ranks
+        mine = [
+            [values[mask].sum().item() for values in self.step.coefficients(index) if values is not None]
+            for index, mask in pairs
+        ]
+        has_entropy, coefficient = self.ranks.sum([float(any(len(each) > 1 for each in mine)), sum(c[0] for c in mine)])
+        if all(isinstance(record.pull(None), Outputs) for record in records):
+            by_log_prob = [_plain_log_prob(record, 1.0 / weight) for record in records]
+            log_prob_norm: float | None = self.space.norm(self.gradient(by_log_prob, selected))
+            if not has_entropy:
+                return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
+            return {"log_prob_norm": log_prob_norm, "loss_norm": self.space.norm(self.gradient(records, selected))}
+        loss_norm = self.space.norm(self.gradient(records, selected))
+        is_known = not has_entropy and coefficient != 0
+        return {"log_prob_norm": loss_norm / abs(coefficient) if is_known else None, "loss_norm": loss_norm}
+
+    def _try(self, gradient: Gradient) -> tuple[Update, list[np.ndarray] | None]:
+        """Update with this gradient, read every token's log-prob, and take the update back."""
+        with tried(self.of, gradient) as update:
+            return update, self._log_probs() if update.is_taken else None
+
+    def _log_probs(self) -> list[np.ndarray]:
+        """At the present weights, float32 (B, T) of each micro-batch, 0 where there is no response token."""
+        pairs = [(self.prober.forward(index).log_prob, mask) for index, mask in enumerate(self.masks)]
+        return [np.where(mask, values.float(), 0.0) for values, mask in pairs]
+
+
+def records_by_term(step: Any) -> dict[str, list[Recorded]]:
+    """Each micro-batch's coefficients, by term of the loss: ``task``, and of ``entropy`` and ``kl`` those that are on.
+    Without a loss that can be asked all is ``task``. Runs no forward."""
+    numbers = range(step.num_micro_batches)
+    if not isinstance(step, OwnLoss):
+        return {"task": [step.recorded(index) for index in numbers]}
+    found: dict[str, list[Recorded]] = {term: [] for term in terms_of(step)}
+    for index in numbers:
+        task = torch.tensor(0.0)
+        for term, settings in terms_of(step).items():
+            record = _recorded_under(step, index, settings)
+            if term == "entropy":
+                record.log_prob_coefficient = torch.zeros_like(record.log_prob)
+            else:
+                whole = record.log_prob_coefficient
+                record.log_prob_coefficient, record.entropy_coefficient = whole - task.to(whole.device), None
+                task = whole if term == "task" else task
+            found[term].append(record)
+    return found
+
+
+def record_by_loss(step: Any) -> None:
+    """Have a step of forwards alone hold what its backward would leave: its own loss is differentiated."""
+    for index in range(step.num_micro_batches):
+        found, record = _recorded_under(step, index, {}), step.recorded(index)
+        record.log_prob_coefficient, record.entropy_coefficient = found.log_prob_coefficient, found.entropy_coefficient
+
+
+def _recorded_under(step: Any, index: int, settings: Mapping[str, Any]) -> Recorded:
+    """See :meth:`~..core.step.OwnLoss.recorded_under`. Some losses draw: each is asked with the same random numbers."""
+    rng = RngState(step.recorded(index).log_prob.device)
+    try:
+        return step.recorded_under(index, settings)
+    finally:
+        rng.restore()
+
+
+def terms_of(step: OwnLoss) -> dict[str, Mapping[str, Any]]:
+    """Settings under which the loss is the task alone, and for each other term it and the task."""
+    no_entropy, no_kl = step.without_entropy, step.without_kl
+    terms = {"task": {**(no_entropy or {}), **(no_kl or {})}}
+    if no_entropy is not None:
+        terms["entropy"] = no_kl or {}
+    if no_kl is not None:
+        terms["kl"] = no_entropy or {}
+    return terms
+
+
+def _plain_log_prob(record: Recorded, coefficient: float) -> Recorded:
+    """The coefficients of a sum of log-probs."""
+    found = copy.copy(record)
+    found.log_prob_coefficient = torch.full_like(record.log_prob, coefficient, dtype=torch.float32)
+    found.entropy_coefficient = None
+    return found
+
+
+@contextmanager
+def tried(of: Analysed, gradient: Gradient) -> Iterator[Update]:
+    """Context in which the weights are those after a step with this gradient; none is taken where its norm is not
+    finite. Stabilizers are left out, for they would learn from the step.
+
+    Args:
+        of: whose optimizer and clipping it is; ``.grad`` is left empty.
+        gradient: local shards in host memory; a parameter without one is not updated.
+    """
+    space = of.space
+    with MovedWeights(space, torch.float32) as weights, kept_optimizer(of.optimizer):
+        space.put(copy_of(gradient))  # clipped in place
+        norm = float(of.clip().detach())
+        if math.isfinite(norm):
+            of.optimizer.step()
+        space.clear()
+        space.reshard()
+        clip_factor = min(1.0, of.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        yield Update(
+            is_taken=math.isfinite(norm), grad_norm=norm, clip_factor=clip_factor, update_norm=weights.distance()
+        )
+
+
+@contextmanager
+def kept_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put an optimizer's state and options back bit for bit; what was offloaded is on the device meanwhile."""
+    options = [dict(group) for group in optimizer.param_groups]
+    entries = {param: dict(state) for param, state in optimizer.state.items()}
+    saved = []
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.dim() > 0 and value.device != param.device:
+                state[key] = value.to(param.device)  # the step changes this copy
+            else:
+                saved.append((value, local_shard(value).to("cpu", copy=True)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, copied in saved:
+                local_shard(value).copy_(copied)
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(entries)
+
+
+def copy_of(gradient: Gradient) -> Gradient:
+    return [None if grad is None else grad.clone() for grad in gradient]
+
+
+def _zeros(gradient: Gradient) -> Gradient:
+    return [None if grad is None else torch.zeros_like(grad) for grad in gradient]
+
+
+def add_up(total: Gradient | None, part: Gradient) -> Gradient:
+    """Add a part to a running total, in place; the first part is copied."""
+    if total is None:
+        return copy_of(part)
+    for index, grad in enumerate(part):
+        if grad is not None:
+            total[index] = grad.clone() if total[index] is None else total[index].add_(grad)
+    return total
