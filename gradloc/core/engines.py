@@ -13,15 +13,15 @@ import torch
 from .gradients import Gradient, GradientSpace
 
 
-class Part(torch.nn.Parameter):
+class WeightView(torch.nn.Parameter):
     """A view of a part of the optimizer's weights, to write through, whose gradient may have another dtype."""
 
     grad: Any = None
 
     @staticmethod
-    def over(weights: torch.Tensor) -> "Part":
+    def over(weights: torch.Tensor) -> "WeightView":
         """Return a view of these weights."""
-        return Part(weights.detach(), requires_grad=False)
+        return WeightView(weights.detach(), requires_grad=False)
 
 
 class EngineSpace(GradientSpace):

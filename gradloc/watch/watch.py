@@ -48,7 +48,7 @@ from .notes import Notes
 from .replay import hold_against
 from .tap_step import TapStep
 from .taps import Forwarded, ModelTap, StageTokens, innermost
-from .zero import Zero, ZeroSpace, is_engine
+from .zero import ZeroEngine, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Watch(Notes, Colocated):
             has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
-        self.zero: Zero | None = None
+        self.zero: ZeroEngine | None = None
         """DeepSpeed's engine, once there is one."""
         super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
         if kept is not None and self.localizer is not None:
@@ -478,7 +478,7 @@ class Watch(Notes, Colocated):
 
     def _take_engine(self, engine: Any) -> None:
         """From here on DeepSpeed's engine runs the passes, and its optimizer's step is the one that is looked into."""
-        self.zero, reference = Zero(engine), weakref.ref(self)
+        self.zero, reference = ZeroEngine(engine), weakref.ref(self)
         if why := self.zero.refusal():
             self._tell_once(f"{why}. Nothing is watched")
             self.localizer.num_failures = 3  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.engines import EngineSpace, Part
+from ..core.engines import EngineSpace, WeightView
 from ..core.ranks import Ranks
 from ..core.step import OwnBuffers
 
@@ -24,7 +24,7 @@ def is_engine(module: Any) -> bool:
     return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in kinds)
 
 
-class Zero:
+class ZeroEngine:
     """One engine with ZeRO: its passes, and its optimizer's gradient.
 
     Args:
@@ -164,14 +164,14 @@ class Zero:
 
 
 class ZeroSpace(EngineSpace):
-    """The gradient of :class:`Zero`; all processes make theirs together.
+    """The gradient of :class:`ZeroEngine`; all processes make theirs together.
 
     Args:
         zero: the engine.
         ranks: as of :class:`~..core.gradients.GradientSpace`.
     """
 
-    def __init__(self, zero: Zero, ranks: Ranks | None = None):
+    def __init__(self, zero: ZeroEngine, ranks: Ranks | None = None):
         self.zero, self.module, self.model = zero, zero.module, zero.module
         self._buffers = [OwnBuffers(owner) for owner in self.model.modules() if owner._buffers]
         optimizer = zero.optimizer
@@ -179,7 +179,9 @@ class ZeroSpace(EngineSpace):
         self._order = [[id(param) for param, _ in group] for group in _parts(zero)]
         trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
         nothing = next(iter(parts.values())).detach()[:0]
-        named = [(name, parts[id(param)] if id(param) in parts else Part.over(nothing)) for name, param in trained]
+        named = [
+            (name, parts[id(param)] if id(param) in parts else WeightView.over(nothing)) for name, param in trained
+        ]
         self._places = {id(param): index for index, (_, param) in enumerate(trained)}
         group = optimizer.dp_process_group
         dtypes = getattr(optimizer, "gradient_accumulation_dtype", None), optimizer.communication_data_type
@@ -236,7 +238,7 @@ def _entries(gradients: Any) -> list[torch.Tensor]:
     return [each for each in gradients if not getattr(each, "_zero_padding", False)]
 
 
-def _parts(zero: Zero) -> list[list[tuple[torch.nn.Parameter, Part]]]:
+def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]]:
     """Return, by group and in the gradients' order, the parameters that this process has a part of, and that part."""
     optimizer = zero.optimizer
     if zero.is_sharded:
@@ -250,14 +252,14 @@ def _parts(zero: Zero) -> list[list[tuple[torch.nn.Parameter, Part]]]:
             number = optimizer.get_param_id(param)
             start = int(optimizer.grad_partition_insertion_offset[group][rank][number])
             size = int(param.numel() - optimizer.grad_start_offset[group][rank][number])
-            parts.append((param, Part.over(weights[start : start + min(size, len(weights) - start)])))
+            parts.append((param, WeightView.over(weights[start : start + min(size, len(weights) - start)])))
         found.append(parts)
     return found
 
 
-def _sharded_part(optimizer: Any, param: Any) -> Part:
+def _sharded_part(optimizer: Any, param: Any) -> WeightView:
     """Return this process' part, without the elements that fill the last process' up."""
     group, start, size = optimizer.grad_position[optimizer.get_param_id(param)]
     rank = dist.get_rank(param.ds_process_group)
     real = min(max(param.ds_numel - rank * size, 0), size)
-    return Part.over(optimizer.fp32_partitioned_groups_flat[group][start : start + real])
+    return WeightView.over(optimizer.fp32_partitioned_groups_flat[group][start : start + real])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import param_is_not_shared
 
-from ....core.engines import EngineSpace, Part
+from ....core.engines import EngineSpace, WeightView
 from ....core.ranks import Ranks
 
 _KEPT = (
@@ -65,7 +65,7 @@ def chunks_of(module: Any) -> list[Any]:
     return chunks
 
 
-class _Decoupled(Part):
+class _Decoupled(WeightView):
     """A parameter of the precision-aware optimizer: in 16 bits, with a float32 gradient under another name.
 
     ``of`` is the optimizer's own.
