@@ -7,21 +7,26 @@
     python -m benchmarks.links --healthy 10000       # early warnings in that many steps without a fault
 
 A run trains on the text of Python's own help pages. After a healthy beginning a fault is planted, at once or spread
-over ten steps; the first event after that is judged. Runs that never spike are counted apart. Writes links.json.
+over ten steps; the first event is judged whose step is ordinary in the same run without the fault. Runs that never
+spike are counted apart. Writes links.json.
 """
 
 import contextlib
+import copy
 import io
 import itertools
 import json
 import logging
 import multiprocessing
+import os
 import random
 import shutil
+import statistics
 import sys
 import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -50,13 +55,12 @@ FAULTS = {
     "head_scale": "weights",
 }
 """Each planted fault, and the link that it breaks."""
-_GRADUAL = frozenset({"learning_rate", "weight_decay", "second_moments"})
-"""Over ten steps these are both: the last of several updates, and weights that several updates made."""
-_ONE_PARAMETER = frozenset({"one_gradient", "flipped_weight", "norm_scale", "head_scale"})
 HEALTHY = 48  # steps before the fault
 _SPREAD = 10  # steps that a gradual fault takes
 _AFTER = 4  # steps after it
 _LENGTH = 48
+_PLACE = 1_000_003  # of a flipped weight, by the sizes of its parameter
+_ENDS = ("model.norm.weight", "lm_head.weight")  # of transformers' models
 _TEXT = torch.tensor(list("\n".join(topics.topics.values()).encode()))
 
 
@@ -124,26 +128,98 @@ class Plan:
         )
 
 
+class Plant:
+    """A fault of a link behind the loss, in a model and its optimizer, sharded or not.
+
+    Args:
+        model: whose weights or gradients are at fault.
+        optimizer: with one group.
+        name: of the fault, among :data:`FAULTS`; "" for none.
+        is_gradual: whether it comes over ten steps.
+        seed: draws the parameter.
+        ends: what the names of the final norm's weight and of the head's end in.
+    """
+
+    weight_factor, moment_factor = 20.0, 1e-6
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        is_gradual: bool,
+        seed: int,
+        ends: tuple[str, str],
+    ):
+        self.optimizer, self.name, self.steps = optimizer, name, _SPREAD if is_gradual else 1
+        self.weights, picked = dict(model.named_parameters()), random.Random(seed)
+        named = [each for each, param in self.weights.items() if param.dim() == 2 and "head" not in each]
+        inner = [each for each in named if "blocks" in each or "layers" in each]
+        gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has flat ones alone
+        norm, head = (next((each for each in self.weights if each.endswith(end)), "") for end in ends)
+        faulty = {"one_gradient": gradient, "flipped_weight": flipped, "norm_scale": norm, "head_scale": head}
+        self.parameter = faulty.get(name, "")
+        """Its name; "" where no single one is at fault."""
+
+    def part(self, step: int) -> float:
+        """Return how far the fault has come in a step, in (0, 1], counted from its first; 0 without."""
+        return (step + 1) / self.steps if self.name and 0 <= step < self.steps else 0.0
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Change weights."""
+        if self.name in ("norm_scale", "head_scale"):
+            self.weights[self.parameter].mul_(self.weight_factor ** (1 / self.steps))
+        if self.name == "flipped_weight":
+            weight = getattr(self.weights[self.parameter], "_local_tensor", self.weights[self.parameter])
+            weight[tuple(_PLACE % size for size in weight.shape)] += 300.0 / self.steps
+
+    @torch.no_grad()
+    def after_backward(self, part: float) -> None:
+        """Change gradients."""
+        if self.name == "one_gradient":
+            self.weights[self.parameter].grad.mul_(200.0**part)
+        if self.name == "all_gradients":
+            for param in self.weights.values():
+                param.grad.mul_(50.0**part)
+
+    @contextlib.contextmanager
+    def optimizer_at_fault(self) -> Iterator[None]:
+        """Around a step of the optimizer: the next norm is the first that shows it."""
+        (group,), each = self.optimizer.param_groups, 1 / self.steps
+        rate, decay = group["lr"], group["weight_decay"]
+        if self.name == "learning_rate":
+            group["lr"] = rate * (1 + 300.0 * each)
+        if self.name == "weight_decay":
+            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
+        for state in self.optimizer.state.values():
+            if self.name == "second_moments":
+                state["exp_avg_sq"].mul_(self.moment_factor**each)
+            if self.name == "lost_moments":
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        yield
+        group["lr"], group["weight_decay"] = rate, decay
+
+
 class Run:
     """One run: a model, its optimizer and its batches, with a fault from some step on."""
 
     def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
         torch.manual_seed(plan.seed)
-        self.plan, self.fault, self.steps = plan, fault, _SPREAD if is_gradual else 1
+        self.plan = plan
         self.model = self.wrapped(_model(plan))
         betas = (0.9, plan.second_beta)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), plan.rate, betas, weight_decay=plan.decay)
         self.watch = gradloc.Watch(self.model, self.optimizer, folder, **given) if folder else None
         self.rng = torch.Generator().manual_seed(plan.seed + 1)
-        self._picked = random.Random(plan.seed + 2)
-        named = [name for name, param in self.model.named_parameters() if param.dim() == 2 and "head" not in name]
-        self.parameter = {
-            "one_gradient": self._picked.choice(named),
-            "flipped_weight": self._picked.choice([name for name in named if "blocks" in name or "layers" in name]),
-            "norm_scale": "norm.weight" if plan.model == "gpt" else "model.norm.weight",
-            "head_scale": "head.weight" if plan.model == "gpt" else "lm_head.weight",
-        }.get(fault, "")
         self.step = 0
+        self.plant(fault, is_gradual)
+
+    def plant(self, fault: str, is_gradual: bool) -> None:
+        """Plant this fault, which begins behind the healthy steps; "" for none."""
+        plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else _ENDS
+        self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model to train. A subclass may wrap it, as in DDP."""
@@ -157,73 +233,39 @@ class Run:
             ids = torch.stack([_TEXT[start : start + _LENGTH + 1] for start in starts])
             weights = torch.ones(plan.rows, _LENGTH)
             if part and number == plan.micro_batches - 1:
-                if self.fault == "token":
+                if self.fault.name == "token":
                     weights[0, 7] = 3e3**part
-                if self.fault == "row":
+                if self.fault.name == "row":
                     weights[0] = 300.0**part
-            if part and self.fault == "batch":
+            if part and self.fault.name == "batch":
                 weights *= 40.0**part
             yield ids, weights
 
     def _part(self) -> float:
-        """How far the fault has come in this step, in (0, 1]; 0 without."""
-        return min((self.step - HEALTHY + 1) / self.steps, 1.0) if 0 <= self.step - HEALTHY < self.steps else 0.0
+        return self.fault.part(self.step - HEALTHY)
 
-    def take(self) -> None:
-        """Take one step."""
-        part, each = self._part(), 1 / self.steps
-        if part:
-            self._before_forward(each)
+    def backward(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave the gradient of these micro-batches in ``.grad``."""
         self.optimizer.zero_grad()
-        for ids, weights in self.batches():
+        for ids, weights in batches:
             given = self.model(ids[:, :-1])
             logits = given if isinstance(given, torch.Tensor) else given.logits
             losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+
+    def take(self) -> float:
+        """Take one step; returns the norm of its gradient."""
+        part, fault = self._part(), self.fault
         if part:
-            self._after_backward(each, part)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        with self._optimizer_at_fault(part):
+            fault.before_forward()
+        self.backward(self.batches())
+        if part:
+            fault.after_backward(part)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with fault.optimizer_at_fault() if part else contextlib.nullcontext():
             self.optimizer.step()
         self.step += 1
-
-    @torch.no_grad()
-    def _before_forward(self, each: float) -> None:
-        weights = dict(self.model.named_parameters())
-        if self.fault == "flipped_weight":
-            weight = weights[self.parameter]
-            row, column = (self._place % size for size in weight.shape)
-            weight[row, column] += 300.0 * each
-        if self.fault in ("norm_scale", "head_scale"):
-            weights[self.parameter].mul_(20.0**each)
-
-    _place = 1_000_003
-
-    @torch.no_grad()
-    def _after_backward(self, each: float, part: float) -> None:
-        if self.fault == "one_gradient":
-            dict(self.model.named_parameters())[self.parameter].grad.mul_(200.0**part)
-        if self.fault == "all_gradients":
-            for param in self.model.parameters():
-                param.grad.mul_(50.0**part)
-
-    @contextlib.contextmanager
-    def _optimizer_at_fault(self, part: float) -> Iterator[None]:
-        """The step before the one that spikes is the optimizer's: its fault begins with the first step."""
-        (group,), each = self.optimizer.param_groups, 1 / self.steps
-        rate, decay = group["lr"], group["weight_decay"]
-        if part and self.fault == "learning_rate":
-            group["lr"] = rate * (1 + 300.0 * each)
-        if part and self.fault == "weight_decay":
-            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
-        for state in self.optimizer.state.values() if part else ():
-            if self.fault == "second_moments":
-                state["exp_avg_sq"].mul_(1e-6**each)
-            if self.fault == "lost_moments":
-                state["exp_avg"].zero_()
-                state["exp_avg_sq"].zero_()
-        yield
-        group["lr"], group["weight_decay"] = rate, decay
+        return float(norm)
 
 
 def _model(plan: Plan) -> nn.Module:
@@ -237,48 +279,97 @@ def _model(plan: Plan) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def measure(model: str, seed: int, fault: str, is_gradual: bool) -> Record:
-    """Return what the first event of one run says."""
+def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Record]:
+    """Return what the first event of each kind of fault says that the fault made.
+
+    The healthy beginning is run once; each fault continues it in a process of its own, and so does the same run without
+    one. An event whose step has there over half of the way from an ordinary norm to its own, on a logarithmic scale, is
+    natural: its batch made it, and it is not judged.
+
+    Args:
+        model: which.
+        seed: draws the run.
+        kinds: faults, and whether they come over ten steps.
+    """
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp()
     logging.getLogger("gradloc").setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            run = Run(Plan.of(model, seed), fault, is_gradual, folder)
-            for _ in range(HEALTHY + run.steps + _AFTER):
-                run.take()
-            run.watch.close()
-        lines = Path(folder, "gradloc", "events.jsonl")
-        events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    finally:
-        shutil.rmtree(folder)
-    return {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual} | _judged(run, events)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run = Run(Plan.of(model, seed), folder=f"{folder}/run")
+        usual = statistics.median([run.take() for _ in range(HEALTHY)])
+        shutil.copytree(f"{folder}/run", f"{folder}/before", dirs_exist_ok=True)
+
+        def ended(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
+            run.plant(fault, is_gradual)
+            norms = [run.take() for _ in range((_SPREAD if is_gradual else 1) + _AFTER)]
+            lines = Path(folder, "run", "gradloc", "events.jsonl")
+            events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+            return norms, [event for event in events if event["step"]["global_step"] > HEALTHY]
+
+        def forked(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
+            found = _in_a_child(lambda: ended(fault, is_gradual))
+            shutil.rmtree(f"{folder}/run")
+            shutil.copytree(f"{folder}/before", f"{folder}/run")
+            return found
+
+        healthy, rows = forked("", True)[0], []
+
+        def is_natural(event: Record) -> bool:
+            norm = event["trigger"]["grad_norm"]  # None where not finite
+            return norm is not None and healthy[event["step"]["global_step"] - HEALTHY - 1] ** 2 >= usual * norm
+
+        for fault, is_gradual in kinds:
+            events = forked(fault, is_gradual)[1]
+            own = [event for event in events if not is_natural(event)]
+            row = {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual}
+            run.plant(fault, is_gradual)
+            natural = [event["fault"]["at"] for event in events if is_natural(event)]
+            rows.append(row | {"natural": natural} | judged(run.fault, own))
+        return rows
 
 
-def _judged(run: Run, events: list[Record]) -> Record:
-    early = [event for event in events if event["step"]["global_step"] <= HEALTHY]
-    first = next((event for event in events if event not in early), None)
+def _in_a_child(function: Callable[[], Any]) -> Any:
+    """Return what this function returns, as JSON can hold it, called in a copy of this process."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(theirs, "w") as file:
+                json.dump(function(), file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record:
+    """Return whether the first of these events says what was planted."""
+    first = next(iter(events), None)
     if first is None:
-        return {"at": "no spike", "right": None, "early": len(early)}
-    found, truth = first["fault"], FAULTS[run.fault]
-    right = {truth, "weights"} if run.steps > 1 and run.fault in _GRADUAL else {truth}
+        return {"at": "no spike", "right": None}
+    found, truth = first["fault"], FAULTS[fault.name]
+    is_later = first["step"]["global_step"] > healthy + 2  # another update came between
+    right = {truth, "weights"} if truth == "last_update" and (fault.steps > 1 or is_later) else {truth}
     return {
         "at": found["at"],
         "label": found["label"],
         "right": found["at"] in right,
-        "named": run.parameter in found["parameters"][:3] if run.fault in _ONE_PARAMETER else None,
+        "named": fault.parameter in found["parameters"][:3] if fault.parameter else None,
         "accused": len(first["culprits"]) if truth != "batch" else 0,
         "step": first["step"]["global_step"],
         "cost": first["search"]["forwards"] + 2 * first["search"]["backwards"],
-        "early": len(early),
     }
 
 
-def _measured(cell: tuple[str, int, str, bool]) -> Record:
+def _measured(cell: tuple[str, int, list[tuple[str, bool]]]) -> list[Record]:
     return measure(*cell)
 
 
-def warnings(model: str, seed: int, steps: int) -> Record:
+def warnings(model: str, seed: int, steps: int) -> list[Record]:
     """Return how many early warnings a run without a fault gives."""
     torch.set_num_threads(1)
     heard: list[str] = []
@@ -296,10 +387,10 @@ def warnings(model: str, seed: int, steps: int) -> Record:
     finally:
         shutil.rmtree(folder)
     early = [line for line in heard if "as usual" in line or "outside of the optimizer" in line]
-    return {"model": model, "seed": seed, "steps": steps, "warnings": early}
+    return [{"model": model, "seed": seed, "steps": steps, "warnings": early}]
 
 
-def _warned(cell: tuple[str, int, int]) -> Record:
+def _warned(cell: tuple[str, int, int]) -> list[Record]:
     return warnings(*cell)
 
 
@@ -309,16 +400,60 @@ def matrix(rows: list[Record]) -> str:
     counts: dict[tuple[str, bool], Counter[str]] = {}
     for row in rows:
         counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
+    ats = tuple(at for at in ats if any(count[at] for count in counts.values()))
     order = sorted(counts, key=lambda each: ([*FAULTS].index(each[0]), each[1]))
     return table(
         [
-            ("planted", "truth", *ats),
+            ("planted", *ats),
             *(
-                (fault + ", over ten steps" * is_gradual, FAULTS[fault], *(counts[fault, is_gradual][at] for at in ats))
+                (fault + ", gradual" * is_gradual, *(counts[fault, is_gradual][at] for at in ats))
                 for fault, is_gradual in order
             ),
         ]
     )
+
+
+def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
+    """Return the norms of an earlier batch and of the one that spikes, before the last update and after it."""
+    run = Run(Plan.of(model, seed))
+    is_late = FAULTS[fault] == "last_update"  # the step after the fault spikes
+    for _ in range(HEALTHY - 1 + is_late):
+        run.take()
+    earlier, states = [*run.batches()], [copy.deepcopy(run.model.state_dict())]
+    run.plant(fault if is_late else "", False)
+    run.take()
+    run.plant(fault, False)
+    if FAULTS[fault] == "weights":
+        run.fault.before_forward()
+    states.append(copy.deepcopy(run.model.state_dict()))
+    norms = []
+    for batch in (earlier, [*run.batches()]):
+        norms.append([])
+        for state in states:
+            run.model.load_state_dict(state)
+            run.backward(batch)
+            norms[-1].append(float(nn.utils.get_total_norm([each.grad for each in run.model.parameters()])))
+    return norms
+
+
+def picture(path: Path, seed: int = 11) -> None:
+    """Draw :func:`two_by_two` of a fault of each link."""
+    import matplotlib.pyplot as plt
+
+    torch.set_num_threads(1)
+    faults = {"token": "batch", "learning_rate": "last update", "head_scale": "weights"}
+    figure, panels = plt.subplots(1, len(faults), figsize=(9, 2.9), layout="constrained")
+    for panel, (fault, link) in zip(panels, faults.items(), strict=True):
+        norms = torch.tensor(two_by_two("gpt", seed, fault))
+        panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
+        for row, column in itertools.product((0, 1), (0, 1)):
+            ink = "white" if norms[row, column] > 30 else "black"
+            panel.text(column, row, f"{norms[row, column]:.3g}", ha="center", va="center", fontsize=13, color=ink)
+        panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
+        panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
+        panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)
+        panel.tick_params(length=0)
+    figure.savefig(path, dpi=110)
 
 
 def sentence(rows: list[Record]) -> str:
@@ -339,8 +474,12 @@ def main() -> int:
     made.add_argument("--model", choices=MODELS, action="append")
     made.add_argument("--fault", choices=FAULTS, action="append")
     made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
+    made.add_argument("--picture", type=Path, help="draw the norms of both batches at both weights, and end")
     made.add_argument("--processes", type=int, default=2)
     args = made.parse_args()
+    if args.picture:
+        picture(args.picture)
+        return 0
     fresh = random.SystemRandom()
     models = args.model or MODELS
     rows: list[Record] = []
@@ -350,13 +489,14 @@ def main() -> int:
         work: Any = _warned
     else:
         seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
-        cells = list(itertools.product(models, seeds, args.fault or FAULTS, (False, True)))
+        kinds = list(itertools.product(args.fault or FAULTS, (False, True)))
+        cells = [(model, seed, kinds) for model, seed in itertools.product(models, seeds)]
         work = _measured
     progress = Progress(len(list(cells)))
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for row in pool.imap_unordered(work, cells):
-            rows.append(row)
-            progress.step(" ".join(str(row[name]) for name in ("model", "seed")))
+        for found in pool.imap_unordered(work, cells):
+            rows += found
+            progress.step(" ".join(str(found[0][name]) for name in ("model", "seed")))
     if args.healthy:
         total = sum(len(row["warnings"]) for row in rows)
         text = f"{total} early warnings in {sum(row['steps'] for row in rows):,} healthy steps"

@@ -33,6 +33,7 @@ SPIKE = 4.0  # the threshold, in healthy norms
 MAX_STEPS = 4.0
 _LIMIT_F = 10  # f that an update counts as at least, as search.max_steps has it
 _BITS = 40  # of a seed
+_PATIENCE_S = 900.0  # for a world of two ranks, on a busy machine
 _WITHIN = 0.75  # of a span's tokens: if these were planted, the others are a gap in it, or its end
 _MOST = 1 / 3  # of a batch's tokens that are planted: with more, the batch is at fault
 
@@ -354,7 +355,8 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
             progress.step(row["plant"])
     with World(2, preloaded=()) as ranks:
         for seed in (seed for seed in seeds if seed not in set(alone)):
-            first, other = ranks.run("benchmarks.worlds.tried", seed=seed, precision=precision, search=search)
+            given = {"seed": seed, "precision": precision, "search": search}
+            first, other = ranks.run("benchmarks.worlds.tried", timeout_s=_PATIENCE_S, **given)
             row = dict(first)
             if [first[name] for name in ("named", "verdict", "cost")] != [
                 other[name] for name in ("named", "verdict", "cost")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pictures in examples/: the demo's report, a made-up run of 30 events and a healthy one.
+"""Makes the pictures in examples/: the demo's report, made-up runs of 30 events, of one that a setting heals, of none.
 
     python scripts/example_pictures.py [FOLDER]
 
@@ -21,6 +21,8 @@ import screenshot_report as shots  # noqa: E402
 from gradloc.report import output  # noqa: E402
 from gradloc.report.pages import page  # noqa: E402
 from gradloc.report.runs.run import read_run  # noqa: E402
+from tests.report.builder import make_metrics, write_run  # noqa: E402
+from tests.report.events import event  # noqa: E402
 from tests.report.long_run import write_long_run  # noqa: E402
 
 SIZES = {"": (1440, 900), "-400": (400, 850)}
@@ -39,6 +41,7 @@ def main(out: Path) -> int:
         runs = {
             "report": REPO / "examples" / "demo",
             "thirty": write_long_run(folder / "thirty"),
+            "cured": write_run(folder / "cured", [event("healed")], metrics=make_metrics(50, (40,))),
             "healthy": write_long_run(folder / "healthy", num_events=0),
         }
         for name, run in runs.items():

@@ -20,7 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gradloc.record import Event, analysis, bundle  # noqa: E402
+from gradloc.record import BY_COLUMN, Event, analysis, bundle  # noqa: E402
+from gradloc.record.columns import STORED, Column  # noqa: E402
 
 FILES = {
     "event": Event,
@@ -74,6 +75,10 @@ class _Maker:
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if origin is typing.Annotated:
             says = dict(args[1:])
+            if BY_COLUMN in args:
+                value = self.value(typing.get_args(args[0])[1])
+                says = {"properties": {name: {"description": _of(column), **value} for name, column in STORED.items()}}
+                return {"type": "object", **says, "additionalProperties": False}
             return says if "type" in says else {**self.value(args[0]), **says}
         if origin in (typing.Union, types.UnionType):
             kinds = [self.value(arg) for arg in args if may_be_null or arg is not types.NoneType]
@@ -94,6 +99,10 @@ class _Maker:
         if hint is float:
             return {"$ref": "#/$defs/number"}
         return {"type": PLAIN[hint]}
+
+
+def _of(column: Column) -> str:
+    return f"{column.means} Unit: {column.unit}." if column.unit else column.means
 
 
 def _descriptions(kind: type) -> dict[str, str]:

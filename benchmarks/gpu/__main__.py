@@ -38,7 +38,7 @@ from benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
 from benchmarks.run import REPO, as_typed, digest, parser, table, write
 from gradloc.core.forecast import WAYS
 
-PARTS = ("first", "room", "mask", "syncs", "head", "two", "cells")
+PARTS = ("first", "room", "mask", "syncs", "two", "cells")
 """In this order; the first ends in three minutes on a GPU."""
 LIMIT = 45 * 60
 """Seconds of the first session in all."""

@@ -25,7 +25,6 @@ from benchmarks.run import REPO
 from gradloc.core.forecast import WAYS, Way
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.memory import Room, StepPeak
-from gradloc.core.precise import _has_wide_product, precise_readout
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
@@ -51,7 +50,6 @@ PLANTS = {
 _NUM_MICRO_BATCHES = 4
 _THRESHOLD = 4.0  # times the healthy norm: the lowest that the trigger has
 _LONGEST = 2048  # response tokens of a row
-_POSITIONS = 512  # that a head is read out at
 
 
 def attentions(device: torch.device) -> list[str]:
@@ -239,55 +237,6 @@ def mask_cell(bench: Bench) -> dict[str, Any]:
     bench.space.clear()
     is_ok = difference <= max(2**-6, 2 * repeats) and norm < spike.threshold
     return {"difference": difference, "backward_difference": repeats, "norm": norm, "is_ok": is_ok}
-
-
-def head_cell(size: str, device: torch.device) -> dict[str, Any]:
-    """A transformers model's head in bfloat16, read out precisely: its log-probs against float64's, and the price."""
-    if find_spec("transformers") is None:
-        return {"skipped": "transformers is not installed", "is_ok": None}
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    of = MODELS[size]
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=of.vocabulary,
-        hidden_size=of.width,
-        intermediate_size=3 * of.width,
-        num_hidden_layers=2,
-        num_attention_heads=of.heads,
-        num_key_value_heads=of.heads,
-        head_dim=of.width // of.heads,
-        tie_word_embeddings=False,
-    )
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        tokens = torch.randint(of.vocabulary, (1, _POSITIONS))
-    seen: list[torch.Tensor] = []
-    model.lm_head.register_forward_pre_hook(lambda head, inputs: seen.append(inputs[0]))
-
-    def seconds(is_precise: bool) -> tuple[torch.Tensor, float]:
-        with torch.no_grad(), precise_readout(model, torch.bfloat16 if is_precise else torch.float32):
-            logits = model(tokens).logits
-            started = time.perf_counter()
-            for _ in range(3):
-                model(tokens)
-            wait(device)
-            return logits, (time.perf_counter() - started) / 3
-
-    rounded, plain = seconds(False)
-    precise, dear = seconds(True)
-    hidden, weight = seen[0][0], model.lm_head.weight
-    labels = tokens[0, :, None].roll(-1, 0)
-    wanted = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, labels)
-    found = [logits[0].double().log_softmax(-1).gather(-1, labels) for logits in (precise, rounded)]
-    errors = [float((log_prob - wanted).abs().max()) for log_prob in found]
-    return {
-        "error": errors[0],
-        "error_of_bfloat16": errors[1],
-        "times_forward": dear / plain,
-        "in_tensor_cores": _has_wide_product(hidden, weight),
-        "is_ok": errors[0] < 1e-5 < errors[1],
-    }
 
 
 def syncs_cell(bench: Bench) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from benchmarks.run import table
-from gradloc.core.forecast import MODELS, PART_BYTES, ROWS_PART, WAYS, Forecast, Layout, Load, Model, forecast
+from gradloc.core.forecast import MODELS, WAYS, Forecast, Layout, Load, Model, forecast
 
 CARD = 79.6 * 2**30
 """What an H100 of 80 GB has, in bytes."""
@@ -21,7 +21,7 @@ HEAD += ["of a node's memory", "seconds to pin and move it"]
 
 def forecast_of(model: Model, gpus: int, tokens: int) -> Forecast:
     """Of one of so many cards; ``tokens`` of a micro-batch on each."""
-    return forecast(model, Layout(gpus, shards=gpus), Load(tokens, logit_bytes=PART_BYTES, rows=ROWS_PART))
+    return forecast(model, Layout(gpus, shards=gpus), Load(tokens))
 
 
 def markdown(tokens: Sequence[int]) -> str:

@@ -213,7 +213,7 @@ def named(reading: Reading, step: int) -> str:
         return "no event" if event is None else "no culprit"
     planted = next(entry for entry in reading.planted if entry["step"] == step)
     culprit = event["culprits"][0]
-    ratio = culprit["ratios"]["current_over_old"]
+    ratio = math.exp(culprit["values"]["log_prob"] - culprit["values"]["old_log_prob_used"])
     said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
     return f"{said}, as planted" if is_as_planted(event, planted) else said
 

@@ -76,11 +76,13 @@ def summary(event: dict) -> dict[str, Any]:
     }
     if culprits:
         worst = largest(culprits)
+        old, now = (finite(worst["values"].get(key)) for key in ("old_log_prob_used", "log_prob"))
         told["largest"] = {
             "text": text(worst),
-            "p": [probability(worst[key]) for key in ("old_log_prob_used", "log_prob")],
-            "ratio": finite(worst["ratios"]["current_over_old"]),
-            **{key: finite(worst[key]) for key in ("advantage", "share")},
+            "p": [probability(old), probability(now)],
+            "ratio": None if old is None or now is None else math.exp(now - old),
+            "advantage": finite(worst["values"].get("advantage")),
+            "share": finite(worst["share"]),
         }
     return told
 

@@ -23,11 +23,12 @@ import torch
 
 from ..record import Certificate
 from .gradients import Gradient
+from .precision import UNITS
 from .probe import Prober
 from .selection import Token
 
 _DRAWS = 3.0  # times the difference of two replays: another draw is hardly ever larger
-_UNIT = 2.0**-8  # unit roundoff of bfloat16: no backward holds its gradients in a coarser format
+_UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
 _FINE = 2.0**-16  # 256 units of float32; two backwards of the culprits differ by about 5
 _AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
 _CLEAN = 0.1  # of the residual: with more error than this it is no direction to search along

@@ -128,12 +128,6 @@ def rounded(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-ROWS_PART = 512
-"""Positions whose logits are held at a time where a forward alone reads them in parts,"""
-PART_BYTES = 16.0
-"""and what it then holds for each of these logits at its peak: their log-softmax, its exponential, their product."""
-
-
 def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
     """What a forward alone holds for each logit at its peak, in bytes: the float32 logits and what verl makes of them.
 
@@ -260,8 +254,6 @@ class Load:
     is_checkpointed: bool = True
     logit_bytes: float = 4.5
     """In a forward alone, see :func:`logit_bytes`; 0 where a fused kernel never holds them."""
-    rows: float = math.inf
-    """Positions whose logits a forward alone holds at a time."""
     logits: int = 3
     """Tensors of all logits that training holds at its peak: these, their softmax, its gradient."""
 
@@ -325,7 +317,7 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
         largest=is_there * max(tensors),
         state=is_there * 2 * shards,
         micro_batch=_micro_batch(model, layout, load),
-        forward=int(load.logit_bytes * min(load.tokens, load.rows) * model.vocabulary / layout.tensor),
+        forward=int(load.logit_bytes * load.tokens * model.vocabulary / layout.tensor),
         host=0 if is_there else COPIES * shards,
         pinned_state=is_there * 2 * pinned,
         pinned_copies=is_there * COPIES * pinned,

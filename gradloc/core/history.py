@@ -16,7 +16,7 @@ from ..record import History
 
 _MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
-_LARGEST_EXPONENT = 709.0  # exp() of more overflows; norms that scatter this far have no threshold
+LARGEST_EXPONENT = 709.0  # exp() of more overflows; norms that scatter this far have no threshold
 _LEAST_STEPS = 4  # fewer tell nothing about what is typical
 _NOTABLE = 3.0  # times typical: less is never unusual
 _DEVIATIONS = 4.0  # robust standard deviations, likewise
@@ -44,7 +44,7 @@ class NormHistory:
             return None
         center, sigma = self._center_and_sigma()
         exponent = center + self.num_deviations * sigma
-        return math.exp(exponent) if exponent < _LARGEST_EXPONENT else math.inf
+        return math.exp(exponent) if exponent < LARGEST_EXPONENT else math.inf
 
     def observe(self, grad_norm: float, is_spike: bool) -> None:
         """Learn from one optimizer step. Spikes are left out until eight in a row: then they are the new level.
@@ -114,7 +114,7 @@ class ScaleHistory:
                 logs = [math.log(value) for value in values]
                 center = median_low(logs)
                 spread = _MAD_TO_SIGMA * median_low(abs(log - center) for log in logs)
-                found[name] = math.exp(center), max(_NOTABLE, math.exp(min(_DEVIATIONS * spread, _LARGEST_EXPONENT)))
+                found[name] = math.exp(center), max(_NOTABLE, math.exp(min(_DEVIATIONS * spread, LARGEST_EXPONENT)))
         return found
 
     def state(self) -> dict[str, Any]:

@@ -4,14 +4,7 @@
 Where the device has them, in its tensor cores: products of half precision are exact there, and their sums float32's.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
-
-from ..touched import replaced
-from .sharding import unwrapped
 
 _VOCABULARY_PART = 1024  # rows of the head's weight in float32 at a time: 16 MiB of a hidden size of 4,096
 
@@ -46,39 +39,3 @@ def _has_wide_product(rows: torch.Tensor, weight: torch.Tensor) -> bool:
         except (NotImplementedError, RuntimeError, TypeError):  # a CPU; torch before 2.8
             _wide_products[key] = False
     return _wide_products[key]
-
-
-@contextmanager
-def precise_readout(module: torch.nn.Module, compute_dtype: torch.dtype) -> Iterator[None]:
-    """Compute the logits, or a critic's values, in float32 from the last hidden state while the model itself computes
-    in half precision.
-
-    Log-probs of rounded logits, or that are rounded themselves, would read a small move as none.
-
-    Args:
-        module: the model, under DDP, FSDP1, FSDP2 or plain.
-        compute_dtype: what its forward computes in; float32 changes nothing.
-    """
-    head = None if compute_dtype == torch.float32 else head_of(module)
-    if not isinstance(head, torch.nn.Linear):  # none, or one that does more than read out
-        yield
-        return
-
-    def read_out(hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            return precise_linear(hidden, head.weight, head.bias)
-
-    with replaced(head, forward=read_out):  # in its place, so that the rounded logits do not lie beside these
-        yield
-
-
-def head_of(module: torch.nn.Module) -> Any:
-    """What reads the last hidden state out: transformers' models say it, of others it is the last linear layer.
-
-    A critic is one of transformers' token classifiers, which call it "score".
-    """
-    model: Any = unwrapped(module)
-    asked = getattr(model, "get_output_embeddings", None)
-    if asked is not None:
-        return asked() or getattr(model, "score", None)
-    return next((part for part in reversed(list(model.modules())) if isinstance(part, torch.nn.Linear)), None)

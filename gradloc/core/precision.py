@@ -10,12 +10,15 @@ it gathered before, into the same tensors, and weights that are kept in half pre
   that are kept in half precision.
 - Weights that are kept whole in half precision (plain, DDP) are cast a layer at a time. A step along a direction is
   added to the cast or the copy, so a move is not rounded to the weights' own precision.
+- transformers' flash kernels, which take no float32, give way to torch's own attention, packed rows one by one.
 - On a card, matrix products take TF32, at half of bfloat16's speed.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +92,7 @@ def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Ite
 
     Raises:
         NoFloat32: quantized weights, or FSDP1's flat ones in half precision. A model may refuse with any other error
-            in its forward, such as a flash kernel that takes no float32.
+            in its forward, such as a kernel that takes no float32.
     """
     refuse_quantized(module)
     with ExitStack() as stack:
@@ -97,6 +100,7 @@ def float32_forwards(module: torch.nn.Module, shift: Shift | None = None) -> Ite
             _no_autocast(),
             _gathered_wide(module, shift),
             _cast_by_layer(module, shift),
+            _without_flash(),
             _tensor_cores(module),
         ):
             stack.enter_context(part)
@@ -155,6 +159,54 @@ def _tensor_cores(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(was)
+
+
+@contextmanager
+def _without_flash() -> Iterator[None]:
+    """Let transformers call :func:`_attention` where it would call a flash kernel; it pads, packs and scatters."""
+    holder: Any = sys.modules.get("transformers.modeling_flash_attention_utils")
+    if getattr(holder, "_flash_varlen_fn", None) is None:
+        yield
+        return
+    with replaced(holder, _flash_fn=_attention, _flash_varlen_fn=_packed_attention):
+        yield
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Attention of (B, T, heads, D), as a flash kernel is called; keys and values may have fewer heads."""
+    others.pop("deterministic", None)
+    asked = [name for name, given in others.items() if given not in (None, 0, False, (-1, -1))]
+    if asked or query.shape[1] != key.shape[1]:
+        raise NoFloat32(f"attention with {', '.join(asked) or 'other keys than queries'} has no float32 here")
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    given: dict[str, Any] = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **given).transpose(1, 2)
+
+
+def _packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    **given: Any,
+) -> torch.Tensor:
+    """The same of rows that lie behind each other, (all T, heads, D); ``cu_seqlens`` are where they begin and end."""
+    ends = cu_seqlens_q.tolist()
+    if cu_seqlens_k.tolist() != ends:
+        raise NoFloat32("attention of rows to others has no float32 here")
+    return torch.cat(
+        [_attention(query[None, a:b], key[None, a:b], value[None, a:b], **given) for a, b in pairwise(ends)], 1
+    )[0]
 
 
 # ---- FSDP

@@ -341,7 +341,9 @@ def record(recorded: Recorded, outputs: Outputs) -> None:
             value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
 
 
-def _keep(recorded: Recorded, name: str, grad: torch.Tensor) -> None:
+def _keep(recorded: Recorded, name: str, grad: torch.Tensor | None) -> None:
+    if grad is None:  # of an output that the loss does not use, where a function has several
+        return
     before = getattr(recorded, name)  # of another backward through the same forward
     setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
 
@@ -482,6 +484,10 @@ class OwnLoss(ABC):
 
     trainer_name = ""
     """By which the advice knows its lines, such as ``verl 0.9``; empty where there are none."""
+    backward_factor = 1.0
+    """What the gradient is multiplied by between backward and clipping."""
+    knows_loss = True
+    """Whether this step's loss is the trainer's own."""
 
     @property
     def without_kl(self) -> Mapping[str, Any] | None:
@@ -539,7 +545,7 @@ class OwnLoss(ABC):
         """d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
         Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
-        factor = self.backward_factor * step.numerics.weight * step.dp_size
+        factor = self.loss_factor * step.numerics.weight * step.dp_size
         return self._derivatives(micro_batch, settings, tensors, torch.Tensor.float, factor)
 
     def recorded_under(
@@ -549,12 +555,12 @@ class OwnLoss(ABC):
         backward would have delivered. Arguments as of :meth:`loss_under`. Runs no forward."""
         step: Any = self
         found = copy.copy(step.recorded(micro_batch))
-        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.backward_factor)
+        derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.loss_factor)
         found.log_prob_coefficient, found.entropy_coefficient, _ = derivatives
         return found
 
     @property
-    def backward_factor(self) -> float:
+    def loss_factor(self) -> float:
         """What the trainer multiplies its loss with before it runs the backward, such as fp16's scale."""
         step: Any = self
         return 1 / (step.numerics.weight * step.dp_size)
@@ -592,7 +598,7 @@ def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
 def has_finite_loss(step: Any, micro_batch: int) -> bool:
     """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
     can say that. Runs no forward."""
-    if isinstance(step, OwnLoss):
+    if isinstance(step, OwnLoss) and step.knows_loss:
         found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
     else:
         found = step.recorded(micro_batch).coefficients(1.0)
@@ -611,12 +617,18 @@ def typical_sizes(step: Any, micro_batch: int) -> torch.Tensor:
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Copies in the host's memory by a single read per device: copying one by one would wait for it each time."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
-    there = {index: tensor.detach().contiguous() for index, tensor in enumerate(tensors) if tensor is not None}
+    there = {
+        index: (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+        for index, tensor in enumerate(tensors)
+        if tensor is not None
+    }
     for device in {tensor.device for tensor in there.values()}:
         given = {index: tensor for index, tensor in there.items() if tensor.device == device}
         order = sorted(given, key=lambda index: -given[index].element_size())  # largest first: all stay aligned
-        read = torch.cat([given[index].view(-1).view(torch.uint8) for index in order]).cpu()
-        parts = read.split([given[index].numel() * given[index].element_size() for index in order])
+        flat = [given[index].view(-1) for index in order]
+        if len({tensor.dtype for tensor in flat}) > 1:
+            flat = [tensor.view(torch.uint8) for tensor in flat]
+        parts = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])
         for index, part in zip(order, parts, strict=True):
             found[index] = part.view(given[index].dtype).view(given[index].shape)
     return found
@@ -641,7 +653,7 @@ class HostStep:
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
-        self.has_own_loss = isinstance(step, OwnLoss)
+        self.has_own_loss = isinstance(step, OwnLoss) and step.knows_loss
         if isinstance(step, Scheduled):
             step.share()
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from ..record import History
+from .history import LARGEST_EXPONENT
 
 _DECILE = 0.9  # quantile; a tenth of the norms may be spikes or hard batches without moving it far
 _DECILE_OF_NORMAL = 1.2816  # the same quantile of a standard normal distribution
@@ -23,7 +24,6 @@ _GAP = math.log(2.0)  # least distance of two groups; neighbours in one heavy ta
 _GROUP = 8  # an upper group has at least one norm in this many, and at least 3; fewer are spikes
 _FALL = 16  # norms in a row below the median: by chance once in 2^16 = 65,536 steps
 _SETTLED = math.log(2.0)  # a run of spikes still grows if its later half lies higher by more than this
-_LARGEST = 709.0  # exp() of more overflows
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
@@ -129,7 +129,7 @@ class _Position:
         if len(self._norms) < self._warmup:
             return None
         exponent = self._fit()[0]
-        return math.exp(exponent) if exponent < _LARGEST else math.inf
+        return math.exp(exponent) if exponent < LARGEST_EXPONENT else math.inf
 
     def observe(self, norm: float) -> bool:
         if not math.isfinite(norm):

@@ -5,15 +5,15 @@ With S the spike's norm, N an ordinary step's and J = S / N, a reference micro-b
 *loud* from j >= sqrt(J) on: half of the way on a logarithmic scale, so neither side is favoured and no unit matters.
 
 - quiet at these weights: the **batch** is at fault, and its tokens are searched;
-- loud, and with the last update undone the step has at most sqrt(N S): the **last update**;
-- loud, and it still has more: the **weights**.
+- loud, and quiet again with the last update undone: the **last update**;
+- loud with that, too: the **weights**.
 
 Before that the gradient that the taps give is held against ``.grad``: where they differ the fault is **after the
 backward**. All numbers are the same on every rank, so all decide alike.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
 from ..words.text import listed, plural
 from .reference import Reference
-from .updates import FAR, Updates
+from .updates import Updates
 
 _GROWTH = 0.75  # M micro-batches' gradients add up to between sqrt(M) and M times one: the middle of the exponents
 _FACTOR = 2.5  # times the usual factor between backward and step; a loss scale that is halved makes 2
@@ -36,7 +36,6 @@ _NOTABLE = 3.0  # times usual: parameters that moved by less are not named
 _DECAYED = 0.5  # of a step's movement: weight decay made it from here on
 _ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
 _SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
-_SINCE = 16  # steps over which weights may have grown, where none of their updates was far from usual
 _ELEMENT = 0.5  # of a weight's squared norm that a single element holds
 
 
@@ -52,6 +51,8 @@ class Clues:
     """What the gradient was multiplied by between backward and step; None where that is not known."""
     again: Callable[[], Any] | None = None
     """Makes the present step as one whose loss follows the weights; None: the step itself does."""
+    is_first: bool = True
+    """Whether no step before was taken on the same rollouts, as epochs and mini-batches do."""
 
 
 @dataclass
@@ -106,7 +107,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     scaled = _scaled_after_backward(case)
     if scaled is not None:
         return scaled, case.path
-    norm = _run(task.prober, reference.step)
+    norm = _run(task.prober, reference.step, range(1))
     times = norm / first if first > 0 else math.inf
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
     case.note(f"a micro-batch of step {reference.number} at these weights; {first:.3g} at its own", norm)
@@ -115,6 +116,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     if found is not None:
         return found, case.path
     why = f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights: they are healthy"
+    why += _since_update(case)
     return Fault("batch", None, (), clues.number, case.evidence, why), case.path
 
 
@@ -155,11 +157,11 @@ def _first_norm(case: _Case) -> float:
     return reference.norm / count**_GROWTH / (case.clues.factor or 1.0)
 
 
-def _run(prober: Prober, step: Any) -> float:
-    """Return the norm of this step's gradient at the present weights; ``.grad`` is left holding it."""
+def _run(prober: Prober, step: Any, micro_batches: Sequence[int]) -> float:
+    """Return the norm of these micro-batches' gradient at the present weights; ``.grad`` is left holding it."""
     other = Prober(step, prober.space, prober.ranks)
     try:
-        other.compute((index, None) for index in range(step.num_micro_batches))
+        other.compute((index, None) for index in micro_batches)
         return prober.space.norm()
     finally:
         prober.num_forwards += other.num_forwards
@@ -185,52 +187,99 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
 def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     """Return the fault of a spike that any batch would have made: the last update, or the weights as they are.
 
-    Where the reference is quiet, weights that changed by far more than usual are asked all the same: then what takes
-    the change back has to heal the step, else None is returned.
+    Where the reference is quiet, weights that changed by far more than usual are asked all the same: rare tokens may
+    use weights that no other needs. None is returned where nothing did.
     """
     updates, ranks = case.clues.updates, case.task.prober.ranks
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
     last = case.clues.number - 1 if updates.last is None else updates.last.number
-    is_far = ratios is not None and float(ratios.median()) >= FAR
+    far = [each for each in updates.far(ranks) if case.clues.is_first or each[0] < case.clues.number]
+    is_far = bool(far) and far[-1][0] == last
     changed = None if outside is None else _change_fault(case, *outside)
     is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
     if is_healed and not is_far:
         return changed
-    if is_loud or is_far:
+    if _is_quiet_before(case, is_far) if is_loud else is_far:
         undone = _with_update(case, 0.0)
         if undone is not None:
             case.evidence["norm_without_update"] = undone
             case.note("this step with the last update undone", undone)
-        if undone is not None and undone <= case.middle or undone is None and is_far:
+        if is_loud or undone is not None and undone <= case.middle:
             return _update_fault(case, ratios, last)
     if changed is not None and (is_loud or is_healed):
         return changed
-    return _growth_fault(case) if is_loud else None
+    return _growth_fault(case, is_loud) if is_loud or far else None
 
 
-def _norm_at(case: _Case, weights: Callable[[int, torch.Tensor], torch.Tensor | None]) -> float | None:
-    """Return the step's norm at other weights; None where these are not known, or ``max_steps`` does not allow it.
+def _since_update(case: _Case) -> str:
+    """Return that a batch is loud only since the last update, as where ratios run away over epochs; mostly ""."""
+    task = case.task
+    if case.clues.is_first or not task.increments:
+        return ""
+    loudest = task.suspects()[0]
+    norm = _with_update(case, 0.0, micro_batches=[loudest])
+    if norm is None:
+        return ""
+    case.evidence |= {"loudest_norm": task.increments[loudest], "loudest_norm_without_update": norm}
+    case.note("the loudest micro-batch with the last update undone", norm)
+    is_new = norm <= case.middle and norm * math.sqrt(task.spike.grad_norm / case.usual) <= task.increments[loudest]
+    return "; the batch is loud only since the last update" if is_new else ""
+
+
+def _is_quiet_before(case: _Case, unknown: bool) -> bool:
+    """Return whether the earlier micro-batch is quiet at the weights before the last update, ``unknown`` where these
+    are not known: at most half of the way up, on a logarithmic scale, to what it has at the present ones."""
+    reference, known = case.clues.reference, case.evidence
+    first, now = known["reference_usual_norm"], known["reference_norm"]
+    assert reference is not None and first is not None and now is not None
+    norm = _with_update(case, 0.0, step=reference.step)
+    if norm is None:
+        return unknown
+    known["reference_norm_without_update"] = norm
+    case.note(f"the micro-batch of step {reference.number} with the last update undone", norm)
+    return norm <= math.sqrt(first * now)
+
+
+def _norm_at(
+    case: _Case,
+    weights: Callable[[int, torch.Tensor], torch.Tensor | None],
+    step: Any = None,
+    micro_batches: Sequence[int] | None = None,
+) -> float | None:
+    """Return a step's norm at other weights; None where these are not known, or ``max_steps`` does not allow it.
 
     The weights come back bit for bit.
 
     Args:
         case: the spike.
         weights: gives this process' part of a parameter, by its number and what it is now; None where not known.
+        step: None for the one that spikes.
+        micro_batches: these alone; None for all.
     """
     task, prober = case.task, case.task.prober
-    step = prober.step if case.clues.again is None else case.clues.again()
-    if not task.can_afford(backwards=step.num_micro_batches):
+    if step is None:
+        step = prober.step if case.clues.again is None else case.clues.again()
+    chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
+    if not task.can_afford(backwards=len(chosen)):
         return None
     prober.space.clear()
     with MovedWeights(prober.space, torch.float32) as moved:
         if not prober.ranks.all(prober.ranks.agree(lambda: moved.assign(weights))):
             return None
         prober.space.publish()
-        return _run(prober, step)
+        return _run(prober, step, chosen)
 
 
-def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -> float | None:
-    """Return the step's norm with this part of the last update made, 0 for none of it; of these parameters alone."""
+def _with_update(
+    case: _Case,
+    part: float,
+    only: frozenset[int] | None = None,
+    step: Any = None,
+    micro_batches: Sequence[int] | None = None,
+    decay: float | None = None,
+) -> float | None:
+    """Return a step's norm with this part of the last update made, 0 for none of it; of these parameters alone; or with
+    all of it under this weight decay."""
     updates = case.clues.updates
 
     def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
@@ -239,9 +288,11 @@ def _with_update(case: _Case, part: float, only: frozenset[int] | None = None) -
         there = updates.before_last(index, saved)
         if there is None or not updates.is_undone(index, saved, there):
             return None
+        if decay is not None:
+            return updates.under_decay(index, saved, there, decay)
         return there if part == 0.0 else torch.lerp(there.float(), saved.float(), part)
 
-    return _norm_at(case, before)
+    return _norm_at(case, before, step, micro_batches)
 
 
 def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
@@ -259,11 +310,7 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
             how = f"the update of step {last} moved {who} {times:.3g} times as far as usual"
         label, more = _mechanism(case, times)
         how += more
-        if times > 1:
-            usual = _with_update(case, 1.0 / times)
-            if usual is not None:
-                evidence["norm_under_usual_update"] = usual
-                case.note(f"this step had the last update been {times:.3g} times smaller", usual)
+        _cure(case, label, times)
         if order and len(order) <= len(ratios) / 2:
             alone = _with_update(case, 0.0, frozenset(order[:_MOST_NAMES]))
             if alone is not None:
@@ -272,15 +319,30 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
     return Fault("last_update", label, names, last, evidence, how)
 
 
+def _cure(case: _Case, label: str, times: float) -> None:
+    """Measure the step's norm had the last update been made under the setting that its mechanism is of, else had it
+    been of its usual size."""
+    rate, decay = case.clues.updates.movements.usual_settings()
+    if label == "learning_rate_jumped":
+        name, value, part = "usual_learning_rate", rate, 1.0 / (case.evidence["learning_rate_times"] or 1.0)
+    elif label == "weight_decay":
+        name, value, part = "usual_weight_decay", decay, 0.0
+    else:
+        name, value, part = "usual_part", 1.0 / max(times, 1.0), 1.0 / max(times, 1.0)
+    norm = _with_update(case, part, decay=decay if label == "weight_decay" else None)
+    if norm is not None:
+        case.evidence |= {name: value, "norm_under_usual_update": norm}
+        case.note(f"this step with the last update under {name.replace('_', ' ')} {value:.3g}", norm)
+
+
 def _mechanism(case: _Case, times: float) -> tuple[str, str]:
     """Return the label of what made the last update this large, and the end of the sentence that says so."""
     updates, evidence = case.clues.updates, case.evidence
-    rates = [*updates.movements.rates]
-    usual_rate = sorted(rates[:-1])[len(rates[:-1]) // 2] if len(rates) > 1 else 0.0
-    rate_times = rates[-1] / usual_rate if rates and usual_rate > 0 else 1.0
-    evidence |= {"learning_rate": rates[-1] if rates else None, "learning_rate_times": rate_times}
+    (rate, _), (usual_rate, _) = updates.movements.settings[-1], updates.movements.usual_settings()
+    rate_times = rate / usual_rate if usual_rate > 0 else 1.0
+    evidence |= {"learning_rate": rate, "learning_rate_times": rate_times}
     if rate_times >= _NOTABLE and times / rate_times < _SPREAD:
-        return "learning_rate_jumped", f": the learning rate was {rates[-1]:.3g}, {rate_times:.3g} times the usual"
+        return "learning_rate_jumped", f": the learning rate was {rate:.3g}, {rate_times:.3g} times the usual"
     decayed, lost, small = _moments(case)
     evidence |= {"decay_share": decayed, "moment_over_root": small}
     if decayed >= _DECAYED:
@@ -385,26 +447,22 @@ def _with_changed(case: _Case, changed: dict[str, float], element_in: str) -> fl
     return _norm_at(case, before)
 
 
-def _growth_fault(case: _Case) -> Fault:
+def _growth_fault(case: _Case, is_loud: bool) -> Fault:
     """Return the fault of weights that came to be so over several steps: since when, and which moved furthest."""
-    updates, reference = case.clues.updates, case.clues.reference
+    updates, reference, ranks = case.clues.updates, case.clues.reference, case.task.prober.ranks
     assert reference is not None
     since, names = reference.number, tuple[str, ...]()
-    usual, steps = updates.movements.usual(), [*updates.movements.steps]
+    far, usual = updates.far(ranks, since if is_loud else 0), updates.movements.usual()
     why = f"at these weights any batch spikes; at step {since} it did not, and undoing the last update is not enough"
-    if usual is not None:
-        ratios = torch.stack([moved for _, moved in steps]) / usual.clamp(min=1e-60)
-        sizes = ratios.median(1).values
-        far = [index for index, size in enumerate(sizes.tolist()) if size >= _NOTABLE]
-        if far:
-            since, times = steps[far[0]][0], float(sizes[far].max())
-            updates_of = (
-                f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
-            )
-            why = f"any batch spikes at the weights that {updates_of} left, {times:.3g} times as far as usual"
-            case.evidence["moved_times"] = times
-        total = ratios[far[0] if far else -_SINCE :].mean(0)
+    if far:
+        since, times = far[0][0], max(times for _, times in far)
+        who = "any batch" if is_loud else "this batch, unlike an earlier one,"
+        which = f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
+        why = f"{who} spikes at the weights that {which} left, up to {times:.3g} times as far as usual"
+        case.evidence["moved_times"] = times
+    steps = [moved for number, moved in updates.movements.steps if number >= since]
+    if usual is not None and steps:
+        total = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
         order = [int(index) for index in total.argsort(descending=True) if total[index] >= _NOTABLE]
         names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
-    since, why, names = case.task.prober.ranks.sent_by(0, (since, why, names))
-    return Fault("weights", "weights_grown", names, since, case.evidence, why)
+    return Fault("weights", "weights_grown", ranks.sent_by(0, names), since, case.evidence, why)

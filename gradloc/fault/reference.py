@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch of an ordinary step, kept to be run at a spike's weights: its inputs, and what its loss asked for."""
+"""Steps to be run at other weights: a micro-batch of an ordinary one, kept for a spike; and one with its own loss."""
 
+import copy
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.step import Scheduled, TrainingStep
+from ..core.step import Outputs, OwnLoss, Recorded, Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
 _WINDOW = 32  # norms by which a step is known to be ordinary
@@ -73,3 +75,37 @@ class ReferenceKeeper:
         if not is_spike and norm > 0:
             self._norms.append(norm)
         self._squares = []
+
+
+def following(step: OwnLoss) -> Any:
+    """Return a step as one whose loss follows the weights: run again, it goes by the log-probs that it then gets."""
+    found: Any = copy.copy(step)
+    found.recorded = lambda micro_batch: _Followed.made_of(step, micro_batch)
+    return found
+
+
+@dataclass
+class _Followed(Recorded):
+    """A micro-batch whose gradient begins in the trainer's own loss."""
+
+    step: Any = None
+    micro_batch: int = 0
+
+    @classmethod
+    def made_of(cls, step: Any, micro_batch: int) -> "_Followed":
+        recorded = step.recorded(micro_batch)
+        found = cls(recorded.rng, step=step, micro_batch=micro_batch)
+        vars(found).update(vars(recorded))
+        return found
+
+    def pull(self, selected: torch.Tensor | None) -> Any:
+        return self._backward
+
+    def _backward(self, outputs: Outputs, unit: float = 1.0) -> None:
+        given = Outputs(outputs.log_prob, None if self.entropy is None else outputs.entropy)
+        roots = [self.step.loss_under(self.micro_batch, given, {}, {}) * self.step.backward_factor]
+        grads = [torch.ones_like(roots[0])]
+        if outputs.beside is not None and self.beside_coefficient is not None:
+            roots.append(outputs.beside)
+            grads.append(self.beside_coefficient.to(outputs.beside))
+        torch.autograd.backward(roots, grads)

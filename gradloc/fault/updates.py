@@ -61,10 +61,16 @@ class Movements:
     """Of each step its number and |dw| / |w| of each parameter, float64 (num_params,)."""
     sizes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """The same of all parameters together."""
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Their largest learning rates."""
+    settings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Their largest learning rates, and weight decays."""
     outside: deque[tuple[int, list[tuple[int, float]]]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Of each step: which parameters' norms changed before it, outside of the optimizer, and by which factor."""
+
+    def usual_settings(self) -> tuple[float, float]:
+        """Return the medians of the learning rate and of weight decay over the steps before the last."""
+        before = [*self.settings][:-1] or [(0.0, 0.0)]
+        rate, decay = (statistics.median_low(each) for each in zip(*before, strict=True))
+        return rate, decay
 
     def usual(self) -> torch.Tensor | None:
         """Return the median movement of each parameter over the steps before the last; None without enough."""
@@ -95,6 +101,9 @@ class Updates:
         self._sample: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         """Copies of them, float32, after the last step and before it."""
+        self._present: list[torch.Tensor] = []
+        """Copies from when the next step was about to be taken."""
+        self._is_present = False
         self._pending: OptimizerStep | None = None
         self._open: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
         self._optimizer: Any = None
@@ -118,7 +127,7 @@ class Updates:
             self._optimizer, self._params, self.names = plain, list(space.params), list(space.names)
             self._places, self._pointers = [_place(param) for param in self._params], []
             self._look_up()
-            self._before, self._sample = _copies(self._runs), _copies(self._runs)
+            self._before, self._sample, self._present = (_copies(self._runs) for _ in range(3))
             self._handle = plain.register_step_post_hook(self._after_step)
 
     def close(self) -> None:
@@ -144,8 +153,13 @@ class Updates:
             )
 
     def _note(self) -> None:
-        self._before, self._sample = self._sample, self._before
-        self._read()
+        if self._is_present:
+            self._before, self._present = self._present, self._before
+        else:
+            self._before, self._sample = self._sample, self._before
+        self._is_present = False
+        self._look_up()
+        torch._foreach_copy_(self._sample, self._runs)
         moved = torch._foreach_sub(self._sample, self._before)
         norms = torch._foreach_norm([*moved, *self._before, *self._shards], dtype=torch.float32)
         skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
@@ -153,11 +167,6 @@ class Updates:
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
         ]
         self.last = self._pending = OptimizerStep(self.number, groups, norms, skipped)
-
-    def _read(self) -> None:
-        """Copy the sampled elements as they are now."""
-        self._look_up()
-        torch._foreach_copy_(self._sample, self._runs)
 
     def _look_up(self) -> None:
         """Find the weights where they are now: a trainer may have moved them to another device and back."""
@@ -175,8 +184,11 @@ class Updates:
     def ask(self) -> None:
         """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
         done, self._pending = self._pending, None
-        if done is not None and self._params:
+        if self._params:
             self._look_up()
+            torch._foreach_copy_(self._present, self._runs)  # so that a movement is the optimizer's alone
+            self._is_present = True
+        if done is not None and self._params:
             now = torch._foreach_norm(self._shards, dtype=torch.float32)
             self._open.append((done, [*done.norms, *now]))
 
@@ -208,11 +220,9 @@ class Updates:
         are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
         movements.steps.append((done.number, relative))
         movements.sizes.append(size)
-        movements.rates.append(max((_number(group.get("lr", 0.0)) for group in done.groups), default=0.0))
+        rates, decays = ([_number(group.get(name, 0.0)) for group in done.groups] for name in ("lr", "weight_decay"))
+        movements.settings.append((max(rates, default=0.0), max(decays, default=0.0)))
         movements.outside.append((done.number, outside))
-        if outside:
-            with torch.no_grad():
-                self._read()  # so that the next step's movement is the optimizer's alone
         if outside and are_rare and len(known) >= _LEAST:
             index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (
@@ -239,6 +249,22 @@ class Updates:
         mine = torch.where(usual > 0, last / usual.clamp(min=_TINY), torch.ones_like(last))
         by_rank = torch.stack([torch.tensor(each, dtype=torch.float64) for each in ranks.gather(mine.tolist())])
         return by_rank.median(0).values
+
+    def far(self, ranks: Ranks, since: int = 0) -> list[tuple[int, float]]:
+        """Return the last steps that moved all parameters together far, and how many times as far as usual.
+
+        Of the first process' part, for all. All ranks call this together.
+
+        Args:
+            ranks: all.
+            since: number of the first step that is asked for.
+        """
+        movements, found = self.movements, list[tuple[int, float]]()
+        if len(movements.sizes) > _LEAST:
+            usual = max(statistics.median(movements.sizes), _TINY)
+            each = ((number, size / usual) for (number, _), size in zip(movements.steps, movements.sizes, strict=True))
+            found = [(number, times) for number, times in [*each][-_LEAST:] if times >= FAR and number >= since]
+        return ranks.sent_by(0, found)
 
     def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
         """Return since which step which parameters' norms were changed outside of the optimizer, and by which factors.
@@ -274,14 +300,29 @@ class Updates:
             return None
         if index in self.last.skipped:
             return saved
-        param = self._params[index]
+        group = self._group(index)
+        if group is None:
+            return saved
+        state = self._optimizer.state.get(self._params[index], {})
+        held = {name: _local(value, saved) for name, value in state.items()}
+        is_apart = "adamw" in type(self._optimizer).__name__.lower()
+        return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **group})
+
+    def _group(self, index: int) -> dict[str, Any] | None:
+        """Return the hyperparameters of the last step of a parameter; None for another optimizer's."""
+        assert self.last is not None
         for group, kept in zip(self._optimizer.param_groups, self.last.groups, strict=True):
-            if any(param is each for each in group["params"]):
-                state = self._optimizer.state.get(param, {})
-                held = {name: _local(value, saved) for name, value in state.items()}
-                is_apart = "adamw" in type(self._optimizer).__name__.lower()
-                return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **kept})
-        return saved  # of another optimizer
+            if any(self._params[index] is each for each in group["params"]):
+                return kept
+        return None
+
+    def under_decay(self, index: int, saved: torch.Tensor, before: torch.Tensor, decay: float) -> torch.Tensor:
+        """Return where AdamW's last step had gone under this weight decay, or its group's own where that is smaller."""
+        group = self._group(index)
+        if group is None:
+            return saved
+        was = float(group["weight_decay"])
+        return saved.float() + _number(group["lr"]) * (was - min(decay, was)) * before.float()
 
     def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> bool:
         """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then."""

@@ -22,17 +22,16 @@ from ..record import (
     Action,
     BatchStatistics,
     Certificate,
-    Coefficients,
     Consequence,
     Culprit,
     Event,
-    Ratios,
     Search,
     Shares,
     Step,
     Trigger,
 )
 from ..record.bundle import BundleMeta, Sequence
+from ..record.columns import OF_A_TOKEN
 from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, norms_by
@@ -109,7 +108,7 @@ class RawEvent:
     event: Event
     """Without what only the driver knows: name, run, text, stored log-probs, causes."""
     sequences: list[Sequence]
-    """Numbers of the forward only, over all T response positions."""
+    """What the search fills of their columns, over all T response positions."""
     layout: list[RawEntry]
     meta: BundleMeta
     """Of the bundle, likewise, and without its layout."""
@@ -327,25 +326,34 @@ def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
     return terms if entropy is None else {**terms, "entropy": entropy}
 
 
+def _columns(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
+    """What the search fills of the table of tokens: (B, T) each, those that are known."""
+    step, shares = context.step, context.finding.shares
+    recorded, details, kl = step.recorded(index), step.details(index), step.kl_coefficients(index)
+    output, before = ("value", "old_value") if recorded.is_value else ("log_prob", "old_log_prob_used")
+    found = {
+        output: recorded.log_prob,
+        before: details.old_log_prob,
+        "entropy": context.finding.entropies.get(index, recorded.entropy),
+        "coefficient": step.coefficients(index)[0],
+        "kl_coefficient": None if kl is None else kl / context.ranks.size,
+        "entropy_coefficient": _entropy_coefficients(step, index),
+        "loss_weight": details.weights,
+        "share": None if shares is None else shares.shares(index),
+        "share_error": None if shares is None else shares.errors[index] / shares.square,
+    }
+    return {name: values for name, values in found.items() if values is not None}
+
+
 def _sequence(context: SpikeContext, place: _Row) -> Sequence:
-    """Per-token numbers of one of this rank's sequences."""
-    step, shares, index, row = context.step, context.finding.shares, place.micro_batch, place.row
-    recorded, rows = step.recorded(index), step.rows(index)
-
-    def of(values: torch.Tensor | None) -> tuple[float, ...] | None:
-        return None if values is None else tuple(values[row].float().tolist())
-
-    outputs: dict = {"value" if recorded.is_value else "log_prob": of(recorded.log_prob)}
+    """One of this rank's sequences, token by token."""
+    rows, columns = context.step.rows(place.micro_batch), _columns(context, place.micro_batch)
     return Sequence(
-        **outputs,
         rank=place.rank,
-        micro_batch=index,
-        micro_batch_row=row,
-        row=rows[row] if rows else None,
-        entropy=of(recorded.entropy),
-        coefficient=of(step.coefficients(index)[0]),
-        share=None if shares is None else of(shares.shares(index)),
-        share_error=None if shares is None else of(shares.errors[index] / shares.square),
+        micro_batch=place.micro_batch,
+        micro_batch_row=place.row,
+        row=rows[place.row] if rows else None,
+        columns={name: tuple(values[place.row].float().tolist()) for name, values in columns.items()},
     )
 
 
@@ -360,13 +368,8 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
     step, index, shares = context.step, culprit.micro_batch, context.finding.shares
     places = _places(step, culprit)
     row, positions = places[0][0], [position for _, position in places]
-    recorded, rows, old = step.recorded(index), step.rows(index), step.details(index).old_log_prob
-    coefficients, entropy_coefficients = step.coefficients(index)[0], _entropy_coefficients(step, index)
-    peak = positions[int(coefficients[row, positions].abs().nan_to_num(nan=math.inf).argmax())]
-
-    def at(values: torch.Tensor | None, factor: float = 1.0) -> float | None:
-        return None if values is None else float(values[row, peak]) * factor
-
+    rows, columns = step.rows(index), _columns(context, index)
+    peak = positions[int(columns["coefficient"][row, positions].abs().nan_to_num(nan=math.inf).argmax())]
     share, share_error = culprit.share, 0.0 if culprit.share is not None else None
     token_norms = (culprit.norm,) if len(positions) == 1 else None
     if shares is not None and shares.is_trusted:
@@ -376,15 +379,9 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
         if share is None:
             share = float(shares.shares(index)[row, positions].sum())
             share_error = float(torch.linalg.vector_norm(errors)) / shares.square
-    if recorded.is_value:
-        outputs: dict = {"value": at(recorded.log_prob), "old_value": at(old)}
-    else:
-        outputs = {"log_prob": at(recorded.log_prob), "old_log_prob_used": at(old)}
-        if old is not None:
-            mean_log_ratio = float((recorded.log_prob - old)[row][step.token_mask(index)[row]].mean())
-            outputs["ratios"] = Ratios(sequence_geometric_mean=ratio(mean_log_ratio, 0.0))
+    log_prob, old = columns.get("log_prob"), columns.get("old_log_prob_used")
+    log_ratio = None if log_prob is None or old is None else (log_prob - old)[row][step.token_mask(index)[row]].mean()
     return Culprit(
-        **outputs,
         span=culprit.span,
         rank=culprit.rank,
         micro_batch=index,
@@ -392,13 +389,8 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
         row=rows[row] if rows else None,
         positions=tuple(positions),
         peak=peak,
-        entropy=at(context.finding.entropies.get(index, recorded.entropy)),
-        coefficients=Coefficients(
-            log_prob=at(coefficients),
-            kl=at(step.kl_coefficients(index), 1.0 / context.ranks.size),
-            entropy=at(entropy_coefficients),
-        ),
-        loss_weight=at(step.details(index).weights),
+        values={name: float(columns[name][row, peak]) for name in columns if name in OF_A_TOKEN},
+        sequence_ratio=None if log_ratio is None else _exp(float(log_ratio)),
         grad_norm=culprit.norm,
         is_exact=culprit.is_exact,
         threshold=culprit.threshold,
@@ -433,9 +425,5 @@ def _consequence(context: SpikeContext, culprits: tuple[Culprit, ...]) -> Conseq
     )
 
 
-def ratio(log_new: float | None, log_old: float | None) -> float | None:
-    """Of two probabilities by their logarithms; None where one is not known."""
-    if log_new is None or log_old is None:
-        return None
-    difference = log_new - log_old
-    return math.exp(difference) if difference < 700 else math.inf
+def _exp(value: float) -> float:
+    return math.exp(value) if not value >= 700 else math.inf

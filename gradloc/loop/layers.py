@@ -62,14 +62,13 @@ def head_square(space: GradientSpace) -> torch.Tensor:
     A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
     is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
     """
-    squares: dict[str, torch.Tensor] = {}
+    norms: dict[str, list[torch.Tensor]] = {"head": [], "embedding": []}
     zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
     for name, shard in space.named_shards():
-        kind = kind_of(name)
-        if kind in ("head", "embedding"):
-            square = zero if shard is None else torch.linalg.vector_norm(shard).double().square()
-            squares[kind] = squares.get(kind, zero) + square
-    return squares.get("head", squares.get("embedding", zero)) / space.num_replicas
+        if (kind := kind_of(name)) in norms:
+            norms[kind].append(zero if shard is None else torch.linalg.vector_norm(shard, dtype=torch.float64))
+    kept = norms["head"] or norms["embedding"] or [zero]
+    return torch.linalg.vector_norm(torch.stack(kept)).square() / space.num_replicas
 
 
 def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:

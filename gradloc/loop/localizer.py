@@ -35,11 +35,11 @@ from ..core.memory import Room, StepPeak
 from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
+from ..core.step import HostStep, OwnLoss, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..fault.find import Clues, judge
-from ..fault.reference import ReferenceKeeper
+from ..fault.reference import ReferenceKeeper, following
 from ..fault.updates import Updates
 from ..record import Action
 from ..search.cures import records_under
@@ -373,13 +373,11 @@ class Localizer:
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         clip_scale = self._clip_scale(look.spike.grad_norm)
-        clues = Clues(
-            self._keeper.reference,
-            self.updates,
-            policy.global_step,
-            getattr(self._step, "backward_factor", None),
-            getattr(self._step, "anew", None),
-        )
+        again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
+        if again is None and not is_first and isinstance(self._step, OwnLoss):
+            again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
+        factor = 1.0 / self._step.numerics.loss_scale
+        clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
         has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
         given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():

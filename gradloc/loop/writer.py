@@ -28,7 +28,6 @@ from ..record import (
     Event,
     Mismatch,
     PartShare,
-    Ratios,
     Run,
     Shares,
     Sibling,
@@ -38,45 +37,24 @@ from ..record import (
 )
 from ..record.bundle import BundleEntry, SequenceFile
 from ..record.bundle import Sequence as SequenceRecord
+from ..record.columns import ACTOR, CRITIC, DISTILLED, OF_A_TOKEN, STORED
 from ..record.origin import now
 from ..record.store import EventStore
 from ..tell.background import said_of
 from ..words.causes import classify
-from ..words.culprits import leader
 from ..words.cures import cures_for
 from ..words.documents import Document, foreign_in, repeats_in, unspaced_in
 from ..words.numbers import number
 from ..words.story import verdict_sentences
 from .batch import BatchView
-from .gather import RawEvent, RowShare, ratio
+from .gather import RawEvent, RowShare
 from .pictures import Album, inputs_of, kept_inputs
 
 logger = logging.getLogger(__name__)
 
-BUNDLE_KEYS = (
-    *("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "advantages"),
-    *("ref_log_prob", "rollout_log_probs", "rollout_is_weights", "teacher_log_probs"),
-)
-
-_FROM_RANKS = ("log_prob", "entropy", "coefficient", "share", "value")
-"""Fields of a sequence's record that the ranks filled."""
-_COLUMNS = {
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "old_log_prob": "old_log_probs",
-    "rollout_log_prob": "rollout_log_probs",
-    "ref_log_prob": "ref_log_prob",
-    "is_weight": "rollout_is_weights",
-    "loss_weight": "loss_weights",
-}
-"""Further ones, and the batch's tensors (R, T) that they come from."""
-_CRITICS_COLUMNS = {"response_mask": "response_mask", "advantage": "advantages", "value_target": "returns"}
-"""Those that say something of a critic's gradient."""
-_DISTILLED_COLUMNS = {
-    **{name: key for name, key in _COLUMNS.items() if name not in ("advantage", "ref_log_prob")},
-    "teacher_log_prob": "teacher_log_probs",
-}
-"""Likewise where distillation is the whole loss."""
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
+BUNDLE_KEYS = (*_INPUTS, *(column.tensor for column in STORED.values() if column.tensor))
+"""The batch's tensors that a bundle keeps."""
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _PLACEHOLDERS = 8
 """More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
@@ -183,7 +161,7 @@ def complete_event(
     """
     batch, tensors = driver.batch, driver.batch.tensors
     typical = _statistics(batch, replace(raw.event.batch, over_run=over_run or None))
-    now = {sequence.row: sequence.log_prob or () for sequence in raw.sequences}
+    now = {sequence.row: sequence.columns.get("log_prob", ()) for sequence in raw.sequences}
     made_by = run if raw.event.step.stage is None else None  # a stage of Lopti's has some of the advantages
     documents = Documents(batch, driver.tokenizer) if "loss_weights" in tensors.keys() else None
     culprits = []
@@ -230,7 +208,7 @@ def bundle_tensors(
 
 def _step_cause(event: Event, tensors: Any) -> StepCause:
     """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
-    cause, batch, first = event.cause, event.batch, leader(event.culprits)
+    cause, batch, first = event.cause, event.batch, event.leader
     over_run: dict[str, float | None] = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
     if cause is not None:
         names = cause.names or _not_finite_at(tensors, cause.places)
@@ -294,7 +272,7 @@ def _mismatch(raw: RawEvent, batch: BatchView) -> Mismatch | None:
     carried = (
         share
         for sequence in raw.sequences
-        for share, differs in zip(sequence.share or (), differing[sequence.row], strict=False)
+        for share, differs in zip(sequence.columns.get("share", ()), differing[sequence.row], strict=False)
         if differs
     )
     return Mismatch(noise, float(differing.sum() / mask.sum()), sum(carried))
@@ -342,36 +320,26 @@ class DriverSide:
     def __init__(self, batch: BatchView, tokenizer: Any, context: int = 0):
         self.batch, self.tokenizer, self._context = batch, tokenizer, context
         self._tensors = batch.tensors
-        names = _CRITICS_COLUMNS if batch.is_critics else _DISTILLED_COLUMNS if batch.is_distilled else _COLUMNS
-        self._columns = {name: batch.tensors[key] for name, key in names.items() if key in batch.tensors.keys()}
-        """The batch's tensors (R, T) by the record's fields: those that there are, and that concern this model."""
+        loss = CRITIC if batch.is_critics else DISTILLED if batch.is_distilled else ACTOR
+        known = {name: column.tensor for name, column in STORED.items() if loss in column.losses}
+        self._columns = {name: batch.tensors[key] for name, key in known.items() if key in batch.tensors.keys()}
+        """What the batch has of the table of tokens: (R, T) each."""
 
     def culprit(self, culprit: Culprit) -> Culprit:
         """All but the cause."""
         row, positions = culprit.row, culprit.positions
         assert row is not None  # the driver numbers the rows
-        at = {name: float(values[row, culprit.peak]) for name, values in self._columns.items()}
-        stored, rollout = at.get("old_log_prob"), at.get("rollout_log_prob")
-        names = ("advantage", "value_target", "teacher_log_prob", "ref_log_prob", "is_weight")
-        told: dict[str, Any] = {name: at.get(name) for name in names}
+        own = {name: float(values[row, culprit.peak]) for name, values in self._columns.items() if name in OF_A_TOKEN}
+        has_turns = "loss_weight" not in own
         return replace(
             culprit,
-            **told,
             **self._labels(row),
+            values=culprit.values | own,
             data_row=self._data_row(row),
             versions=self.batch.labels[VERSIONS_KEY][row] if VERSIONS_KEY in self.batch.labels else None,
             reward=self._reward(row),
-            loss_weight=at.get("loss_weight", culprit.loss_weight),
-            old_log_prob_stored=stored,
-            rollout_log_prob=rollout,
-            ratios=Ratios(
-                current_over_old=ratio(culprit.log_prob, culprit.old_log_prob_used),
-                current_over_rollout=ratio(culprit.log_prob, rollout),
-                old_over_rollout=ratio(stored, rollout),
-                sequence_geometric_mean=culprit.ratios.sequence_geometric_mean,
-            ),
             siblings=self._siblings(row),
-            turn=None if "loss_weight" in at else _turn(self._tensors["response_mask"][row].tolist(), positions[0]),
+            turn=_turn(self._tensors["response_mask"][row].tolist(), positions[0]) if has_turns else None,
             **self._around(row, positions[0], positions[-1]),
         )
 
@@ -381,9 +349,7 @@ class DriverSide:
         assert row is not None  # the driver numbers the rows
         ids = self._response_ids(row)
         tokens = self._tokens_in(ids)
-        numbers: dict[str, Any] = {name: getattr(sequence, name) for name in _FROM_RANKS}
-        numbers |= {name: values[row].tolist() for name, values in self._columns.items() if name != "loss_weight"}
-        numbers = {name: None if values is None else tuple(values[: len(ids)]) for name, values in numbers.items()}
+        columns = sequence.columns | {name: tuple(values[row].tolist()) for name, values in self._columns.items()}
         pictures, note = album.add(inputs_of(self.batch, row)) if tokens is not None else (None, None)
         return replace(
             sequence,
@@ -393,7 +359,7 @@ class DriverSide:
             tokens=tokens,
             pictures=pictures,
             pictures_note=note,
-            **numbers,
+            columns={name: values[: len(ids)] for name, values in columns.items()},
         )
 
     def by_engine(self, row: int | None, now: Sequence[float]) -> list[tuple[float, float]]:

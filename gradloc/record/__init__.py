@@ -12,15 +12,25 @@ so a name that a later version adds to an ``enum`` is no reason to refuse a file
 ``Annotated`` carries what the schema says beyond the type: pairs of a JSON Schema keyword and its value.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
+from . import columns
+
 SCHEMA_VERSION = 1
+"""Of the files that have no version of their own."""
+EVENT_VERSION = 2
+"""Of an event and of its table of tokens. A file of version 1 is read through :mod:`.version1`."""
 VERDICTS = ("explained", "undecided", "not_explained")
 
 Version = Annotated[int, ("const", SCHEMA_VERSION)]
+EventVersion = Annotated[int, ("const", EVENT_VERSION)]
 Count = Annotated[int, ("minimum", 0)]
+BY_COLUMN = ("propertyNames", "columns")
+"""Says of an object that its names are those of stored columns of the table of tokens."""
 Interval = tuple[Count, Count]
 
 
@@ -176,31 +186,6 @@ CAUSES = (
 
 
 @dataclass(frozen=True)
-class Ratios:
-    """Importance ratios at the peak, and the sequence's."""
-
-    current_over_old: float | None = None
-    """With the old log-prob as the loss used it."""
-    current_over_rollout: float | None = None
-    old_over_rollout: float | None = None
-    """With the old log-prob as stored."""
-    sequence_geometric_mean: float | None = None
-    """Of current over old, over the sequence's response tokens."""
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """What the loss's gradient multiplies the gradients of the log-prob and the entropy with, at the peak."""
-
-    log_prob: float | None = None
-    """d loss / d log_prob, all terms."""
-    kl: float | None = None
-    """The KL term's part of it; null without a KL loss."""
-    entropy: float | None = None
-    """d loss / d entropy; null without an entropy term."""
-
-
-@dataclass(frozen=True)
 class Cause:
     """Why the culprit's gradient is large."""
 
@@ -252,7 +237,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A span of one response that carries the spike. Numbers of a single token are those at ``peak``."""
+    """A span of one response that carries the spike."""
 
     span: Annotated[str, ("enum", ("token", "segment", "sequence"))] = "token"
     rank: Count | None = never_null()
@@ -281,22 +266,10 @@ class Culprit:
     text_before: str | None = None
     text_after: str | None = None
     prompt: str | None = None
-    log_prob: float | None = None
-    """Natural logarithm of the token's probability in the training forward."""
-    old_log_prob_used: float | None = None
-    """As the loss used it: the current one under verl's on-policy shortcut."""
-    old_log_prob_stored: float | None = None
-    rollout_log_prob: float | None = None
-    ref_log_prob: float | None = None
-    ratios: Ratios = Ratios()
-    advantage: float | None = None
-    is_weight: float | None = None
-    """Weight of the rollout correction; null without one."""
-    entropy: float | None = None
-    """Of the token's distribution, in nats; null where the loss does not compute it."""
-    coefficients: Coefficients = Coefficients()
-    loss_weight: float | None = None
-    """The token's weight in the aggregated loss; without advantages, minus its coefficient times the tokens' number."""
+    values: Annotated[dict[str, float], BY_COLUMN] = field(default_factory=dict)
+    """The row of the table of tokens at ``peak``, by column; what is not known is left out."""
+    sequence_ratio: float | None = None
+    """Geometric mean of the ratio over the sequence's response tokens, with the old log-prob as the loss used it."""
     grad_norm: float | None = None
     """L2 norm of the span's part of the gradient."""
     is_exact: bool = True
@@ -314,16 +287,18 @@ class Culprit:
     """Norm of each position's own gradient, or a lower bound where there are several; null where none is known."""
     siblings: tuple[Sibling, ...] | None = optional()
     """The other responses to its prompt; null without a uid."""
-    value: float | None = optional()
-    """What the critic predicts in the training forward; null where the event is the actor's, as the next two."""
-    old_value: float | None = optional()
-    """Before the update."""
-    value_target: float | None = optional()
-    """The return that the value is fitted to."""
-    teacher_log_prob: float | None = optional()
-    """The teacher's, where distillation is the whole loss; no advantage is then part of it."""
     turn: Turn | None = optional()
     """The one that the span begins in; null where the response has a single one."""
+
+    def at(self, column: str) -> float | None:
+        """Return a column of the table of tokens at ``peak``; None where it is not known."""
+        return columns.value(self.values, column)
+
+    def size(self, has_share: bool) -> tuple[float, float]:
+        """Return its share, where that counts, and its norm; infinity for what is not finite or not known."""
+        values = (self.share if has_share else 0.0, self.grad_norm)
+        share, norm = (abs(value) if value is not None and math.isfinite(value) else math.inf for value in values)
+        return share, norm
 
     @property
     def text(self) -> str:
@@ -556,7 +531,7 @@ class BatchStatistics:
 class Event:
     """A localized gradient spike: one line of events.jsonl."""
 
-    schema_version: Version = SCHEMA_VERSION
+    schema_version: EventVersion = EVENT_VERSION
     event_id: Annotated[str, ("minLength", 1)] = ""
     verdict: str | None = never_null()
     """What happened, in up to three sentences."""
@@ -598,6 +573,20 @@ class Event:
     lower bound on how far such a step moves the policy (arXiv 2605.19425)."""
     folder: str | None = None
     """Folder with batch.safetensors, meta.json and sequences.json, relative to events.jsonl."""
+
+    @cached_property
+    def by_size(self) -> list[Culprit]:
+        """The culprits, largest first: by share where each has one, else by norm.
+
+        What is not finite, or not known, comes first.
+        """
+        has_shares = all(culprit.share is not None for culprit in self.culprits)
+        return sorted(self.culprits, key=lambda culprit: culprit.size(has_shares), reverse=True)
+
+    @property
+    def leader(self) -> Culprit | None:
+        """The largest culprit; None without any."""
+        return next(iter(self.by_size), None)
 
     @property
     def is_distilled(self) -> bool:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event's folder: the sequences token by token (``sequences.json``), and the replay bundle (``meta.json``)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from . import SCHEMA_VERSION, Count, Event, Interval, Version, never_null, optional
+from . import BY_COLUMN, EVENT_VERSION, Count, Event, EventVersion, Interval, never_null, optional
+from .columns import column
 
 BUNDLE_VERSION = 2
 """Of a bundle's meta.json and tensors. A bundle of version 1 had no coefficients: a replay ran the trainer's loss."""
@@ -13,7 +14,7 @@ Weights = tuple[Count, float, float]
 
 @dataclass(frozen=True)
 class Sequence:
-    """One response that holds a culprit, or a notable share of the spike; lists run over its T response tokens."""
+    """One response that holds a culprit or a notable share of the spike: T rows of the table of tokens."""
 
     rank: Count | None = never_null()
     micro_batch: Count | None = never_null()
@@ -25,35 +26,19 @@ class Sequence:
     token_ids: tuple[int, ...] | None = None
     """Null, as all text, when the run keeps none."""
     tokens: tuple[str, ...] | None = None
-    response_mask: tuple[float, ...] | None = never_null()
-    log_prob: tuple[float, ...] | None = None
-    old_log_prob: tuple[float, ...] | None = None
-    """As stored."""
-    rollout_log_prob: tuple[float, ...] | None = None
-    ref_log_prob: tuple[float, ...] | None = None
-    advantage: tuple[float, ...] | None = None
-    entropy: tuple[float, ...] | None = None
-    is_weight: tuple[float, ...] | None = None
-    coefficient: tuple[float, ...] | None = None
-    """d loss / d log_prob; of a critic d loss / d value."""
-    share: tuple[float, ...] | None = None
-    """Of the spike; null when not measured."""
-    share_error: tuple[float, ...] | None = optional()
-    """Standard errors of the shares."""
-    value: tuple[float, ...] | None = optional()
-    """The critic's; null where the event is the actor's, as the next one."""
-    value_target: tuple[float, ...] | None = optional()
-    """The returns."""
-    teacher_log_prob: tuple[float, ...] | None = optional()
-    """Where distillation is the whole loss."""
+    columns: Annotated[dict[str, tuple[float, ...]], BY_COLUMN] = field(default_factory=dict)
+    """The table of its tokens, by column; what is not known is left out."""
     pictures: tuple[str, ...] | None = optional()
     """PNG files in the event's folder, in the order of the prompt; null for text, and when the run keeps no text."""
     pictures_note: str | None = optional()
     """Why some or all of them are missing; null when none are."""
 
     def __len__(self) -> int:
-        known = (self.token_ids, self.tokens, self.response_mask, self.log_prob, self.share)
-        return max((len(column) for column in known if column is not None), default=0)
+        return max(map(len, (self.token_ids or (), self.tokens or (), *self.columns.values())), default=0)
+
+    def column(self, name: str) -> tuple[float, ...] | None:
+        """Return a column over the tokens, computed where it is no stored one; None where it is not known."""
+        return column(self.columns, name)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -66,7 +51,7 @@ class Sequence:
 class SequenceFile:
     """The sequences that hold culprits, token by token: sequences.json."""
 
-    schema_version: Version = SCHEMA_VERSION
+    schema_version: EventVersion = EVENT_VERSION
     event_id: str = ""
     sequences: tuple[Sequence, ...] = ()
 
@@ -98,7 +83,7 @@ class BundleMeta:
     """The logits were divided by this; of a critic it says nothing."""
     layout: tuple[BundleEntry, ...]
     event: Annotated[Event, ("type", "object")]
-    """The event record; see event.v1.schema.json."""
+    """The event record; see event.v2.schema.json."""
     dtype: str | None = optional()
     """Of the forward: ``float32``, ``bfloat16`` or ``float16``. Weights and gradients are in float32."""
     loss_scale: float | None = optional()

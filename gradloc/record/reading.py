@@ -8,12 +8,30 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+from . import Event, version1
+from .bundle import SequenceFile
+
 T = TypeVar("T")
 _SPELLED = ("NaN", "Infinity", "-Infinity")
 _SIMPLE = {int: "an integer", bool: "true or false", str: "text"}
 
 
-def read(kind: type[T], raw: Any, where: str = "") -> T:
+class Misfit(ValueError):
+    """A value is not of its type; ``path`` is where in the file, its last part first."""
+
+    def __init__(self, expected: str, raw: Any):
+        super().__init__(expected, raw)
+        self.expected, self.found = expected, f"{raw!r:.80}"
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        where = "".join(reversed(self.path)).lstrip(".")
+        if not self.expected:
+            return f"{where} is missing"
+        return f"{where or 'the file'} must be {self.expected}, found {self.found}"
+
+
+def read(kind: type[T], raw: Any) -> T:
     """Turn parsed JSON into a dataclass.
 
     Fields that the class does not have are passed over; those that are missing take their default.
@@ -21,26 +39,25 @@ def read(kind: type[T], raw: Any, where: str = "") -> T:
     Args:
         kind: a dataclass.
         raw: what ``json.loads`` returned.
-        where: dotted path of ``raw`` in its file.
 
     Raises:
         ValueError: names the field that is missing or of the wrong type.
     """
-    return _reader(kind)(raw, where)  # type: ignore[arg-type]
+    return _reader(kind)(raw)  # type: ignore[arg-type]
 
 
-Reader = Callable[[Any, str], Any]
+Reader = Callable[[Any], Any]
 
 
-@functools.cache  # an event has hundreds of fields, and a run may have 100,000 events
+@functools.cache  # an event has a hundred fields, and a run may have 100,000 events
 def _reader(hint: Any) -> Reader:
-    """What turns a value of parsed JSON, and where it was, into one of this type."""
+    """What turns a value of parsed JSON into one of this type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _reader(args[0])
     if origin in (typing.Union, types.UnionType):
         inner = _reader(args[0])
-        return lambda raw, where: None if raw is None else inner(raw, where)
+        return lambda raw: None if raw is None else inner(raw)
     if is_dataclass(hint):
         return _object(hint)
     if origin is tuple:
@@ -50,60 +67,99 @@ def _reader(hint: Any) -> Reader:
         return functools.partial(_dict, _reader(args[1]))
     if hint is float:
         return _float
-    return functools.partial(_simple, hint) if hint in _SIMPLE else lambda raw, where: raw
+    return functools.partial(_simple, hint) if hint in _SIMPLE else lambda raw: raw
+
+
+def _as_it_is(hint: Any) -> frozenset[type]:
+    """The types of JSON's values that are the hint's own already; most fields have one."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _as_it_is(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _as_it_is(args[0]) | {types.NoneType}
+    return frozenset({hint} if hint in (float, *_SIMPLE) else ())
 
 
 def _object(kind: Any) -> Reader:
     hints = typing.get_type_hints(kind, include_extras=True)
     parts = [
-        (field.name, _reader(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
+        (
+            *(field.name, _as_it_is(hints[field.name]), _reader(hints[field.name])),
+            field.default is MISSING and field.default_factory is MISSING,
+        )
         for field in fields(kind)
     ]
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    made_anew = [(field.name, field.default_factory) for field in fields(kind) if field.default_factory is not MISSING]
+    upgrade = {Event: version1.event, SequenceFile: version1.sequences}.get(kind)
 
-    def make(raw: Any, where: str) -> Any:
+    def make(raw: Any) -> Any:
         if not isinstance(raw, dict):
-            raise _wrong(where, "an object", raw)
-        found = {}
-        for name, read_field, is_required in parts:
-            if name in raw:
-                found[name] = read_field(raw[name], f"{where}.{name}")
-            elif is_required:
-                raise ValueError(f"{f'{where}.{name}'.lstrip('.')} is missing")
-        return kind(**found)
+            raise Misfit("an object", raw)
+        if upgrade is not None and raw.get("schema_version", 1) == 1:
+            raw = upgrade(raw)
+        found, name = {**defaults}, ""
+        try:
+            for name, as_it_is, read_field, is_required in parts:
+                if name in raw:
+                    value = raw[name]
+                    found[name] = value if type(value) in as_it_is else read_field(value)
+                elif is_required:
+                    raise Misfit("", None)
+        except Misfit as error:
+            error.path.append(f".{name}")
+            raise
+        for name, default in made_anew:
+            if name not in found:
+                found[name] = default()
+        made = object.__new__(kind)  # a frozen dataclass's own constructor takes twice as long as all of this
+        made.__dict__.update(found)
+        return made
 
     return make
 
 
-def _tuple(readers: list[Reader], item: Any, raw: Any, where: str) -> Any:
+def _tuple(readers: list[Reader], item: Any, raw: Any) -> Any:
     """``item``: the type of each, where there may be any number; else False."""
     if not isinstance(raw, list | tuple) or not item and len(raw) != len(readers):
-        raise _wrong(where, "a list" if item else f"a list of {len(readers)}", raw)
+        raise Misfit("a list" if item else f"a list of {len(readers)}", raw)
     if item and set(map(type, raw)) <= {item}:  # of a response's tokens there are many
         return tuple(raw)
-    pairs = enumerate(zip(readers * len(raw) if item else readers, raw, strict=True))
-    return tuple(read_item(value, f"{where}[{number}]") for number, (read_item, value) in pairs)
+    found = []
+    try:
+        for read_item, value in zip(readers * len(raw) if item else readers, raw, strict=True):
+            found.append(read_item(value))
+    except Misfit as error:
+        error.path.append(f"[{len(found)}]")
+        raise
+    return tuple(found)
 
 
-def _dict(inner: Reader, raw: Any, where: str) -> Any:
+def _dict(inner: Reader, raw: Any) -> Any:
     if not isinstance(raw, dict):
-        raise _wrong(where, "an object", raw)
-    return {key: inner(item, f"{where}.{key}") for key, item in raw.items()}
+        raise Misfit("an object", raw)
+    found, key = {}, ""
+    try:
+        for key, value in raw.items():
+            found[key] = inner(value)
+    except Misfit as error:
+        error.path.append(f".{key}")
+        raise
+    return found
 
 
-def _float(raw: Any, where: str) -> float:
-    if isinstance(raw, bool) or not (isinstance(raw, int | float) or raw in _SPELLED):
-        raise _wrong(where, "a number", raw)
+def _float(raw: Any) -> float:
+    if type(raw) is float:
+        return raw
+    if isinstance(raw, bool) or not (isinstance(raw, int) or raw in _SPELLED):
+        raise Misfit("a number", raw)
     try:
         return float(raw)
     except OverflowError:
-        raise _wrong(where, "a number that a float can hold", raw) from None
+        raise Misfit("a number that a float can hold", raw) from None
 
 
-def _simple(hint: type, raw: Any, where: str) -> Any:
+def _simple(hint: type, raw: Any) -> Any:
     if not isinstance(raw, hint) or (hint is int and isinstance(raw, bool)):
-        raise _wrong(where, _SIMPLE[hint], raw)
+        raise Misfit(_SIMPLE[hint], raw)
     return raw
-
-
-def _wrong(where: str, expected: str, raw: Any) -> ValueError:
-    return ValueError(f"{where.lstrip('.') or 'the file'} must be {expected}, found {raw!r:.80}")

@@ -5,12 +5,10 @@ A backward begins with the coefficients that the run's own left, so no loss is n
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..core.precise import precise_readout
 from ..core.step import Details, Numerics, Outputs, Recorded, RngState, TrainingStep, record, run_backward
 from .bundle import Bundle
 
@@ -63,10 +61,7 @@ class ReplayStep(TrainingStep):
         given = {name: part[name] for name in ("input_ids", "attention_mask")}
         positions, width = part["position_ids"], part["response_mask"].shape[1]
         given["position_ids"] = positions.transpose(0, 1) if positions.dim() == 3 else positions
-        with (
-            nullcontext() if torch.is_grad_enabled() else precise_readout(self._model, dtype),
-            torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32),
-        ):
+        with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
             output = self._model(**given, **self._inputs[micro_batch], use_cache=False)
         logits = output.logits[:, -width - 1 : -1].float()
         self._tick()

@@ -18,7 +18,8 @@ from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .batch import culprits_of, is_spread
 from .bisect import bisect
-from .candidates import alike, apart, carried, non_finite, proposed
+from .candidates import apart, carried, non_finite, proposed
+from .overflow import in_training_unit, rescaled
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
 from .step_causes import doubt_backward, nothing_found, split_off
@@ -26,7 +27,6 @@ from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps
 _MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
-_READ = {True: 0.02, False: 0.15}  # of closure, by whether training is in float32: its own error
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
 _FEW_TO_MEASURE = 3  # culprits: so many are measured, though their bounds name them
 
@@ -81,7 +81,8 @@ class _AutoSearch:
             if self._certify():
                 return True
             if len(self.result.culprits) >= self.task.max_culprits:
-                self._count_more()
+                more = [span.norm for span in apart(self.result.culprits, candidates) if span.norm >= span.threshold]
+                self._cut(len(more) * shares.is_exact, math.hypot(*more) if more and shares.is_exact else None)
                 return True
         return False
 
@@ -107,9 +108,8 @@ class _AutoSearch:
 
     def _is_more_to_see(self, shares: ShareMap) -> bool:
         """Whether what was read leaves more of R than an error, and the rest may hold a culprit by its norms."""
-        error = _READ[self.prober.step.numerics.dtype == torch.float32]
         missing = abs(1 - shares.closure)  # over 1: something unread takes it back
-        if missing < error or missing * shares.square < (self.task.reference / 2) ** 2:
+        if missing < _ODD or missing * shares.square < (self.task.reference / 2) ** 2:
             return False
         return shares.unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -184,12 +184,6 @@ class _AutoSearch:
         self.direction = result.rest = space.keep()
         self.scale = 1.0
         return is_done
-
-    def _count_more(self) -> None:
-        """No more culprits may be named, and the rest still spikes: count what else there is, by shares along it."""
-        shares = self._measure(number=1)
-        more = alike(self.task, shares, self.result.culprits) if shares is not None and shares.is_exact else []
-        self._cut(len(more), math.hypot(*(candidate.norm for candidate in more)) if more else None)
 
     def _cut(self, num_more: int, norm: float | None = None) -> None:
         """Record that ``max_culprits`` ended the search, with this many more spans of together this norm at least."""
@@ -340,7 +334,15 @@ def auto(task: Task) -> SearchResult:
 
     ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
-    return _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
+    found = _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
+    norm = 0.0 if found.certificate is None else found.certificate.norm_after or 0.0
+    is_open = found.culprits and task.unit == 1.0 and not math.isfinite(norm)
+    other = rescaled(task, found.culprits) if is_open else None
+    if other is None:
+        return found
+    more = in_training_unit(other, auto(other))  # without what is not finite itself, the norm overflows
+    more.path = found.path + more.path
+    return more
 
 
 def share(task: Task) -> SearchResult:

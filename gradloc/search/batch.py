@@ -12,18 +12,13 @@ likelihood then pulls with 1, and a policy's loss with the advantage.
 import math
 from collections.abc import Sequence
 
-import torch
-
-from ..core.tracker import median_size
 from ..record import Certificate
-from .candidates import MUCH, carried, rows_of
+from .candidates import MUCH, STRONG, carried, pulls_of, usual_pulls
 from .share import ShareMap
 from .task import Span, Task
 
 _ORDINARY = 3.0  # a pull: normed advantages are of order one, so with more the batch is scaled
-_BEYOND_CHANCE = 3.0  # times the largest of N normal draws: rows are few, and their pulls are no normal draws
 _FEWER = 4.0  # times: culprits are so many times fewer than equal tokens that would leave as little
-_TINY = 1e-300  # instead of a weight of 0
 
 
 def is_spread(task: Task, shares: ShareMap, spans: Sequence[Span]) -> bool:
@@ -47,28 +42,15 @@ def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> lis
 
 
 def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
-    """Of each span, whether its loss pulls a token more than chance pulls any of the batch's; whether that is scaled.
+    """Of each span, whether its loss pulls a token more than chance pulls any of the batch's; if that is scaled."""
+    step, ranks, (usual, most) = task.prober.step, task.prober.ranks, usual_pulls(task)
 
-    The usual pull is that of a row which two fifths of the rows surpass, by their medians: if more are off, the
-    batch is.
-    """
-    step, ranks = task.prober.step, task.prober.ranks
+    def local() -> list[float]:
+        pulls = [pull[step.token_mask(index)] for index, pull in enumerate(pulls_of(task))]
+        own = [span.rank == ranks.rank for span in spans]
+        there = [pulls[span.micro_batch][span.start : span.end] for span in spans]
+        return [float(each.max()) if is_own else 0.0 for is_own, each in zip(own, there, strict=True)]
 
-    def local() -> tuple[list[float], list[float]]:
-        pulls = []
-        for index, readout in enumerate(task.readouts(())):
-            weights = step.token_weights(index).abs().double()
-            pulls.append(torch.where(weights > 0, readout.weight / weights.clamp(min=_TINY), 0.0))
-        typical = [median_size([pull]) for _, _, (pull,) in rows_of(task, pulls.__getitem__)]
-        most = [0.0] * len(spans)
-        for number, span in enumerate(spans):
-            if span.rank == ranks.rank:
-                there = pulls[span.micro_batch][step.token_mask(span.micro_batch)]
-                most[number] = float(there[span.start : span.end].max())
-        return typical, most
-
-    typical, mine = ranks.agree(local)
-    known = sorted(pull for part in ranks.gather(typical) for pull in part if pull > 0)
-    usual = known[len(known) * 3 // 5] if known else 0.0
-    least = _BEYOND_CHANCE * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * usual
+    least = STRONG * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * most
+    mine = ranks.agree(local)
     return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual > _ORDINARY

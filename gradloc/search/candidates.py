@@ -8,6 +8,7 @@ Shapes: B rows of a micro-batch, T response positions, n response tokens of one 
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,29 +23,26 @@ _MAX_HINTS = 2  # tokens that are verified though no share names them
 MUCH = 0.5  # of R: what carries less leaves most of it to others
 _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
-_WINDOW_SHARE = 0.9  # of a row's product: a segment that carries this is named instead of the row
-_LOUD_SHARE = 0.5  # of a row's product: if few loud tokens carry this, they are named one by one
-_FEW = 3  # the most tokens of a row that are few
-ELEVATED = 3.0  # times the typical coefficient of the batch: the loss weighs such a token more than others
-_ALIKE = 10.0  # times its row's median coefficient: a loud token above that stands for itself, not for its row
-_MOST = 0.8  # of a row's tokens: if more are elevated, the row is the culprit
-_HOT = 0.4  # of a culprit's norm, so a tenth of the threshold: the least of each token in a segment
-
+_NEARLY_ALL = 0.9  # of what a row carries, or of its tokens
+_FEW = 3  # tokens of a row: if they alone carry it, it is they and not the row
+_USUAL = 0.6  # of the rows pull less than the usual one: two fifths may be culprits
+STRONG = 3.0  # times usual: the loss pulls such a token more than others
+TINY = 1e-300  # instead of a weight, or a usual square, of 0
 
 _Found = tuple[float, int, int, int, str, float]
 """(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
 
 
 def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans whose share makes them culprits, loudest first; then tokens that a backward of their own has to prove.
-
-    These have the largest coefficients; where there is no span, also the loudest.
-    """
+    """Spans whose share makes them culprits, loudest first; then tokens that take a backward to prove: those with the
+    largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
         similar = alike(task, shares, named)
         found = similar if carried(task, shares, similar) > MUCH * shares.square else []
+    if found and shares.is_exact and task.prober.step.num_micro_batches <= _MAX_HINTS:
+        return found  # a further round of so few costs hardly more than the hints' backwards
     hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
     if found or not is_read:
         return found + hints
@@ -55,21 +53,23 @@ def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
 def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
 
-    :class:`Row` decides what of a row is a span: a few loud tokens, a segment (a run of large tokens), or the whole
-    sequence. Tokens that are ``named`` already read 0.
+    :func:`spans_in` decides what of a row is a span. Tokens that are ``named`` already read 0.
     """
-    norm = shares.square**0.5
-    typical_weight, typical_total = _typical(task, shares, named)
+    norm, strong = shares.square**0.5, STRONG * usual_pulls(task)[0]
+    carried_by_row = _over_rows(
+        task, lambda: [float(values.sum().abs()) for _, _, (values,) in rows_of(task, shares.products.__getitem__)]
+    )
+    typical = carried_by_row[len(carried_by_row) // 2] / norm if carried_by_row else 0.0
 
     def local() -> list[_Found]:
         found = []
-        weights = [readout.weight for readout in task.readouts(named)]
-        for index, first, (products, doubt, weight) in rows_of(
-            task, shares.products.__getitem__, shares.doubt, weights.__getitem__
-        ):
-            row = Row(products / norm, doubt / norm, weight, typical_weight, task.culprit_norm)
-            for start, end in row.spans(stands_out=row.total >= ELEVATED * typical_total / norm):
-                bound = row.bound(start, end)
+        values = shares.products.__getitem__, shares.doubt, pulls_of(task).__getitem__
+        for index, first, (products, doubts, pulls) in rows_of(task, *values):
+            counted = pulls[pulls > 0]
+            is_strong = 0 < strong and float((counted >= strong).sum()) >= _NEARLY_ALL * max(len(counted), 1)
+            least_run = max(task.culprit_norm, STRONG * typical)
+            for start, end in spans_in(products / norm, doubts / norm, is_strong, task.culprit_norm, least_run):
+                bound = _bound(products[start:end] / norm, doubts[start:end] / norm)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
 
@@ -96,18 +96,33 @@ def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
     return ranks.sum(ranks.agree(local))[0]
 
 
-def _typical(task: Task, shares: ShareMap, named: Sequence[Span]) -> tuple[float, float]:
-    """Medians over all ranks' rows: of a row's median coefficient, and of its absolute product with R."""
+def pulls_of(task: Task) -> list[torch.Tensor]:
+    """How much the loss pulls each token of this rank: |c_t| + |e_t| over the token's weight in the loss, float64
+    (B, T). A likelihood pulls with 1, a policy's loss with the advantage, however rows are averaged."""
+    found = []
+    for index, readout in enumerate(task.readouts(())):
+        weights = task.prober.step.token_weights(index).abs().double()
+        found.append(torch.where(weights > 0, readout.weight / weights.clamp(min=TINY), 0.0))
+    return found
 
-    def local() -> list[tuple[float, float]]:
-        weights = [readout.weight for readout in task.readouts(named)]
-        rows = rows_of(task, shares.products.__getitem__, weights.__getitem__)
-        return [(median_size([weight]), float(products.sum().abs())) for _, _, (products, weight) in rows]
 
+def usual_pulls(task: Task) -> tuple[float, float]:
+    """That of a row which two fifths of all ranks' rows surpass, by their medians: if more are off, the batch is. And
+    how large it may be, since rows are few: two standard errors of their rank further up."""
+
+    def local() -> list[float]:
+        return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, pulls_of(task).__getitem__)]
+
+    known = _over_rows(task, local) or [0.0]
+    place = _USUAL * len(known)
+    further = place + 2 * math.sqrt(place * (1 - _USUAL))
+    return known[int(place)], known[min(math.ceil(further), len(known) - 1)]
+
+
+def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:
+    """A number of each row of all ranks, those over 0 alone, rising."""
     ranks = task.prober.ranks
-    pairs = [pair for part in ranks.gather(ranks.agree(local)) for pair in part]
-    medians = torch.tensor([[weight, total] for weight, total in pairs if weight > 0], dtype=torch.float64)
-    return tuple(medians.median(0).values.tolist()) if len(medians) else (0.0, 0.0)
+    return sorted(number for part in ranks.gather(ranks.agree(local)) for number in part if number > 0)
 
 
 def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
@@ -138,55 +153,46 @@ def by_value(
     A value times ``bound`` is a lower bound on the token's norm; 0 makes hints.
     """
     most = max(_MAX_SENT, 2 * task.max_culprits) + sum(span.size for span in named)
-
-    def local() -> list[_Found]:
-        found = []
-        for index in range(task.prober.step.num_micro_batches):
-            values = value(index)[task.prober.step.token_mask(index)]
-            top = values.topk(min(most, len(values)))
-            for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                if size >= least:
-                    found.append(_found(size, index, number, number + 1, 0, bound * size))
-        return found
-
-    return _merge(task, local, named)
+    return _merge(task, lambda: _largest(task, value, most, least, bound), named)
 
 
-def by_coefficient(task: Task, most: int, named: Sequence[Span], norm: float = math.inf) -> list[Span]:
-    """Hints: tokens whose coefficient would make them culprits if their log-prob gradients were typical ones.
+def _largest(
+    task: Task, value: Callable[[int], torch.Tensor], most: int, least: float = 0.0, bound: float = 0.0
+) -> list[_Found]:
+    """The tokens of this rank with the most of a value, so many of each micro-batch."""
+    found = []
+    for index in range(task.prober.step.num_micro_batches):
+        values = value(index)[task.prober.step.token_mask(index)]
+        top = values.topk(min(most, len(values)))
+        for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+            if size >= least:
+                found.append(_found(size, index, number, number + 1, 0, bound * size))
+    return found
+
+
+def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
+    """Hints: at most so many tokens whose coefficient would make them culprits if their log-prob gradients were typical
+    ones, without those ``named``.
 
     |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
     with the root of its sum of squares. A culprit has a quarter of the norm or more, hence a sixteenth of the sum of
     squares of those no louder. Needs no forward, and sees pairs that cancel in the gradient.
-
-    Args:
-        most: how many are wanted, without those ``named``.
-        norm: ||R||. If it were dealt out to all tokens by |c_t| (1 - p_t), each hint would have a culprit's norm. By
-            default that asks nothing.
     """
-    prober = task.prober
-    square = 0.0
+    prober, mask = task.prober, task.prober.step.token_mask
 
-    def local() -> list[_Found]:
-        nonlocal square
-        found = []
-        for index, readout in enumerate(task.readouts([])):
-            values = readout.slope.abs()[prober.step.token_mask(index)]
-            square += float(values.square().sum())
-            top = values.topk(min(most + sum(span.size for span in named), len(values)))
-            for size, number in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                found.append(_found(size, index, number, number + 1, 0))
-        return found
+    def local() -> tuple[list[torch.Tensor], float]:
+        sizes = [readout.slope.abs() for readout in task.readouts([])]
+        return sizes, sum(float(size[mask(index)].square().sum()) for index, size in enumerate(sizes))
 
-    merged = _merge_sized(task, local)
+    sizes, square = prober.ranks.agree(local)
     (rest,) = prober.ranks.sum([square])
-    least = rest * (task.culprit_norm / norm) ** 2
+    count = most + sum(span.size for span in named)
     kept: list[Span] = []
     held = _Held(named)
-    for size, candidate in merged:  # loudest first, so the rest is that of tokens no louder
-        rest -= size**2
+    for size, candidate in _merge_sized(task, lambda: _largest(task, sizes.__getitem__, count)):
+        rest -= size**2  # loudest first, so the rest is that of tokens no louder
         if not held.parts(candidate):
-            if 16 * size**2 < rest or size**2 < least or len(kept) == most:
+            if 16 * size**2 < rest or len(kept) == most:
                 break
             kept.append(candidate)
     return kept
@@ -258,84 +264,56 @@ def _order(found: _Found) -> tuple:
 # ---- which spans of one row: pure arithmetic
 
 
-class Row:
-    """One row's tokens: how much each carries, and how much the loss weighs it.
+def spans_in(
+    values: torch.Tensor, errors: torch.Tensor, is_strong: bool, least: float, least_run: float
+) -> list[tuple[int, int]]:
+    """Intervals [start, end) of one row's tokens that are worth naming.
+
+    The whole row, if the loss pulls nearly all of it more and it is a culprit without its loudest few; its loud tokens,
+    neighbours together; or, where none is loud, the shortest run that carries nearly all.
 
     Args:
         values: signed lower bounds on the norm of each token's gradient, (n,).
         errors: how far each may be off by chance, (n,).
-        weights: |c_t| + |e_t|, (n,).
-        typical: a typical token's weight in the batch.
+        is_strong: whether the loss pulls nearly all of the row more than usual.
         least: the least norm of a culprit.
+        least_run: the same of a row without a loud token; more, where every row carries much.
     """
-
-    def __init__(self, values: torch.Tensor, errors: torch.Tensor, weights: torch.Tensor, typical: float, least: float):
-        self.values, self.errors, self.weights, self.typical, self.least = values, errors, weights, typical, least
-        self.sizes = shrunk(values, errors).abs()
-        self.loud = (self.sizes >= least).nonzero().squeeze(-1).tolist()
-        self.total = self.bound(0, len(values))
-
-    def bound(self, start: int, end: int) -> float:
-        """Lower bound on the norm of a run of tokens. Independent errors add up as a root."""
-        return self._bound(self.values[start:end], self.errors[start:end])
-
-    def _bound(self, values: torch.Tensor, errors: torch.Tensor) -> float:
-        return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
-
-    def spans(self, stands_out: bool) -> list[tuple[int, int]]:
-        """Intervals [start, end) worth naming.
-
-        In this order: the whole row, if the loss weighs all of it more; its loud tokens, if they are few; segments and
-        loud tokens between them; else, if the row ``stands_out`` by carrying far more than a typical one, the shortest
-        run that carries most of it.
-        """
-        if self._is_sequence():
-            return [(0, len(self.values))]
-        tokens = [(number, number + 1) for number in self.loud]
-        carried, whole = (float(values.sum().abs()) for values in (self.values[self.loud], self.values))
-        if len(self.loud) <= _FEW and (self.total < self.least or carried >= _LOUD_SHARE * whole):
-            return tokens
-        runs = [(start, end) for start, end in self._runs() if end - start > 1 and self.bound(start, end) >= self.least]
-        covered = {number for start, end in runs for number in range(start, end)}
-        found = sorted(runs + [token for token in tokens if token[0] not in covered])
-        if not found and stands_out and self.total >= self.least:
-            return [window(self.values)]
-        return found
-
-    def _is_sequence(self) -> bool:
-        """Whether the row is off as a whole: nearly all its tokens weigh more than typical and about alike, and most
-        of them are loud, or even without its three loudest it is a culprit."""
-        matters = self.weights > 0
-        elevated = self.weights >= ELEVATED * self.typical
-        if not self.typical or len(self.values) <= _FEW or elevated.sum() <= _MOST * matters.sum():
-            return False
-        if self.loud and float(self.weights[self.loud].max()) > _ALIKE * median_size([self.weights]):
-            return False
-        if _FEW < matters.sum() < 2 * len(self.loud) and self.total >= self.least:
-            return True
-        quiet = torch.ones_like(matters)
-        quiet[self.values.abs().topk(_FEW).indices] = False
-        return self._bound(self.values[quiet], self.errors[quiet]) >= self.least
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """The longest runs [start, end) of tokens none of which is small."""
-        start = None
-        for number, is_hot in enumerate([*(self.sizes >= _HOT * self.least).tolist(), False]):
-            if is_hot:
-                start = number if start is None else start
-            elif start is not None:
-                yield start, number
-                start = None
+    quiet = torch.ones(len(values), dtype=torch.bool)
+    quiet[values.abs().topk(min(_FEW, len(values))).indices] = False
+    if is_strong and _bound(values[quiet], errors[quiet]) >= least:
+        return [(0, len(values))]
+    is_loud = shrunk(values, errors).abs() >= least
+    start, end = _window(values)
+    if _bound(values[start:end], errors[start:end]) >= least_run and not is_loud.any():
+        return [(start, end)]
+    found = []
+    for start, end in _runs(is_loud.tolist()):
+        is_one = _bound(values[start:end], errors[start:end]) >= least  # else they cancel
+        found += [(start, end)] if is_one else [(number, number + 1) for number in range(start, end)]
+    return found
 
 
-def window(values: torch.Tensor) -> tuple[int, int]:
-    """The shortest run [start, end) that carries 0.9 of the sum; the whole row if that takes more than half of it."""
-    target = _WINDOW_SHARE * float(values.sum().abs())
-    sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
-    sums = sums if sums[-1] >= 0 else -sums
+def _bound(values: torch.Tensor, errors: torch.Tensor) -> float:
+    """Lower bound on the norm of some tokens' gradient. Independent errors add up as a root."""
+    return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
+
+
+def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """The longest runs [start, end) of what is set."""
+    end = 0
+    for is_set, group in itertools.groupby(flags):
+        start, end = end, end + len(list(group))
+        if is_set:
+            yield start, end
+
+
+def _window(values: torch.Tensor) -> tuple[int, int]:
+    """The shortest run [start, end) that carries nearly all of the sum; the whole row if that takes more than half."""
+    sums = torch.cat([values.new_zeros(1), values.cumsum(0)]).mul(values.sum().sign())
     for length in range(1, len(values) // 2 + 1):
         carried = sums[length:] - sums[:-length]
-        if float(carried.max()) >= target:
+        if float(carried.max()) >= _NEARLY_ALL * float(sums[-1]):
             start = int(carried.argmax())
             return start, start + length
     return 0, len(values)

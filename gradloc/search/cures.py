@@ -19,14 +19,13 @@ from ..core.gradients import Gradient
 from ..core.ranks import Ranks
 from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
 from ..record import Cured
-from ..words.advice import lines_of
-from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, settings_in
-from .share import ShareMap
+from ..words.advice import options_of
+from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
+from .share import CERTAIN, ShareMap
 from .task import SearchResult, Task
 
 logger = logging.getLogger(__name__)
 
-_CERTAIN = 3.0  # standard errors
 _VERDICTS = {"explained": "healed", "not_explained": "not_healed", "undecided": "undecided"}
 _ORDER = ("healed", "undecided", "not_healed", "no_change")
 
@@ -74,8 +73,8 @@ def _local_candidates(step: HostStep, groups: Groups | None) -> list[Candidate]:
     found, is_critics = [], step.recorded(0).is_value
     refused = groups.refused_cures if groups else ()
     for name in (name for name in MILDEST_FIRST if step.trainer_name and name not in refused):
-        for line in lines_of(name, step.trainer_name).values():
-            settings = settings_in(line, step.trainer_name)
+        for taken in options_of(name, step.trainer_name).values():
+            line, settings = taken.line, loss_settings(taken)
             if line.startswith("critic.") != is_critics:
                 continue
             if name in OF_BATCH:
@@ -198,7 +197,7 @@ def _outlook(sums: Sequence[float], shares: ShareMap | None) -> _Outlook | None:
     surely = 0.0
     if shares is not None and shares.is_trusted:
         left = abs(carried) / shares.square
-        surely = max(left - _CERTAIN * shares.closure_error, 0.0)
+        surely = max(left - CERTAIN * shares.closure_error, 0.0)
     return _Outlook(num_changed / max(num_tokens, 1), num_bad == 0, left, surely)
 
 

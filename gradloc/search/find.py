@@ -37,6 +37,7 @@ from .task import SearchResult, Task
 Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
 _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 
+_FREE = 3  # f: one micro-batch of an earlier step, which a search is not to miss
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
 """What may have made a spike instead of its tokens, and yet be the loss's doing."""
@@ -150,7 +151,13 @@ def _link(
         result = unsearched(task, objection)
         return (fault_result(task, fault, result.path) if fault is not None and fault.label else result), fault
     broken = apart_from_any_batch(task, reran)
-    return judge(task) if broken is None and judge is not None else (broken, None)
+    if broken is not None or judge is None:
+        return broken, None
+    cost, started = task.prober.cost, time.perf_counter()
+    found = judge(task)
+    spent, seconds = task.prober.cost - cost, time.perf_counter() - started
+    task.limit.allow(min(spent, _FREE), seconds * min(_FREE / max(spent, 1), 1.0))
+    return found
 
 
 def _fault_with(result: SearchResult, found: Fault | None) -> Fault | None:

@@ -49,6 +49,11 @@ class Limit:
         self._is_published = budget is not None
         self._started = time.perf_counter()
 
+    def allow(self, cost: float, seconds: float) -> None:
+        """Allow what was spent on a question that comes before the search: f, the same on all ranks, and time."""
+        self.most += cost
+        self._started += seconds
+
     def left(self, prober: "Prober", certificate: int, counts_time: bool = True) -> float:
         """What may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
 

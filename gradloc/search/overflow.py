@@ -6,6 +6,7 @@ training's own unit, since a healthy gradient divided by 1e37 would leave float3
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ..core.certificate import Removal
 from ..core.selection import Token
 from ..record import Certificate
-from .task import SearchResult, Task
+from .task import SearchResult, Span, Task, tokens_of
 
 _LARGE = 2.0**30
 """From here on a coefficient may overflow a norm by itself: squares do from 2^64, and no log-prob's gradient has a norm
@@ -28,11 +29,17 @@ class RescaledTask(Task):
     """The spike in a unit in which its gradient is finite: norms here are training's divided by ``unit``."""
 
     original: Task | None = None
+    known: tuple[Span, ...] = ()
+    """Those whose own loss is not finite, which no unit mends: they are no part of the gradient."""
+
+    def coefficients(self, without: Sequence[Span]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return super().coefficients([*self.known, *without])
 
     def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
         """As in training's unit, where the norm was not finite; if it still is not, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit
+        culprits = [*tokens_of(self.known), *culprits]
         step.rescale(1.0)
         found = self.original.certify(culprits, goes_on)
         step.rescale(unit)
@@ -49,17 +56,18 @@ class RescaledTask(Task):
         return replace(found, norm_before=math.inf, verdict="not_explained", reason=reason)
 
 
-def rescaled(task: Task) -> RescaledTask | None:
+def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
     """The same spike in another unit if its coefficients alone made its norm overflow; else None.
 
-    All ranks call this together. One pass over the micro-batches, and only where a coefficient is that large.
+    All ranks call this together. One pass over the micro-batches, and only where a coefficient is that large. What is
+    ``known`` is left out.
     """
     prober, step = task.prober, task.prober.step
 
     def local() -> list[float]:
         sizes = [0.0]
-        for index in range(step.num_micro_batches):
-            for values in step.coefficients(index):
+        for pair in task.coefficients(known):
+            for values in pair:
                 if values is not None:
                     sizes.append(float(values.abs().nan_to_num(nan=math.inf).max()))
         return [max(sizes)]
@@ -72,14 +80,14 @@ def rescaled(task: Task) -> RescaledTask | None:
         return None
     unit = 2.0 ** math.frexp(largest)[1]
     step.rescale(unit)
-    prober.compute((index, None) for index in range(step.num_micro_batches))
+    prober.compute_without(tokens_of(known))
     norm = prober.space.norm()
     if not math.isfinite(norm):  # the backward makes it so from any coefficients
         step.rescale(1.0)
         return None
     spike = replace(_times(1.0 / unit, task.spike), grad_norm=norm)
-    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits, task.limit
-    return RescaledTask(prober, *given, unit=unit, original=task)
+    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits - len(known), task.limit
+    return RescaledTask(prober, *given, unit=unit, original=task, known=tuple(known))
 
 
 def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
@@ -87,7 +95,7 @@ def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
     assert task.original is not None
     unit, found = task.unit, result.certificate
     task.prober.step.rescale(1.0)
-    result.culprits = [_times(unit, culprit) for culprit in result.culprits]
+    result.culprits = [*task.known, *(_times(unit, culprit) for culprit in result.culprits)]
     result.path = [_times(unit, entry) for entry in result.path]
     result.more_norm = None if result.more_norm is None else result.more_norm * unit
     result.shares = None if result.shares is None else _times(unit, result.shares)

@@ -37,7 +37,7 @@ _LEAST_RESPONSE = 0.05  # log-odds: a shorter step of 135M weights is near the l
 _FINE = 0.02  # of closure: an error that is not worth another step
 _TOO_FAR = 2.0  # times the response that is aimed at: beyond it curvature's error is four times as large
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
-_CERTAIN = 3.0  # standard errors: the least that counts as beyond chance
+CERTAIN = 3.0  # standard errors: the least that counts as beyond chance
 FAR = 3.0  # a factor: a gradient in half precision differs from the function's own by less
 _LAST_PLACES = 2.0**-20  # error of a log-prob in float32: a few units of logits near 10
 _LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
@@ -87,7 +87,7 @@ class ShareMap:
 
     def doubt(self, micro_batch: int) -> torch.Tensor:
         """How much of each product may be chance, float64 (B, T): about the largest of N normal draws."""
-        chance = max(_CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
+        chance = max(CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
         return chance * self.errors[micro_batch]
 
 

@@ -28,6 +28,7 @@ from ..core.step import typical_sizes
 from ..core.tracker import median_size
 from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..words.text import plural
+from .candidates import TINY
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
 
@@ -35,12 +36,9 @@ TRANSIENT = "the spike did not come back when its micro-batches were run again a
 
 _STABLE = 1.5  # a factor: closures of two step sizes that are closer do not depend on the step
 _REPEATS = 0.1  # of the norm: two runs of the same micro-batches differ by less, however badly kernels repeat
-_MOST_NAMES = 8  # parameters named in an event
-_MOST_PLACES = 8  # positions named in an event
-_TINY = 1e-30  # instead of a usual square of 0
+_MOST_NAMES = 8  # parameters, or positions, named in an event
 _SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
 _NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
-_ALIKE = 0.1  # of the norm: a rehearsal, without a threshold, comes back if it differs by less
 _NUM_BEFORE = 3  # modules told of before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WAYS = ("forward", "backward")
@@ -53,7 +51,7 @@ def rerun(task: Task) -> Rerun:
     if not math.isfinite(spike.grad_norm):
         is_reproduced = not math.isfinite(norm)
     elif spike.threshold is None:
-        is_reproduced = difference <= _ALIKE
+        is_reproduced = difference <= _REPEATS
     else:
         is_reproduced = not norm <= spike.threshold
     return Rerun(norm, difference if math.isfinite(difference) else math.nan, is_reproduced)
@@ -86,7 +84,7 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
     if not space.norm() <= _REPEATS * norm:
         return StepCause("transient", TRANSIENT, numbers)
     given = space.squares(task.gradient) / task.scale**2
-    ratios = (given / again.clamp(min=_TINY)).sqrt()
+    ratios = (given / again.clamp(min=TINY)).sqrt()
     off = (given.sqrt() - again.sqrt()).square()
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE_SHARE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MOST_NAMES])
@@ -170,7 +168,7 @@ def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = N
     that nothing is wrong with; without that the largest."""
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
-    order = sorted(kept, key=lambda name: -squares[name] / (max(usual[name], _TINY) if usual else 1))
+    order = sorted(kept, key=lambda name: -squares[name] / (max(usual[name], TINY) if usual else 1))
     return tuple(order[:_MOST_NAMES])
 
 
@@ -191,9 +189,9 @@ def _padding(task: Task) -> SearchResult | None:
         for index in range(step.num_micro_batches):
             bad, mask, rows = ~torch.isfinite(step.coefficients(index)[0]), step.token_mask(index), step.rows(index)
             num_bad += int((bad & mask).sum())
-            for row, position in (bad & ~mask).nonzero()[:_MOST_PLACES].tolist():
+            for row, position in (bad & ~mask).nonzero()[:_MOST_NAMES].tolist():
                 places.append((rows[row] if rows else None, position))
-        return num_bad, places[:_MOST_PLACES]
+        return num_bad, places[:_MOST_NAMES]
 
     gathered = ranks.gather(ranks.agree(local))
     places = [place for _, part in gathered for place in part]
@@ -204,7 +202,7 @@ def _padding(task: Task) -> SearchResult | None:
     if not math.isfinite(norm):
         return None
     why = "only positions outside of the response mask have a loss that is not finite"
-    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_PLACES]))
+    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_NAMES]))
     bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
     threshold = task.spike.threshold
     verdict, reason = judge(norm, bound, threshold, was_finite=False)

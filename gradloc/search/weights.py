@@ -7,11 +7,6 @@ are resharded before every move and after the last (measured on FSDP1 and FSDP2 
 ``reshard_after_forward``). Some engines' models hold other weights than the optimizer does. There the optimizer's are
 moved, and the model takes them over.
 
-*Dither.* In half precision a small move is less than the last place of most weights: rounded to nearest, they would not
-move at all. So a random dither of up to half that unit is added to the moved weight in float32 before it is rounded.
-Each weight then moves with a probability that makes the move right on average. Both legs of a difference draw the same
-dither, so what it does by itself cancels.
-
 *Routes.* A mixture of experts sends each token where its router's top-k says. That choice jumps where two experts are
 as good, and the difference of two log-probs across a jump is no derivative; autograd, too, holds the choice fixed. So a
 forward at the weights of training notes what every top-k chose, and forwards at moved weights take the same indices.
@@ -31,16 +26,8 @@ from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
 from ..core.step import Outputs
 
-_MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
-_EXPONENT = 0x7F800000  # its bits in a float32
 _MANY = 1_000  # more than a sketch has directions: each shard draws numbers of its own
 _LARGE_PRIME = 1_000_003  # more than a model has parameters: each gets random numbers of its own
-
-
-def _sixteen_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Uniform random int16 of this shape, four from each int64 drawn: half the time of drawing floats."""
-    drawn = torch.empty((like.numel() + 3) // 4, dtype=torch.int64, device=like.device)
-    return drawn.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()].view(like.shape)
 
 
 class MovedWeights:
@@ -50,17 +37,15 @@ class MovedWeights:
 
     Args:
         space: the trainable parameters.
-        compute_dtype: of the forward; half precision is dithered, whatever the precision of the master weights.
-        seed: of the dither, the same for every move in this context.
+        compute_dtype: of the forward.
         is_wide: whether forwards are :func:`~..core.precision.float32_forwards`. Then weights kept in half precision
-            are shifted there, and nothing is dithered.
+            are shifted there, and not rounded.
     """
 
-    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, seed: int = 0, is_wide: bool = False):
+    def __init__(self, space: GradientSpace, compute_dtype: torch.dtype, is_wide: bool = False):
         self._space = space
         self._dtype = torch.float32 if is_wide else compute_dtype
         self._cast = {id(weight) for weight in shifted_weights(space.module)} if is_wide else set()
-        self._seed = seed
         self._saved: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -76,7 +61,7 @@ class MovedWeights:
         return shard if id(param) in self._cast else keep(shard)
 
     def move(self, direction: Gradient, step: float) -> torch.Tensor:
-        """Set the weights to original + dither + step * direction.
+        """Set the weights to original + step * direction.
 
         Returns:
             This process' part of <direction, true move>, a float64 scalar. The true move is that of the weights as a
@@ -93,9 +78,9 @@ class MovedWeights:
         space.reshard()
         device = space.params[0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        parts = zip(space.params, self._saved, direction, space.generators(self._seed), space.counts, strict=True)
+        parts = zip(space.params, self._saved, direction, space.counts, strict=True)
         shifts: dict[int, Callable[[], torch.Tensor]] = {}
-        for param, saved, part, dither, counts in parts:
+        for param, saved, part, counts in parts:
             if id(param) in self._cast:
                 if part is not None:
                     shifts[id(param)] = partial(local_shard, part)
@@ -104,8 +89,7 @@ class MovedWeights:
                 continue
             for shard, was, along in in_parts(local_shard(param), saved, saved if part is None else local_shard(part)):
                 was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
-                moved = was if part is None else torch.add(was.float(), along, alpha=step)
-                self._set(shard, was, moved, dither)
+                shard.copy_(was if part is None else torch.add(was.float(), along, alpha=step))
                 if counts and part is not None:
                     total += torch.dot((shard.to(self._dtype).float() - was.float()).flatten(), along.flatten())
         space.shift = Shift(shifts, step)
@@ -130,7 +114,7 @@ class MovedWeights:
         return True
 
     def move_randomly(self, seed: int, step: float) -> None:
-        """Set the weights to original + dither + step * v, with v standard normal, of this seed, different by shard."""
+        """Set the weights to original + step * v, with v standard normal, of this seed, different by shard."""
         self._space.agree(lambda: self._move_randomly(seed, step))
         self._space.publish()
 
@@ -138,11 +122,9 @@ class MovedWeights:
     def _move_randomly(self, seed: int, step: float) -> None:
         space = self._space
         space.reshard()
-        drawn_by = zip(space.generators(seed), space.generators(self._seed), strict=True)
         shifts: dict[int, Callable[[], torch.Tensor]] = {}
-        for number, (param, saved, (generator, dither)) in enumerate(
-            zip(space.params, self._saved, drawn_by, strict=True)
-        ):
+        parts = zip(space.params, self._saved, space.generators(seed), strict=True)
+        for number, (param, saved, generator) in enumerate(parts):
             if id(param) in self._cast:
                 own = seed + _MANY * space.shard_index
                 shifts[id(param)] = partial(_drawn, local_shard(param), _LARGE_PRIME * own + number)
@@ -150,7 +132,7 @@ class MovedWeights:
             for shard, was in in_parts(local_shard(param), saved):
                 was = was.to(shard.device, non_blocking=True)
                 drawn = torch.randn(was.shape, generator=generator, device=was.device)
-                self._set(shard, was, was + step * drawn, dither)
+                shard.copy_(was + step * drawn)
         space.shift = Shift(shifts, step)
 
     @torch.no_grad()
@@ -166,17 +148,6 @@ class MovedWeights:
             return square
 
         return float(self._space.reduce(local).sqrt())
-
-    def _set(self, shard: torch.Tensor, saved: torch.Tensor, moved: torch.Tensor, dither: torch.Generator) -> None:
-        bits = _MANTISSA_BITS.get(self._dtype, _MANTISSA_BITS.get(saved.dtype))
-        if bits is not None and saved.numel():
-            # A float32 with its mantissa cleared is its power of two; times 2^-bits it is one unit in the last place.
-            # The random int16 spans 2^16, centred on 0: another 2^-16 makes the dither half a unit either way. The unit
-            # is the original weight's, so both legs share it. A weight of zero (LoRA's second factor at first) has no
-            # exponent and gets no dither, nor does it need one: small numbers near zero are not rounded away.
-            unit = (saved.float().view(torch.int32) & _EXPONENT).view(torch.float32).mul_(2.0 ** -(bits + 16))
-            moved = unit.mul_(_sixteen_bits(saved, dither)).add_(moved)
-        shard.copy_(moved)
 
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

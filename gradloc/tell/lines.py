@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record import Culprit, Event
-from ..words.culprits import by_size, carried, trusted_share
+from ..words.culprits import carried, trusted_share
 from ..words.cures import healer
 from ..words.numbers import bounded, number
 from ..words.story import headline, pronoun, quote, says_reason, step_cause
@@ -65,7 +65,7 @@ def table_rows(events: list[Event]) -> list[list[Any]]:
 
 def _who(event: Event) -> str:
     share, more = carried(event, event.culprits), len(event.culprits) - 1
-    first = by_size(event.culprits)[0]
+    first = event.by_size[0]
     carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
     return f"{quote(first)} (rank {first.rank}){f' and {more} more' if more else ''}{carry}"
 
@@ -83,5 +83,5 @@ def _row(event: Event, culprit: Culprit) -> list[Any]:
         share,
         culprit.share_error if share is not None else None,
         culprit.grad_norm,
-        culprit.advantage,
+        culprit.at("advantage"),
     ]

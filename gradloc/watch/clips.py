@@ -8,8 +8,7 @@ FSDP1 has a method of its own.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -18,6 +17,11 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
+
+from ..core.gradients import GradientSpace, squared_norms
+from ..core.sharding import local_shard
+
+_CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 
 
 @dataclass
@@ -45,34 +49,113 @@ def plain(norm: Any) -> torch.Tensor:
 
 
 class ClipTap:
-    """Keeps the clips of one model's gradient until they are taken.
+    """The clips of one model's gradient: the norm before them, and the same clips again.
 
     Args:
         owns: whether a parameter is one of the model's.
     """
 
     def __init__(self, owns: Callable[[Any], bool]):
-        self.owns, self.calls = owns, list[Clip]()
+        self.owns = owns
+        self.pending: list[Clip] = []
+        """Since the last step, in order."""
+        self.calls: list[Clip] = []
+        """Of the step that is looked into."""
+        self.limit = math.inf
+        """On the norm, of the one clip that there was; else inf."""
         self.is_off = False
+        self._sees_all, self._last = False, (0.0, 0.0)
+        self._own_limit: float | None = None
+        self._known_limit: float | None = None
+        """Of a clip by the loop's own code, once one was noticed."""
+        self._raw: torch.Tensor | None = None
         _install()
         _taps.add(self)
-
-    def take(self) -> list[Clip]:
-        """Return the clips since the last call, in order."""
-        calls, self.calls = self.calls, []
-        return calls
 
     def close(self) -> None:
         _taps.discard(self)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """See no clips in here."""
+    def after_backward(self, space: GradientSpace) -> None:
+        """Note the norm that a clip would begin with, where the loop's clips cannot be seen."""
+        if not self._sees_all:
+            there = [local_shard(grad) for grad in space.counted(space.current()) if grad is not None]
+            self._raw = squared_norms(there).sum() if there else None
+
+    def take_engine(self, limit: float) -> None:
+        """Take the step for one that its engine clips to this limit, behind our look."""
+        self.pending, self._raw, self._own_limit, self.limit = [], None, None, limit
+
+    def norm(self, space: GradientSpace, given: torch.Tensor | None = None) -> torch.Tensor:
+        """Take the clips of a step, and return its gradient's norm before them: from these, else from the gradient.
+
+        Args:
+            space: the trained parameters.
+            given: the norm where no clip was seen, if it is known.
+        """
+        self.calls, self.pending, raw, self._raw = self.pending, [], self._raw, None
+        if given is not None and not self.calls:
+            return given
+        covered = {id(param) for call in self.calls for param in call.params}
+        is_all = all(id(param) in covered for param in space.params if param.grad is not None)
+        self._sees_all, self._own_limit, self.limit = bool(self.calls) and is_all, None, math.inf
+        if not self._sees_all:
+            return torch.tensor(space.norm() if raw is None else self._norm_without_clips(space, raw))
+        if len(self.calls) == 1 and not self.calls[0].is_by_value:
+            self.limit = self.calls[0].limit
+        return self._joined([plain(call.norm) for call in self.calls])
+
+    @torch.no_grad()
+    def again(self, space: GradientSpace) -> torch.Tensor:
+        """Clip what is in ``.grad`` as the loop clipped; returns the norm before."""
+        if not self.calls:
+            norm = space.norm()
+            factor = self.own_factor(norm)
+            if factor is not None:
+                space.scale(factor)
+            return torch.tensor(norm)
         self.is_off = True
         try:
-            yield
+            return self._joined([plain(call.again()) for call in self.calls])
         finally:
             self.is_off = False
+
+    def own_factor(self, norm: float) -> float | None:
+        """What a loop's own clip multiplies with; None where none was seen."""
+        return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
+
+    def _norm_without_clips(self, space: GradientSpace, raw: torch.Tensor) -> float:
+        """A loop that clips by code of its own leaves norms at its limit, which those after the backward are not."""
+
+        def local() -> torch.Tensor:
+            grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
+            there = [grad for grad in grads if grad is not None]
+            now = squared_norms(there).sum() if there else raw.new_zeros(())
+            return torch.stack([now.to(raw.device), raw])
+
+        now, after_backward = (value**0.5 for value in space.reduce(local).tolist())
+        (last_now, last_ratio), ratio = self._last, now / after_backward if after_backward > 0 else 1.0
+        self._last = now, ratio
+        if not ratio < 1 - _CLIPPED or not math.isfinite(now):
+            return now
+        is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
+        was_whole = abs(last_ratio - 1) <= _CLIPPED
+        is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
+        if was_whole or is_steady or is_near[1]:
+            self._own_limit = self._known_limit = self.limit = now
+            return after_backward
+        return now
+
+    def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One norm from those of the clips: of several on the same parameters the first counts."""
+        if len(norms) == 1:
+            return norms[0]
+        seen: set[int] = set()
+        squares = []
+        for call, norm in zip(self.calls, norms, strict=True):
+            if seen.isdisjoint(id(param) for param in call.params):
+                squares.append(norm.double() ** 2)
+            seen |= {id(param) for param in call.params}
+        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
 
 
 _taps: "weakref.WeakSet[ClipTap]" = weakref.WeakSet()
@@ -84,7 +167,7 @@ def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
     for tap in list(_taps):
         own = [] if tap.is_off else [param for param in params if tap.owns(param)]
         if own:
-            tap.calls.append(make(own))
+            tap.pending.append(make(own))
 
 
 def _listed(parameters: Any) -> list[Any]:

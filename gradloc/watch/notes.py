@@ -4,16 +4,17 @@
 Shapes: B rows of a micro-batch, T positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..checks import require
+from ..core.step import Outputs
 from ..loop.batch import at_first
 from .step import Forward, frozen, outputs_of
-from .taps import Forwarded, ModelTap
+from .taps import ModelTap, add_to
 
 
 class Notes:
@@ -55,36 +56,13 @@ class Notes:
         if self.localizer is None:
             return
         self._next_number = self._next_number if step is None else int(step)
-        for name, value in (("mask", mask), ("ids", ids)):
-            is_matrix = value is None or isinstance(value, torch.Tensor) and value.dim() == 2
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
-        require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
-        if mask is None and not self.tap.forwards:
-            return
-        size = tuple(mask.shape) if mask is not None else self.tap.forwards[-1].positions
-        known: dict[str, Any] = {}
-        if mask is not None and ids is not None:
-            if ids.shape != mask.shape:
-                raise ValueError(
-                    f"Watch: the ids have shape {tuple(ids.shape)}, the mask {size}: give all of the tokens that the "
-                    "positions predict, such as ids[:, 1:] for next-token log-probs."
-                )
-            known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
-        if rows is not None:
-            known["rows"] = [*rows]
-            if len(known["rows"]) != size[0]:
-                raise ValueError(f"Watch: rows has {len(known['rows'])} names for {size[0]} rows.")
-        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights}
-        tensors = {name: _wide(name, value, size) for name, value in given.items() if value is not None}
-        if rewards is not None:
-            flat = _wide("rewards", rewards, size, is_flat=True)[:, 0]
-            tensors["token_level_scores"] = at_first(flat, torch.zeros(size, device=flat.device))
-        if self.tap.forwards and torch.is_grad_enabled():
-            last = self.tap.forwards[-1].known
-            last |= known | {"tensors": last.get("tensors", {}) | tensors}
+        last = self.tap.forwards[-1] if self.tap.forwards else None
+        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights, "rewards": rewards}
+        known = checked(None if last is None else last.size, mask, ids, rows, given)
+        if last is not None and torch.is_grad_enabled():
+            last.known |= known | {"tensors": last.known.get("tensors", {}) | known.get("tensors", {})}
             if log_probs is not None and log_probs.requires_grad:
-                log_probs.register_hook(partial(_keep_coefficient, last))
+                log_probs.register_hook(partial(add_to, last, "coefficient"))
 
     def log_probs(
         self,
@@ -122,35 +100,77 @@ class Notes:
         given = forward()
         outputs = outputs_of(given)
         self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
-        _check_outputs(outputs, mask, entropy)
+        check_outputs(outputs, mask, entropy)
         if self.tap.num_seen > before and outputs.beside is not None and outputs.beside.requires_grad:
             last = self.tap.forwards[-1]
             last.again = frozen(forward)
-            outputs.beside.register_hook(partial(_keep_beside, last))
+            outputs.beside.register_hook(partial(add_to, last, "declared"))
         return given
 
 
-def _keep_coefficient(known: dict[str, Any], grad: torch.Tensor) -> None:
-    before = known.get("coefficient")  # of another backward through the same log-probs
-    known["coefficient"] = grad.detach() if before is None else before + grad.detach()
+def checked(
+    size: tuple[int, ...] | None,
+    mask: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    rows: Sequence[Any] | None,
+    given: Mapping[str, torch.Tensor | None],
+) -> dict[str, Any]:
+    """Return what is known of a forward: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
+
+    Args:
+        size: B and T of the forward where no mask is given; None: there is no forward.
+        mask: (B, T), or None.
+        ids: (B, T), or None.
+        rows: B names, or None.
+        given: (B, T) or (B,) by name, or None; ``rewards`` are (B,).
+
+    Raises:
+        ValueError: one sentence, where shapes do not fit.
+    """
+    for name, value in (("mask", mask), ("ids", ids)):
+        is_matrix = value is None or isinstance(value, torch.Tensor) and value.dim() == 2
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
+    require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
+    known: dict[str, Any] = {}
+    if mask is not None and ids is not None:
+        size = tuple(mask.shape)
+        if ids.shape != mask.shape:
+            raise ValueError(
+                f"Watch: the ids have shape {tuple(ids.shape)}, the mask {size}: give all of the tokens that the "
+                "positions predict, such as ids[:, 1:] for next-token log-probs."
+            )
+        known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
+    if size is None:
+        return known
+    if rows is not None:
+        known["rows"] = [*rows]
+        if len(known["rows"]) != size[0]:
+            raise ValueError(f"Watch: rows has {len(known['rows'])} names for {size[0]} rows.")
+    known["tensors"] = {name: _wide(name, value, size) for name, value in given.items() if value is not None}
+    rewards = known["tensors"].pop("rewards", None)
+    if rewards is not None:
+        zeros = torch.zeros(size, device=rewards.device)
+        known["tensors"]["token_level_scores"] = at_first(rewards[:, 0], zeros)
+    return known
 
 
-def _keep_beside(forwarded: Forwarded, grad: torch.Tensor) -> None:
-    before = forwarded.declared
-    forwarded.declared = grad.detach() if before is None else before + grad.detach()
-
-
-def _wide(name: str, value: Any, size: tuple[int, ...], is_flat: bool = False) -> torch.Tensor:
+def _wide(name: str, value: Any, size: tuple[int, ...]) -> torch.Tensor:
     """As (B, T)."""
     require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
-    value = value.detach().view(-1) if is_flat else value.detach()
+    value = value.detach().view(-1) if name == "rewards" else value.detach()
     value = value.unsqueeze(1) if value.dim() == 1 else value
     if value.dim() != 2 or value.shape[0] != size[0] or value.shape[1] not in (1, size[1]):
         raise ValueError(f"Watch: {name} has shape {tuple(value.shape)}, the mask {size}.")
     return value.expand(size)
 
 
-def _check_outputs(outputs: Any, mask: torch.Tensor, has_entropy: bool) -> None:
+def check_outputs(outputs: Outputs, mask: torch.Tensor, has_entropy: bool) -> None:
+    """Refuse log-probs and entropies that are not of the mask's shape.
+
+    Raises:
+        ValueError: one sentence.
+    """
     shapes = {"log_probs": outputs.log_prob.shape, "entropies": getattr(outputs.entropy, "shape", None)}
     for name, shape in shapes.items():
         if shape is not None and shape != mask.shape:

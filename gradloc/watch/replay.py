@@ -26,9 +26,7 @@ _MOST_FAULTY = 8  # parameters of a fault
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
-def hold_against(
-    step: TapStep, space: GradientSpace, before: Gradient, clips: Sequence[Clip], own: float | None, tap: ClipTap
-) -> None:
+def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: ClipTap, norm: float) -> None:
     """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
 
     ``.grad`` is left holding it in the unit in which it was clipped; ``step.backward_factor`` says by what it was
@@ -38,11 +36,11 @@ def hold_against(
         step: settled.
         space: the trained parameters.
         before: the gradient that the optimizer was to get.
-        clips: that the loop made, in order.
-        own: the factor of a clip by the loop's own code; None where there was none.
-        tap: on clips.
+        tap: on its clips.
+        norm: of the gradient before it.
     """
-    factors = _clip_factors(space, clips, own)
+    clips = tap.calls
+    factors = _clip_factors(space, clips, tap.own_factor(norm))
     again, dots = space.squares_and_dots(before)
     given = space.squares(before)
     outside = _outside(step, space, again, given)
@@ -55,7 +53,7 @@ def hold_against(
         step.backward_factor = _exact(
             _factor_of_small(space, before, min(call.limit for call in clips if call.is_by_value))
         )
-        off = _after_clips(space, before, clips, step.backward_factor, tap)
+        off = _after_clips(space, before, tap, step.backward_factor)
     else:
         off = _differences(space, before, step.backward_factor * factors)
     off[outside] = 0.0
@@ -145,16 +143,12 @@ def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> fl
 
 
 @torch.no_grad()
-def _after_clips(
-    space: GradientSpace, before: Gradient, clips: Sequence[Clip], factor: float, tap: ClipTap
-) -> torch.Tensor:
+def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: float) -> torch.Tensor:
     """Squared difference per parameter once the same clips were made; ``.grad`` is as it was."""
     kept = space.take()
     space.put([None if grad is None else grad * factor for grad in kept])
     try:
-        with tap.paused():
-            for call in clips:
-                call.again()
+        tap.again(space)
         space.add(before, alpha=-1.0)
         return space.squares()
     finally:

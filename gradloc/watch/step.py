@@ -1,53 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of any loop, as a step that can be run again.
-
-:class:`LoopStep` has what such steps share; a trainer's own says how a forward is run again.
+"""What a loop's forward gives, and how it is run again.
 
 Shapes: B rows of a micro-batch, T positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from ..core.sharding import reduction_deferred
-from ..core.step import Details, Numerics, Outputs, Recorded, to_host
-from ..loop.batch import Rows, joined
+from ..core.step import Outputs
 
 Forward = Callable[[], Any]
 """Gives log-probs (B, T), or a tuple of these, entropies (B, T) or None, and a scalar of what else the loss is made of
 or None."""
 
 
-@dataclass
-class LoopMicroBatch:
-    """What the loop said of one micro-batch, and what its passes left."""
-
-    mask: torch.Tensor
-    """bool (B, T)."""
-    ids: torch.Tensor
-    """(B, T)."""
-    tensors: dict[str, torch.Tensor]
-    """(B, T), by the names of :class:`~..loop.batch.BatchView`; those that the loop gave."""
-    recorded: Recorded
-    autocast: Callable[[], AbstractContextManager[Any]]
-    dtype: torch.dtype
-    """Of the forward."""
-    names: Sequence[str] | None = None
-    """Of the rows."""
-    is_deferred: bool = False
-    """Whether its backward left the sum over ranks to a later one."""
-    forward: Forward = field(init=False)
-    """How a trainer's step runs it again."""
-    on_host: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 class LoopStep:
-    """All micro-batches of one optimizer step: see :class:`~..core.step.TrainingStep`.
+    """What steps that are run again from a model's inputs share.
 
     Args:
         module: as the loop calls it: plain, DDP, FSDP1 or FSDP2.
@@ -57,117 +30,32 @@ class LoopStep:
 
     around_pass: Callable[[bool], AbstractContextManager[None]] | None = None
     """An engine's own, around a micro-batch of a pass; called with whether it is the last."""
-    first_row = 0
-    """Where this rank's first row stands among all ranks': set once that is known."""
 
     def __init__(self, module: torch.nn.Module, num_ranks: int, scale: Callable[[], float]):
         self.module, self.num_ranks, self._scale = module, num_ranks, scale
-        self.micro_batches: list[LoopMicroBatch] = []
-        self._loss_scale: float | None = None
 
-    # ---- what the search may ask
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches)
-
-    @property
-    def numerics(self) -> Numerics:
-        if self._loss_scale is None:
-            self._loss_scale = self._scale()
-        weight = 1.0 / (self.num_ranks * self._loss_scale)
-        dtype = self.micro_batches[0].dtype
-        dtype = torch.float32 if dtype == torch.float64 else dtype  # no search reckons with finer
-        return Numerics(dtype, self._loss_scale, weight, reduces_once=self.reduces_once)
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self.micro_batches[micro_batch].recorded
-
-    def rows(self, micro_batch: int) -> list[int]:
-        sizes = [len(each.mask) for each in self.micro_batches]
-        first = self.first_row + sum(sizes[:micro_batch])
-        return list(range(first, first + sizes[micro_batch]))
-
-    def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return self.micro_batches[micro_batch].mask
-
-    def details(self, micro_batch: int) -> Details:
-        given = self.micro_batches[micro_batch].tensors
-        return Details(given.get("old_log_probs"), given.get("weights"))
+    reduces_once = False
+    """Whether ranks sum the gradient after the last micro-batch alone."""
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         if self.around_pass is not None:
             return self.around_pass(is_last)
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
-    # ---- what the driver reads
 
-    def _settle(self) -> None:
-        """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
-        on_device: list[Any] = []
-        for each in self.micro_batches:
-            on_device += [each.mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
-        read = to_host(on_device)
-        for index, each in enumerate(self.micro_batches):
-            mask, coefficient, advantages = read[3 * index : 3 * index + 3]
-            coefficient = torch.zeros(mask.shape) if coefficient is None else coefficient
-            each.on_host = {"mask": mask, "coefficient": coefficient}
-            if advantages is not None:
-                each.on_host["advantages"] = advantages
+def auxiliary_loss(output: Any) -> torch.Tensor | None:
+    """Return what a transformers model's output has of a loss that passes through no hidden state: routers' balancing
+    loss."""
+    found = getattr(output, "aux_loss", None)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 
-    def release(self) -> None:
-        """After the search: coefficients are read from the host, and the device's are let go."""
-        for each in self.micro_batches:
-            each.recorded.log_prob_coefficient = each.on_host["coefficient"]
 
-    def counts(self) -> tuple[int, int]:
-        """How many tokens are trained on, and how many rows there are, on this rank."""
-        self._settle()
-        masks = self._on_host("mask")
-        return sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
-
-    def brief(self) -> list[tuple[int, float]]:
-        """Of each row how many tokens it has and their median advantage, or what stands in its place: enough where
-        nothing spiked."""
-        masks = self._on_host("mask")
-        if self.has_advantages:
-            return brief_of(masks, self._on_host("advantages"))
-        return brief_of(masks, [self.loss_weights(index) for index in range(len(masks))])
-
-    @property
-    def has_advantages(self) -> bool:
-        """Whether the loop said them."""
-        return all("advantages" in each.tensors for each in self.micro_batches)
-
-    def loss_weights(self, micro_batch: int) -> torch.Tensor:
-        """(B, T), on the host: minus d loss / d log_prob; still over the number of tokens, which all ranks know."""
-        return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
-
-    def all_rows(self) -> Rows:
-        """Everything about the rows that an event may say, on the host: see :func:`~..loop.batch.joined`."""
-        parts = []
-        for index, each in enumerate(self.micro_batches):
-            mask, ids = each.on_host["mask"], each.ids.cpu()
-            names = [str(name) for name in each.names] if each.names is not None else [""] * len(mask)
-            parts.append(
-                {name: value.detach().cpu() for name, value in each.tensors.items()}
-                | {"responses": ids, "attention_mask": _shown(mask), "response_mask": mask.long()}
-                | {"loss_weights": self.loss_weights(index), "log_probs": each.recorded.log_prob.float().cpu()}
-                | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
-                | {"names": names}
-            )
-        shared = set.intersection(*(set(part) for part in parts))
-        return joined([{name: part[name] for name in part if name in shared} for part in parts])
-
-    # ---- inside
-
-    def _on_host(self, name: str) -> list[torch.Tensor]:
-        return [each.on_host[name] for each in self.micro_batches]
-
-    @property
-    def reduces_once(self) -> bool:
-        """Whether ranks sum the gradient after the last micro-batch alone."""
-        return any(each.is_deferred for each in self.micro_batches[:-1])
+def returned_log_probs(output: Any) -> Outputs | None:
+    """Return the log-probs (B, T) that a model's output has, its entropies and its auxiliary loss; None without any."""
+    found = getattr(output, "log_probs", None)
+    if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.requires_grad and torch.is_grad_enabled():
+        return None
+    return Outputs(found, getattr(output, "entropy", None), auxiliary_loss(output))
 
 
 def outputs_of(given: Any) -> Outputs:
@@ -213,19 +101,3 @@ def autocast_now(device: torch.device) -> tuple[Callable[[], AbstractContextMana
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return lambda: torch.autocast(kind, dtype=dtype, enabled=dtype is not None), dtype
-
-
-def _shown(mask: torch.Tensor) -> torch.Tensor:
-    """Up to the last token that is trained on: what follows is padding."""
-    positions = torch.arange(mask.shape[1]) * mask
-    return (torch.arange(mask.shape[1]) <= positions.amax(1, keepdim=True)).long()
-
-
-def brief_of(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
-    """Pairs for :func:`.colocated.brief_view`, of micro-batches' bool (B, T) and values (B, T)."""
-    rows = [
-        row[kept]
-        for row_values, mask in zip(values, masks, strict=True)
-        for row, kept in zip(row_values, mask, strict=True)
-    ]
-    return [(len(row), float(row.median()) if len(row) else 0.0) for row in rows]

@@ -4,6 +4,8 @@
 A search reads a number of each position from forwards without a graph, and asks for the gradient of some positions.
 The gradient comes from dL/dh and dL/dz themselves. What is read depends on the loss:
 
+- ``outputs``: the model returned log-probs itself, and nothing needs to be recovered: these are read, and the gradient
+  is the backward from them with the derivatives that training's left there;
 - ``log_probs``: dL/dh fits a loss of log-probs, entropies, mean log-probs and log-sum-exps; these are read, in float32;
 - ``logits``: any other loss, where dL/dz was kept: <dL/dz, z> of each position is read;
 - ``hidden``: where it was not: <dL/dh, h>. The head's own gradient is then no part of the search.
@@ -12,9 +14,11 @@ Shapes: B rows, T positions, H hidden size, V vocabulary, W a head's outputs. A 
 on may do so for a window of the positions, as ``logits[:, :-1]`` is one: its mask is then (B, T').
 """
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,14 +26,16 @@ import torch
 
 from ..core.precise import precise_linear
 from ..core.ranks import Ranks
-from ..core.step import Numerics, Outputs, Recorded
+from ..core.step import Details, Numerics, Outputs, Recorded, to_host
+from ..loop.batch import Rows, joined
 from ..record import Fault
-from .anew import AnewStep, TapRecorded, kept, present
+from .anew import TapRecorded, kept, present
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
-from .step import LoopMicroBatch, LoopStep, brief_of
+from .rows import brief_of, shown
+from .step import LoopStep, returned_log_probs
 from .taps import Forwarded, Graph, ModelTap, Zero
 
-FORMS = ("log_probs", "logits", "hidden")
+FORMS = ("outputs", "log_probs", "logits", "hidden")
 _PROBED = 64  # positions by which labels are told from other inputs
 _BETTER = 0.9  # of a residual's square: later labels have to fit by so much better
 _TIMES = 3.0  # a position's tolerance: a residual of the whole step up to which its loss has the form
@@ -37,13 +43,20 @@ _TINY = 1e-30  # in place of a size of 0
 
 
 @dataclass
-class TapMicroBatch(LoopMicroBatch):
-    """One forward of the step."""
+class TapMicroBatch:
+    """One forward of the step: what the loop said of it, and what its passes left."""
 
-    forwarded: Any = None
-    """The :class:`.taps.Forwarded`."""
+    forwarded: Forwarded
+    mask: torch.Tensor
+    """bool (B, T')."""
+    ids: torch.Tensor
+    """(B, T')."""
+    recorded: Recorded
+    on_host: dict[str, torch.Tensor] = field(default_factory=dict)
     start: int = 0
     """Where the window of the mask begins."""
+    is_masked_by_coefficient: bool = False
+    """Whether the mask says where the coefficient is not 0, and nothing else."""
     labels: torch.Tensor | None = None
     """(B, T): the token that each position was to predict."""
     found: Fit | None = None
@@ -56,6 +69,16 @@ class TapMicroBatch(LoopMicroBatch):
     """Squared norm of dL/dh less what dL/dz of the heads brings it; inf where some dL/dz is not known."""
     sizes: torch.Tensor | None = None
     """Of all positions, flat: what a read number is multiplied by in the loss."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """(B, T'), by the names of :class:`~..loop.batch.BatchView`; those that the loop gave."""
+        return self.forwarded.known.get("tensors", {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the forward."""
+        return self.forwarded.dtype
 
     @property
     def window(self) -> slice:
@@ -77,7 +100,10 @@ class TapStep(LoopStep):
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap.outer, ranks.size, lambda: 1.0)
         self.around_pass = tap.around_pass
-        self.tap, self.ranks, self.form = tap, ranks, FORMS[0]
+        self.tap, self.ranks, self.form = tap, ranks, FORMS[1]
+        self.micro_batches: list[TapMicroBatch] = []
+        self.first_row = 0
+        """Where this rank's first row stands among all ranks': set once that is known."""
         self.backward_factor = 1.0
         """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
         self.objection = ""
@@ -97,9 +123,38 @@ class TapStep(LoopStep):
         self.has_rest = False
         """Whether some position has a part that is neither log-prob nor entropy."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
+        return self.form == FORMS[0]
+
     def take(self, forwards: Sequence[Forwarded]) -> None:
         """Take over the forwards that had a backward."""
-        self.micro_batches = [self._made(each) for each in forwards]
+        is_open = bool(forwards) and all(each.is_open for each in forwards)
+        self.form = FORMS[0] if is_open else FORMS[1]
+        self.micro_batches = [self._opened(each) if is_open else self._made(each) for each in forwards]
+
+    @staticmethod
+    def _opened(forwarded: Forwarded) -> TapMicroBatch:
+        """What is known of a forward that returned log-probs; of TRL's also the labels, of the next tokens."""
+        whole, known, labels = forwarded.recorded, forwarded.known, forwarded.kwargs.get("labels")
+        assert whole is not None and whole.log_prob_coefficient is not None
+        width = whole.log_prob.shape[1]
+        if "mask" in known:
+            mask, ids = known["mask"], known["ids"]
+        elif isinstance(labels, torch.Tensor):
+            labels = labels[:, 1:]  # a prompt that is learned comes first, and has none
+            labels = torch.nn.functional.pad(labels, (width - labels.shape[1], 0), value=-100)
+            mask, ids = labels != -100, labels.clamp(min=0)
+        else:
+            mask = whole.log_prob_coefficient != 0
+            ids = torch.zeros_like(mask, dtype=torch.long)
+        start = width - mask.shape[1]
+        recorded = Recorded(whole.rng, beside_coefficient=whole.beside_coefficient)
+        for name in ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient"):
+            value = getattr(whole, name)
+            setattr(recorded, name, None if value is None else value[:, start:])
+        return TapMicroBatch(forwarded, mask, ids, recorded, start=start)
 
     def _made(self, forwarded: Forwarded) -> TapMicroBatch:
         """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
@@ -109,41 +164,67 @@ class TapStep(LoopStep):
         if "mask" in known and known["mask"].shape[1] != width:
             start = min(_starts(width, known["mask"].shape[1]), default=0)
             window = slice(start, start + known["mask"].shape[1])
-        coefficient = known.get("coefficient")
-        coefficient = norms[:, window] / self.tap.unit if coefficient is None else coefficient
+        coefficient = forwarded.coefficient
+        is_masked = coefficient is None and forwarded.factor is None and "mask" not in known
+        if coefficient is None:
+            coefficient = (norms if window == slice(None) else norms[:, window]) / self.tap.unit
         if forwarded.factor is not None:
             coefficient = coefficient.where(forwarded.factor[:, window], 0.0)
         mask = known["mask"] if "mask" in known else norms != 0
+        ids = known["ids"] if "ids" in known else self.tap.zeros_like(mask, torch.long)
         recorded = Recorded(forwarded.rng)
-        recorded.log_prob, recorded.log_prob_coefficient = torch.zeros_like(coefficient), coefficient
-        return TapMicroBatch(
-            mask=mask,
-            ids=known["ids"] if "ids" in known else torch.zeros_like(mask, dtype=torch.long),
-            tensors=known.get("tensors", {}),
-            recorded=recorded,
-            autocast=forwarded.autocast,
-            dtype=forwarded.dtype,
-            names=known.get("rows"),
-            is_deferred=forwarded.is_deferred,
-            forwarded=forwarded,
-            start=start,
-        )
+        recorded.log_prob, recorded.log_prob_coefficient = self.tap.zeros_like(coefficient), coefficient
+        return TapMicroBatch(forwarded, mask, ids, recorded, start=start, is_masked_by_coefficient=is_masked)
 
     # ---- what the search may ask
 
     @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
     def numerics(self) -> Numerics:
         """In the unit of the gradient as it was clipped."""
-        found = super().numerics
-        return Numerics(
-            found.dtype,
-            1.0 / self.backward_factor,
-            self.backward_factor / self.num_ranks,
-            reduces_once=found.reduces_once,
-        )
+        dtype, factor = self.micro_batches[0].dtype, self.backward_factor
+        dtype = torch.float32 if dtype == torch.float64 else dtype  # no search reckons with finer
+        return Numerics(dtype, 1.0 / factor, factor / self.num_ranks, reduces_once=self.reduces_once)
+
+    @property
+    def reduces_once(self) -> bool:  # type: ignore[override]
+        return any(each.forwarded.is_deferred for each in self.micro_batches[:-1])
+
+    def recorded(self, micro_batch: int) -> Recorded:
+        return self.micro_batches[micro_batch].recorded
+
+    def rows(self, micro_batch: int) -> list[int]:
+        sizes = [len(each.mask) for each in self.micro_batches]
+        first = self.first_row + sum(sizes[:micro_batch])
+        return list(range(first, first + sizes[micro_batch]))
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        return self.micro_batches[micro_batch].mask
+
+    def details(self, micro_batch: int) -> Details:
+        given = self.micro_batches[micro_batch].tensors
+        return Details(given.get("old_log_probs"), given.get("weights"))
+
+    @staticmethod
+    def precisely(dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Context of a forward without a graph whose log-probs the model returns: in it these are float32, where the
+        trainer can have them so."""
+        return nullcontext()
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
         made = self.micro_batches[micro_batch]
+        if self.is_open:
+            if torch.is_grad_enabled():
+                given = self.tap.graph(made.forwarded, is_cut=False).given
+            else:
+                with self.precisely(made.dtype):
+                    given = made.forwarded.run()
+            found: Any = returned_log_probs(given)
+            entropy = None if found.entropy is None else found.entropy[:, made.start :]
+            return found._replace(log_prob=found.log_prob[:, made.start :], entropy=entropy)
         if torch.is_grad_enabled():
             return self.tap.graph(made.forwarded)
         seen: list[Outputs] = []
@@ -157,6 +238,8 @@ class TapStep(LoopStep):
 
         As the backward left it: exact where the loop gives its log-probs, else from the norm of dL/dh.
         """
+        if self.is_open:
+            return self.recorded(micro_batch).coefficients(self.numerics.weight)[0]
         on_host = self.micro_batches[micro_batch].on_host
         return on_host.get("typical", on_host["coefficient"]) / self.num_ranks
 
@@ -171,13 +254,23 @@ class TapStep(LoopStep):
         """Have the next forward's logits kept until the step is taken, as far as there is room."""
         self.tap.keeps_logits = True
 
-    def kept(self) -> AnewStep:
+    def kept(self) -> LoopStep:
         """Return the first micro-batch, to be run again at the weights of a later step."""
-        return kept(self)
+        if not self.is_open:
+            return kept(self)
+        found, first = copy.copy(self), self.micro_batches[0]
+        found.micro_batches = [copy.copy(first)]
+        found.micro_batches[0].recorded = copy.copy(first.recorded)
+        return found
 
-    def anew(self) -> AnewStep:
+    def anew(self) -> LoopStep:
         """Return the settled step as one whose loss follows the weights."""
-        return present(self)
+        return self if self.is_open else present(self)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an input was written to since."""
+        return any(each.forwarded.is_changed for each in self.micro_batches)
 
     # ---- before a search
 
@@ -185,6 +278,8 @@ class TapStep(LoopStep):
     def settle(self) -> None:
         """Recover what the loss asked of each position: one forward of each micro-batch. All ranks call it together."""
         micro_batches = self.micro_batches
+        if self.is_open:
+            return
         for made in micro_batches:
             made.recorded.rng.restore()
             self.ranks.together(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
@@ -202,7 +297,7 @@ class TapStep(LoopStep):
         pulls, others = (_largest([found.parts[:, part] for found in founds]) for part in (slice(0, 2), slice(2, None)))
         pulls, others = self.ranks.max([pulls, others])
         is_of_log_probs = is_formed and not (is_kept and others > pulls)  # else a z-loss, say, is the loudest
-        self.form = FORMS[0] if is_of_log_probs else FORMS[1] if is_kept else FORMS[2]
+        self.form = FORMS[1] if is_of_log_probs else FORMS[2] if is_kept else FORMS[3]
         for made in micro_batches:
             self.ranks.agree(partial(self._record, made))
 
@@ -233,7 +328,9 @@ class TapStep(LoopStep):
         for labels, start in self._labels(made):
             flat = labels.reshape(-1)
             trial = fit(h[loudest], weight, bias, flat[loudest], pulls[loudest], tolerance, further=further)
-            off = float(trial.residual.nan_to_num().square().sum())
+            has_moved = trial.labels != flat[loudest]  # a token that fits is found wherever the given one does not
+            left = torch.where(has_moved, pulls[loudest].float().norm(dim=-1), trial.residual)
+            off = float(left.nan_to_num().square().sum())
             if least is None or off < _BETTER * least:
                 least, made.labels, made.start = off, labels, start
         assert made.labels is not None
@@ -300,7 +397,7 @@ class TapStep(LoopStep):
         recorded.beside_coefficient = forwarded.beside
         made.recorded = recorded
         made.on_host.setdefault("typical", made.on_host["coefficient"])
-        given = forwarded.known.get("coefficient") if self.form == "log_probs" else None
+        given = forwarded.coefficient if self.form == "log_probs" else None
         made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
     @staticmethod
@@ -400,11 +497,66 @@ class TapStep(LoopStep):
 
     # ---- what the driver reads
 
+    def _settle(self) -> None:
+        """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
+        on_device: list[Any] = []
+        for each in self.micro_batches:
+            mask = None if each.is_masked_by_coefficient else each.mask
+            on_device += [mask, each.recorded.log_prob_coefficient, each.tensors.get("advantages")]
+        read = to_host(on_device)
+        for index, each in enumerate(self.micro_batches):
+            mask, coefficient, advantages = read[3 * index : 3 * index + 3]
+            assert coefficient is not None
+            mask = coefficient != 0 if mask is None else mask
+            each.on_host = {"mask": mask, "coefficient": coefficient}
+            if advantages is not None:
+                each.on_host["advantages"] = advantages
+
+    def release(self) -> None:
+        """After the search: coefficients are read from the host, and the device's are let go."""
+        for each in self.micro_batches:
+            each.recorded.log_prob_coefficient = each.on_host["coefficient"]
+
+    def counts(self) -> tuple[int, int]:
+        """How many tokens are trained on, and how many rows there are, on this rank."""
+        self._settle()
+        masks = self._on_host("mask")
+        return sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
+
     def brief(self) -> list[tuple[int, float]]:
+        """Of each row how many tokens it has and their median advantage, or what stands in its place: enough where
+        nothing spiked."""
         masks = self._on_host("mask")
         if self.has_advantages:
             return brief_of(masks, self._on_host("advantages"))
         return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loop said them."""
+        return all("advantages" in each.tensors for each in self.micro_batches)
+
+    def loss_weights(self, micro_batch: int) -> torch.Tensor:
+        """(B, T'), on the host: minus d loss / d log_prob; still over the number of tokens, which all ranks know."""
+        return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
+
+    def all_rows(self) -> Rows:
+        """Everything about the rows that an event may say, on the host: see :func:`~..loop.batch.joined`."""
+        parts = []
+        for index, each in enumerate(self.micro_batches):
+            mask, ids, names = each.on_host["mask"], each.ids.cpu(), each.forwarded.known.get("rows")
+            parts.append(
+                {name: value.detach().cpu() for name, value in each.tensors.items()}
+                | {"responses": ids, "attention_mask": shown(mask), "response_mask": mask.long()}
+                | {"loss_weights": self.loss_weights(index), "log_probs": each.recorded.log_prob.float().cpu()}
+                | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
+                | {"names": [""] * len(mask) if names is None else [str(name) for name in names]}
+            )
+        shared = set.intersection(*(set(part) for part in parts))
+        return joined([{name: part[name] for name in part if name in shared} for part in parts])
+
+    def _on_host(self, name: str) -> list[torch.Tensor]:
+        return [each.on_host[name] for each in self.micro_batches]
 
 
 def _largest(parts: Sequence[torch.Tensor]) -> float:

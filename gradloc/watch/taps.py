@@ -6,6 +6,9 @@ training's backward leaves dL/dh; a small head's output gets one for dL/dz. The 
 backward of <dL/dh, h> and of <dL/dz, z> there, whatever the loss: :meth:`ModelTap.graph` runs the forward with both cut
 off behind h and z, so that nothing flows in twice.
 
+A model that returns log-probs itself, as TRL's do, has them hooked instead: their derivatives are exact, and dL/dh is
+not kept.
+
 Where h is: a transformers model says which module is its body and which its head. h is the body's output, or the head's
 input where that is another tensor (T5 scales it, BERT transforms it). In another model the head is the linear layer
 that is called last, and h its input.
@@ -13,6 +16,8 @@ that is called last, and h its input.
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
 
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,13 +35,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.gradients import host_copy
 from ..core.sharding import compute_dtype, is_reduction_deferred
-from ..core.step import MovingState, RngState, generators_in
+from ..core.step import MovingState, Recorded, RngState, generators_in, record
 from .head import typical_size
-from .step import autocast_now
+from .step import autocast_now, auxiliary_loss, returned_log_probs
 from .zero import is_engine
 
-_AUXILIARY = ("aux_loss",)
-"""Outputs of transformers' models that enter the loss and pass through no hidden state: routers' balancing losses."""
 _SAMPLE = 64  # positions
 
 
@@ -88,8 +91,12 @@ class Forwarded:
         """A loop's own function, where part of the loss is made in it."""
         self.shape: torch.Size | None = None
         """Of h."""
+        self.is_done = False
+        """Whether a backward came to its hidden state."""
+        self.recorded: Recorded | None = None
+        """Of the log-probs that the model returned, and of their derivatives; None where it returned none."""
         self.pull: torch.Tensor | None = None
-        """dL/dh, of h's own shape, on the device or the host; None before the backward."""
+        """dL/dh, of h's own shape, on the device or the host; None before the backward, and of an open one."""
         self.norms: torch.Tensor | None = None
         """Of dL/dh at each position, float32 (B, T)."""
         self.head_pulls: list[torch.Tensor | None] = []
@@ -106,6 +113,8 @@ class Forwarded:
         """dL / d (the model's own auxiliary loss), a scalar."""
         self.declared: torch.Tensor | None = None
         """dL / d (what the loop says passes through no hidden state), a scalar; it may hold the auxiliary loss."""
+        self.coefficient: torch.Tensor | None = None
+        """dL / d log_prob (B, T), where the loop gave its log-probs."""
         self.known: dict[str, Any] = {}
         """What the loop said of it."""
         self.stage: StageTokens | None = None
@@ -116,9 +125,9 @@ class Forwarded:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
 
     @property
-    def is_done(self) -> bool:
-        """Whether a backward came to its hidden state."""
-        return self.pull is not None
+    def is_open(self) -> bool:
+        """Whether the loss is made of the log-probs that the model returned."""
+        return self.recorded is not None and self.recorded.log_prob_coefficient is not None
 
     @property
     def beside(self) -> torch.Tensor | None:
@@ -146,6 +155,11 @@ class Forwarded:
         return sorted(integers, key=lambda leaf: not any(leaf is each for each in named))
 
     @property
+    def size(self) -> tuple[int, ...]:
+        """B, and how many tokens of a row there are log-probs of, as far as that can be known."""
+        return self.positions if self.recorded is None else tuple(self.recorded.log_prob.shape)
+
+    @property
     def positions(self) -> tuple[int, int]:
         """B and T: a vector for each row counts as one position."""
         assert self.shape is not None
@@ -162,6 +176,8 @@ class Graph:
         self.heads: list[torch.Tensor] = []
         """The output of each call of a head, in their order."""
         self.beside: torch.Tensor | None = None
+        self.given: Any = None
+        """What the model returned."""
         self.anchors: list[torch.Tensor] = []
         """What the model returned: FSDP prepares its backward by hooks there."""
 
@@ -232,6 +248,7 @@ class ModelTap:
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.stage: StageTokens | None = None
         """Of the forwards that begin now."""
         self.unit: torch.Tensor | float = 1.0
@@ -309,7 +326,7 @@ class ModelTap:
     def _inline_head(self, forwarded: Forwarded) -> None:
         """Take the model's own head for called on all of h, where no head was called and its weight has a gradient."""
         weight = getattr(self._declared_head, "weight", None)
-        if forwarded.head_calls or weight is None or weight.dim() != 2 or not weight.requires_grad:
+        if forwarded.is_open or forwarded.head_calls or weight is None or weight.dim() != 2 or not weight.requires_grad:
             return
         if forwarded.shape is None or weight.shape[1] != forwarded.shape[-1]:
             return
@@ -344,10 +361,10 @@ class ModelTap:
         self._graph, self._is_cut = Graph(), is_cut
         found = self._graph
         try:
-            given = forwarded.run()
+            given = found.given = forwarded.run()
         finally:
             self._graph, self._is_cut = None, True
-        if found.hidden is None:
+        if found.hidden is None and not forwarded.is_open:
             raise RuntimeError("the forward, run again, came to no hidden state")
         if forwarded.is_body_alone or forwarded.is_head_inlined:
             cut = found.cut
@@ -369,6 +386,7 @@ class ModelTap:
         if self.is_again or not torch.is_grad_enabled() or _is_in_backward():
             return
         if self._present is not None and not self._is_over:
+            self._present.dtype = autocast_now(self.device)[1] or self._present.dtype  # a wrapper may switch it on
             return
         self.num_seen += 1
         self.on_begin()
@@ -457,7 +475,7 @@ class ModelTap:
         present = self._present
         if self._graph is not None and (module is not self.body or module in self._attached):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            auxiliary = _auxiliary(output)
+            auxiliary = auxiliary_loss(output)
             self._graph.beside = auxiliary if auxiliary is not None else self._graph.beside
             self._graph.anchors = leaves if isinstance(self.outer, FSDP1 | FSDPModule) else []
             return
@@ -465,9 +483,13 @@ class ModelTap:
             return
         if self._is_searching and self._called:
             self._settle_heads()
-        auxiliary = _auxiliary(output)
+        auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
-            auxiliary.register_hook(partial(_add_to, present, "auxiliary"))
+            auxiliary.register_hook(partial(add_to, present, "auxiliary"))
+        if returned is not None:
+            present.recorded = Recorded(present.rng)
+            record(present.recorded, returned)
+            returned.log_prob.register_hook(_Hook(self, "_come_back", present))
         self._close()
         self._present = self._hidden = None
 
@@ -475,7 +497,7 @@ class ModelTap:
 
     def _close(self) -> None:
         present, self.keeps_logits = self._present, False
-        if present is not None and present.shape is not None:
+        if present is not None and (present.shape is not None or present.recorded is not None):
             self.forwards.append(present)
 
     def _hook(self, hidden: torch.Tensor) -> None:
@@ -508,23 +530,31 @@ class ModelTap:
             for handle in self._hook_handles:
                 handle.remove()
 
+    def _come_back(self, forwarded: Forwarded, *_: torch.Tensor) -> None:
+        """Note that a backward has come to a forward."""
+        forwarded.is_done = forwarded.is_done or not self.is_again
+        if not self.is_again and not self._is_queued:
+            self._is_queued = True
+            queue = Variable._execution_engine.queue_callback
+            after = _Hook(self, "_after_backward")
+            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
+
     def _keep(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
         if self.is_again:
             return
-        _add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
+        self._come_back(forwarded)
+        if forwarded.is_open:
+            return
+        add_to(forwarded, "pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
         assert forwarded.pull is not None
         norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
-        forwarded.norms = norms.float().view(forwarded.positions).to(self.device)
+        norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
+        forwarded.norms = norms.float().to(self.device)
         size = grad.numel() * grad.element_size()
         if self.moves_to_host and self._kept + size > self.keep_bytes:
             forwarded.pull = host_copy(forwarded.pull)
         else:
             self._kept += size
-        if not self._is_queued:
-            self._is_queued = True
-            queue = Variable._execution_engine.queue_callback
-            after = _Hook(self, "_after_backward")
-            queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _is_on_host(self, forwarded: Forwarded) -> bool:
         """Whether an earlier backward's dL/dh was moved there."""
@@ -536,10 +566,19 @@ class ModelTap:
             self._present, self._hidden, self._is_over = None, None, False
         self.on_backward()
 
+    def zeros_like(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return zeros for what is not known yet; the same tensor again and again, so it must not be written to."""
+        dtype = dtype or like.dtype
+        zeros = self._zeros.get(dtype)
+        if zeros is None or zeros.shape != like.shape or zeros.device != like.device:
+            zeros = self._zeros[dtype] = torch.zeros_like(like, dtype=dtype)
+        return zeros
+
     def _keep_head(self, forwarded: Forwarded, index: int, grad: torch.Tensor) -> None:
         if not self.is_again:
             before = forwarded.head_pulls[index]
-            forwarded.head_pulls[index] = grad.detach() if before is None else before + grad.detach()
+            grad = grad.detach() if grad.requires_grad else grad  # of a double backward
+            forwarded.head_pulls[index] = grad if before is None else before + grad
 
     def _meet(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rest of a forward that is run again gets in h's place."""
@@ -631,9 +670,11 @@ def _called(hook: _Hook, *given: Any) -> Any:
         return None
 
 
-def _add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+def add_to(forwarded: Forwarded, name: str, grad: torch.Tensor) -> None:
+    """Add what a backward left to what is known of a forward."""
     before = getattr(forwarded, name)  # of another backward through the same forward
-    setattr(forwarded, name, grad.detach() if before is None else before + grad.detach())
+    grad = grad.detach() if grad.requires_grad else grad
+    setattr(forwarded, name, grad if before is None else before + grad)
 
 
 def _where(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -703,11 +744,6 @@ def _replaced(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 
-def _auxiliary(output: Any) -> torch.Tensor | None:
-    found = next((getattr(output, name, None) for name in _AUXILIARY), None)
-    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
-
-
 def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
     if given is hidden:
         return True
@@ -717,7 +753,8 @@ def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
 
 def whole_of(shape: torch.Size) -> Place:
     """Return the place of all of h."""
-    return Place(tuple(shape), torch.empty(shape, device="meta").stride(), 0)
+    strides = [1, *itertools.accumulate(reversed(shape[1:]), operator.mul)]
+    return Place(tuple(shape), tuple(reversed(strides[: len(shape)])), 0)
 
 
 def _place(given: torch.Tensor, hidden: torch.Tensor) -> Place:

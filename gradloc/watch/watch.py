@@ -7,7 +7,6 @@ Two taps are enough: on the model (:mod:`.taps`), and on the optimizer, whose st
 the loop's loss, its clip and its scaler are its own. Shapes: B rows of a micro-batch, T positions.
 """
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -29,38 +28,54 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..analysis.config import taken_from
 from ..checks import require
 from ..config import GradLocConfig, settings_without_verl
-from ..core.gradients import Gradient, GradientSpace, squared_norms
+from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
-from ..core.sharding import compute_device, local_shard
+from ..core.sharding import compute_device
 from ..fault.updates import Undo
-from ..loop.batch import Rows
+from ..loop.batch import BatchView, Rows
 from ..loop.driver import AbortedBySpike, Driver
+from ..loop.localizer import Localizer
 from ..loop.wire import Policy
 from ..record import Run
 from ..record.origin import origin
 from ..words.advice import LOOP
 from ..words.text import plural
 from .analyses import LoopAnalyses
-from .clips import Clip, ClipTap, plain
-from .colocated import Colocated
+from .clips import ClipTap, plain
+from .curve import Curve
 from .notes import Notes
 from .replay import hold_against
+from .rows import brief_view, view_of
 from .tap_step import TapStep
-from .taps import Forwarded, ModelTap, StageTokens, innermost
+from .taps import ModelTap, StageTokens, innermost
 from .zero import ZeroEngine, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
 
 _EARLY = 10  # optimizer steps, after which it is said once that nothing could be watched
 _MANY = 64  # forwards without an optimizer step, after which that is said once
-_CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
-class Watch(Notes, Colocated):
+class _Counts(NamedTuple):
+    """What each rank has of a step."""
+
+    tokens: list[float]
+    rows: list[float]
+    micro_batches: list[float]
+    scaled: list[float]
+    """1 where a forward is in float16: its loss may be scaled."""
+    opened: list[float]
+    """1 where all forwards returned the log-probs that the loss is made of."""
+
+
+class Watch(Notes):
     """Looks into the optimizer steps of one model, in every process.
+
+    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange two
+    small messages an optimizer step.
 
     It lives as long as the model. A second watch on a model takes the place of the first.
 
@@ -91,7 +106,7 @@ class Watch(Notes, Colocated):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         folder: str | os.PathLike[str] = "runs/gradloc",
-        action: str = "observe",
+        action: Any = "observe",
         tokenizer: Any = None,
         scaler: Any = None,
         hidden: torch.nn.Module | str | None = None,
@@ -101,64 +116,78 @@ class Watch(Notes, Colocated):
         **settings: Any,
     ):
         require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
-        self.model, self.optimizer = model, self._plain_optimizer(optimizer)
         analyses = taken_from(settings)
-        self.clip_limit, self.scales_loss, self.takes_what_is_not_finite = float("inf"), False, True
-        self.metrics: dict[str, float] = {}
-        """Of the last step, by name, for any tracker; on the first process."""
-        self.number = 0
-        """Of the optimizer steps so far, or the trainer's own."""
-        self._num_steps = self._num_looks = 0
-        self._has_looked = False
-        """Whether :meth:`clip_grad_norm_` looked into the step that is about to be taken."""
-        self._next_number: int | None = None
-        self._clips: list[Clip] = []
-        self._own_limit: float | None = None
-        self._raw: torch.Tensor | None = None
-        self._sees_clips, self._last_norms = False, (0.0, 0.0)
-        self._known_limit: float | None = None
-        """Of a clip by the loop's own code, once one was noticed."""
-        self._before: Gradient | None = None
-        self._handles: list[Any] = []
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
             is_trained = any(param.requires_grad for param in model.parameters())
             require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
             has_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
-        ranks = Ranks(None if kept is None else host_group(), device=compute_device(next(model.parameters())))
+        ranks = Ranks(None if kept is None else host_group(), device=self._device_of(model))
+        self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
+        self.model, self.optimizer = model, self._plain_optimizer(optimizer)
+        self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
+        """See :class:`~..loop.localizer.ActorPowers`."""
+        self.step: Any = None
+        """The optimizer step that is being made; None between two."""
+        self.metrics: dict[str, float] = {}
+        """Of the last step, by name, for any tracker; on the first process."""
+        self.number = 0
+        """Of the optimizer steps so far, or the trainer's own."""
+        self._num_steps = self._num_looks = 0
+        self._has_looked = False
+        """Whether :meth:`look` was called for the step that is about to be taken."""
+        self._next_number: int | None = None
+        self._before: Gradient | None = None
+        self._handles: list[Any] = []
+        self._is_told = False
+        self.analyses: LoopAnalyses | None = None
+        self.is_analysing = False
+        """Whether steps of the optimizer are an analysis' own, which are taken back."""
+        self.stage_name = ""
+        """Of Lopti's, which the step that is being made is of."""
+        self.ranks, self.settings = ranks, kept
         self.zero: ZeroEngine | None = None
         """DeepSpeed's engine, once there is one."""
-        super().__init__(ranks, kept, partial(_driver_of, kept, os.path.basename(os.path.abspath(folder)), tokenizer))
-        if kept is not None and self.localizer is not None:
-            self.localizer.updates.undo = undo
-            names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
-            self.analyses = LoopAnalyses(analyses, kept.root, names)
-        self._metrics_path = os.path.join(os.path.abspath(folder), "metrics.jsonl") if metrics else ""
-        self._has_written = False
-        if kept is not None:
-            reference = _watches.pop(innermost(model), None)
-            before = None if reference is None else reference()
-            if before is not None:
-                before.close()
-            _watches[innermost(model)] = weakref.ref(self)
-            if is_compiled(
-                model
-            ):  # code that was compiled before has no hooks of ours, and is taken for any such model
-                torch.compiler.reset()
-            engine, model = (model, innermost(model)) if is_engine(model) else (None, model)
-            self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
-            self.tap.owner = self  # the model's hooks hold the tap, and so the watch
-            self.clip_tap = ClipTap(self._owns)
-            self._listen()
-            if engine is not None:
-                self._take_engine(engine)
+        self.localizer = None if kept is None else Localizer(self, ranks, kept)
+        self.driver = None
+        if kept is None or self.localizer is None:
+            return
+        self.localizer.updates.undo = undo
+        names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
+        self.analyses = LoopAnalyses(analyses, kept.root, names)
+        if ranks.is_first:
+            self.driver = self._make_driver(os.path.basename(os.path.abspath(folder)), tokenizer)
+        before = _watches.pop(innermost(model), lambda: None)()
+        if before is not None:
+            before.close()
+        _watches[innermost(model)] = weakref.ref(self)
+        if is_compiled(model):  # code that was compiled before has no hooks of ours, and is taken for any such model
+            torch.compiler.reset()
+        engine, model = (model, innermost(model)) if is_engine(model) else (None, model)
+        self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
+        self.tap.owner = self  # the model's hooks hold the tap, and so the watch
+        self.clips = ClipTap(self._owns)
+        self._listen()
+        if engine is not None:
+            self._take_engine(engine)
+
+    def _device_of(self, model: torch.nn.Module) -> torch.device:
+        return compute_device(next(model.parameters()))
+
+    def _make_driver(self, name: str, tokenizer: Any) -> Driver:
+        run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
+        driver = Driver(self.settings, tokenizer=tokenizer, run=run, trained={})
+        driver.action_key = "action"
+        root = str(self.settings.root).encode("utf-8", "replace").decode("utf-8")
+        print(f"gradloc: on ({self.settings.action.mode}); events go to {root}", flush=True)
+        return driver
 
     def close(self) -> None:
         """Take all hooks away."""
         if self.localizer is not None:
             self.tap.close()
-            self.clip_tap.close()
+            self.clips.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -230,7 +259,7 @@ class Watch(Notes, Colocated):
             return False
         done = [each for each in self.tap.forwards if each.is_done]
         is_scaled = any(each.dtype == torch.float16 for each in done)
-        is_unknown = any("coefficient" not in each.known for each in done)
+        is_unknown = any(each.coefficient is None and not each.is_open for each in done)
         return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
@@ -248,49 +277,163 @@ class Watch(Notes, Colocated):
         unknown = torch.zeros(()) if norm is None else norm
         if self.localizer is None:
             return unknown
-        forwards = self.tap.take_done() if self.step is not None else []
-        is_scaled = any(each.dtype == torch.float16 for each in forwards)
-        num_ranks, num_scaled = self.ranks.sum([float(bool(forwards)), float(is_scaled)])
-        if not num_ranks:
-            return unknown
-        self.scales_loss, self.takes_what_is_not_finite = num_scaled > 0, not num_scaled
         try:
-            return self._look(forwards, norm)
+            return self._look(norm, unknown)
         except AbortedBySpike:
             raise
         except Exception as error:
             self.tap.give_up(error)
             return unknown
 
-    def _look(self, forwards: list[Forwarded], norm: torch.Tensor | None) -> torch.Tensor:
+    def make_step(self) -> TapStep:
+        """Make the step that is about to begin."""
+        return TapStep(self.tap, self.ranks)
+
+    # ---- a step, on all ranks together
+
+    def _begin_step(self) -> None:
+        """Before the first micro-batch's forward."""
+        self.step, self.space = self.make_step(), self._make_space()
+        self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
+        self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
+
+    def _look(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
+        """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
+        if self.step is not None:
+            self.step.take(self.tap.take_done())
+        counts = self._counts()
+        if not any(counts.micro_batches):
+            return unknown
         if self.step is None:  # another rank has micro-batches
-            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
+            self._begin_step()
         self._num_looks += 1
-        self.step.take(forwards)
+        self.scales_loss = any(counts.scaled)
+        self.takes_what_is_not_finite = not self.scales_loss
         self._settle_outer()
-        if isinstance(self.space, ZeroSpace):
-            self.space.show()
-        self._clips = self.clip_tap.take()
         with torch.no_grad():
-            norm = self._norm() if self._clips or norm is None else norm
+            if isinstance(self.space, ZeroSpace):
+                self.space.show()
+                self.clips.take_engine(self.space.zero.clip_limit)
+                norm, self.is_unclipped = torch.tensor(self.space.norm()), True  # it clips in its step
+            norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number, self._before = None, None
+        localizer: Any = self.localizer
         try:
             with torch.enable_grad():  # the loop may clip without
-                taken, metrics = self.end_step(norm, self.number)
+                localizer.ask_replicas()
+                policy = self._policy(counts)
+                policy = None if policy is None else self.before_look(norm, policy)
+                taken = localizer.before_step(norm, policy)
+                localizer.end_update()
+                analysed = self._analyse(float(norm))
+                self.step.release()
+                self._send(analysed)
         finally:
             self.is_unclipped = False
-            if self._before is not None:
-                outcomes = self.localizer.outcomes
-                if not outcomes or all(each.taken == "observe" for each in outcomes):
-                    self.space.put(self._before)
-                self._before = None
+            is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
+            if self._before is not None and not is_other:
+                self.space.put(self._before)
             if isinstance(self.space, ZeroSpace):
                 self.space.give()
-            self.step, self._raw, self.stage_name = None, None, ""
-        self.metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+            self.step, self._before, self.stage_name = None, None, ""
         self._write_metrics(norm)
-        return taken
+        return taken if is_other else norm
+
+    def _analyse(self, norm: float) -> dict[str, float]:
+        """Take the step apart, where an analysis is due; returns its metrics on the first process."""
+        if self.analyses is None or not self.analyses.are_due(self.number):
+            return {}
+
+        def view() -> BatchView | None:
+            by_rank = self.ranks.gather_first(self.step.all_rows())
+            return None if by_rank is None else self.view(by_rank)
+
+        self.is_analysing = True
+        try:
+            return self.analyses.run(self.number, partial(self._objection_to_analysis, norm), self, view)
+        finally:
+            self.is_analysing = False
+
+    def _objection_to_analysis(self, norm: float) -> str:
+        """Run the gradient again from the taps, unless a spike had that done; a sentence where there is no analysis."""
+        if self.zero is not None:
+            return "an analysis does not run on DeepSpeed"
+        if not math.isfinite(norm):
+            return "the gradient of this step is not finite"
+        if self._before is None and not self.step.is_open:
+            try:
+                self._prepare(norm)
+            except PeerFailure as error:
+                return str(error)
+        if not self.step.objection and self.optimizer is None:
+            return "an analysis needs the optimizer: pass it to gradloc.Watch"
+        return self.step.objection
+
+    def _counts(self) -> "_Counts":
+        """What all ranks have of the step."""
+        ranks, size, step = self.ranks, self.ranks.size, self.step
+        mine = [0.0] * len(_Counts._fields)
+        if step is not None and step.micro_batches:
+            is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
+            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.is_open)]
+        everyones = [0.0] * (len(mine) * size)
+        everyones[ranks.rank :: size] = mine
+        counts = ranks.sum(everyones)
+        return _Counts(*(counts[first : first + size] for first in range(0, len(counts), size)))
+
+    def _policy(self, counts: "_Counts") -> Policy | None:
+        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+        self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
+        policy = (
+            None
+            if self.driver is None
+            else self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
+        )
+        policy = self.ranks.sent_by(0, policy)
+        if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
+            return policy
+        found = ", ".join(f"{number:.0f}" for number in counts.micro_batches)
+        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
+        return None
+
+    def _send(self, analysed: dict[str, float]) -> None:
+        """Send what the ranks know of the step to the driver, on the first process.
+
+        Raises:
+            AbortedBySpike: on every process, where a spike is to stop the run.
+        """
+        step, localizer, driver = self.step, self.localizer, self.driver
+        assert localizer is not None
+        is_written = any(spike.is_written for spike in localizer.outcomes)
+        rows: Any = step.all_rows() if is_written else step.brief()
+        by_rank = self.ranks.gather_first((localizer.report(), rows))
+        self.metrics = {}
+
+        def learn() -> AbortedBySpike | None:
+            """Write the event, on the first process; returns why it ends the run, if it does."""
+            if by_rank is None or driver is None:
+                return None
+            reports, everyones = zip(*by_rank, strict=True)
+            batch = self.view(everyones) if is_written else brief_view(everyones, self.signal)
+            try:
+                ours = driver.after_update(reports, batch)
+            except AbortedBySpike as error:
+                return error
+            self.metrics = {name: float(value) for name, (value,) in ours.items()} | analysed
+            return None
+
+        if any(spike.taken == "abort" for spike in localizer.outcomes):
+            why = self.ranks.agree_slowly(learn)  # a launcher ends the first process with any other that has ended
+            raise why or AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
+        learn()
+
+    def _tell_once(self, why: str) -> None:
+        if why and self.ranks.is_first and not self._is_told:
+            self._is_told = True
+            logger.warning("gradloc: %s", why)
+
+    # ---- what was learned
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, for the loop's checkpoint; on the first process all of it."""
@@ -304,30 +447,36 @@ class Watch(Notes, Colocated):
 
     # ---- what the localizer asks
 
-    @torch.no_grad()
+    @property
+    def clip_limit(self) -> float:
+        """See :class:`~..loop.localizer.ActorPowers`."""
+        return self.clips.limit
+
     def clip(self) -> torch.Tensor:
         """Clip what is in ``.grad`` as the loop clipped; returns the norm before."""
-        if not self._clips:
-            norm = self.space.norm()
-            if self._own_limit is not None:
-                self.space.scale(min(1.0, self._own_limit / (norm + 1e-6)))
-            return torch.tensor(norm)
-        with self.clip_tap.paused():
-            norms = [plain(call.again()) for call in self._clips]
-        return self._joined(norms)
+        return self.clips.again(self.space)
 
-    def save_weights(self, global_step: int) -> None:
+    def save_weights(self, global_step: int) -> str | None:
         """A loop keeps its own checkpoints."""
+        return None
 
     @property
-    def signal(self) -> str:  # type: ignore[override]
+    def signal(self) -> str:
+        """What :meth:`.tap_step.TapStep.brief` tells beside the number of tokens, by the batch's names."""
         return "advantages" if self.step.has_advantages else "loss_weights"
 
-    def rows(self, step: Any) -> Rows:
-        return step.all_rows()
+    def view(self, by_rank: Sequence[Rows]) -> BatchView:
+        """All ranks' rows as one batch."""
+        return view_of(by_rank)
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes."""
+        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes.
+
+        All ranks call this together: each has as many micro-batches.
+
+        Returns:
+            The policy; None: no look.
+        """
         assert self.localizer is not None
         value = float(norm)
         spike = policy.spike(value, 0)
@@ -337,19 +486,6 @@ class Watch(Notes, Colocated):
             return None  # an overflow by the scale alone
         is_ready = self.localizer._safely(partial(self._prepare, spike.grad_norm))
         return policy if is_ready else None
-
-    def objection_to_analysis(self, norm: float) -> str:
-        """Run the gradient again from the taps, unless a spike had that done."""
-        if self.zero is not None:
-            return "an analysis does not run on DeepSpeed"
-        if self._before is None and math.isfinite(norm):
-            try:
-                self._prepare(norm)
-            except PeerFailure as error:
-                return str(error)
-        if not self.step.objection and self.optimizer is None:
-            return "an analysis needs the optimizer: pass it to gradloc.Watch"
-        return super().objection_to_analysis(norm) or self.step.objection
 
     # ---- inside
 
@@ -370,7 +506,7 @@ class Watch(Notes, Colocated):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self._clips, self._own_factor(norm), self.clip_tap)
+                hold_against(step, space, before, self.clips, norm)
                 self.is_unclipped = True
             else:
                 space.put(before)
@@ -385,74 +521,15 @@ class Watch(Notes, Colocated):
         self._before = before
         return True
 
-    def _own_factor(self, norm: float) -> float | None:
-        """What a loop's own clip multiplied with; None where none was seen."""
-        return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
-
-    def _norm(self) -> torch.Tensor:
-        """The gradient's norm before clipping, from the clips that were seen, else from the gradient itself."""
-        covered = {id(param) for call in self._clips for param in call.params}
-        is_all = all(id(param) in covered for param in self._params() if param.grad is not None)
-        self._sees_clips, self._own_limit = bool(self._clips) and is_all, None
-        if self.zero is not None:  # which clips in its step
-            self.clip_limit, self.is_unclipped = self.zero.clip_limit, True
-            return torch.tensor(self.space.norm())
-        if self._sees_clips:
-            single = len(self._clips) == 1 and not self._clips[0].is_by_value
-            self.clip_limit = self._clips[0].limit if single else float("inf")
-            return self._joined([plain(call.norm) for call in self._clips])
-        self.clip_limit = float("inf")
-        return torch.tensor(self._norm_without_clips())
-
-    def _norm_without_clips(self) -> float:
-        """A loop that clips by code of its own leaves norms at its limit, which those after the backward are not."""
-        space, raw = self.space, self._raw
-        if raw is None:
-            return space.norm()
-
-        def local() -> torch.Tensor:
-            grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
-            there = [grad for grad in grads if grad is not None]
-            now = squared_norms(there).sum() if there else raw.new_zeros(())
-            return torch.stack([now.to(raw.device), raw])
-
-        now, after_backward = (value**0.5 for value in space.reduce(local).tolist())
-        (last_now, last_ratio), ratio = self._last_norms, now / after_backward if after_backward > 0 else 1.0
-        self._last_norms = now, ratio
-        if not ratio < 1 - _CLIPPED or not math.isfinite(now):
-            return now
-        is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
-        was_whole = abs(last_ratio - 1) <= _CLIPPED
-        is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
-        if was_whole or is_steady or is_near[1]:
-            self._own_limit = self._known_limit = self.clip_limit = now
-            return after_backward
-        return now
-
-    def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One norm from those of the clips: of several on the same parameters the first counts."""
-        if len(norms) == 1:
-            return norms[0]
-        seen: set[int] = set()
-        squares = []
-        for call, norm in zip(self._clips, norms, strict=True):
-            if seen.isdisjoint(id(param) for param in call.params):
-                squares.append(norm.double() ** 2)
-            seen |= {id(param) for param in call.params}
-        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
-
     def _params(self) -> list[torch.nn.Parameter]:
         return self.space.params if self.step is not None else list(self.tap.outer.parameters())
 
     def _owns(self, param: Any) -> bool:
         if self.step is None:  # on one process no gradient is the model's then
             return self.ranks.num_processes > 1 and any(param is own for own in self.tap.outer.parameters())
-        return id(param) in self._ids()
-
-    def _ids(self) -> set[int]:
         if self._ids_of is not self.space:
-            self._ids_of, self._known_ids = self.space, {id(param) for param in self.space.params}
-        return self._known_ids
+            self._ids_of, self._ids = self.space, {id(own) for own in self.space.params}
+        return id(param) in self._ids
 
     _ids_of: Any = None
 
@@ -469,6 +546,12 @@ class Watch(Notes, Colocated):
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
         if (self.ranks.num_processes > 1 or "deepspeed" in sys.modules) and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
+
+    def follow(self, optimizer: Any) -> None:
+        """Take this optimizer for the model's, where none was known."""
+        if self.optimizer is None:
+            self.optimizer = self._plain_optimizer(optimizer)
+            self._listen_to_zero_grad()
 
     def _step_aside(self, error: Exception) -> None:
         """After a failure of ours between a forward and its step: the run goes on without a watch."""
@@ -495,9 +578,10 @@ class Watch(Notes, Colocated):
         if is_last:
             self.space.show()  # type: ignore[attr-defined]
 
-    def make_space(self, module: torch.nn.Module) -> GradientSpace:
+    def _make_space(self) -> GradientSpace:
+        """Make the trained parameters of a step; all ranks make theirs together."""
         if self.zero is None:
-            return super().make_space(module)
+            return GradientSpace(self.tap.outer, self.ranks)
         if self._zero_space is None:
             self._zero_space = ZeroSpace(self.zero, self.ranks)
         return self._zero_space
@@ -528,7 +612,7 @@ class Watch(Notes, Colocated):
 
     def _begin_forward(self) -> None:
         if self.step is None:
-            self.begin_step(TapStep(self.tap, self.ranks), self.tap.outer)
+            self._begin_step()
         else:
             self._drop_what_is_gone()
         if self.tap.num_seen == _MANY and self._num_steps == 0:
@@ -543,10 +627,7 @@ class Watch(Notes, Colocated):
         done = [each for each in self.tap.forwards if each.is_done]
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
-            if not self._sees_clips:
-                space = self.space
-                there = [local_shard(g) for g in space.counted(space.current()) if g is not None]
-                self._raw = squared_norms(there).sum() if there else None
+            self.clips.after_backward(self.space)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
@@ -573,9 +654,8 @@ class Watch(Notes, Colocated):
     def _look_before_step(self, optimizer: Any) -> None:
         if self.zero is not None:
             self._num_steps += 1
-        elif self.optimizer is None:
-            self.optimizer = optimizer
-            self._listen_to_zero_grad()
+        else:
+            self.follow(optimizer)
         if not self._has_looked:  # else the ranks would meet once more, for nothing
             self.look()
         self._has_looked = False
@@ -598,7 +678,7 @@ class Watch(Notes, Colocated):
     def _is_ours(self, optimizer: Any) -> bool:
         if self.optimizer is optimizer:
             return True
-        ours = self._ids() if self.step is not None else {id(param) for param in self.tap.outer.parameters()}
+        ours = {id(param) for param in self.tap.outer.parameters()}
         return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
 
     @staticmethod
@@ -630,7 +710,7 @@ class Watch(Notes, Colocated):
 
     def _drop(self) -> None:
         self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
-        self.clip_tap.take()
+        self.clips.pending.clear()
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
     def _drop_what_is_gone(self) -> None:
@@ -643,37 +723,9 @@ class Watch(Notes, Colocated):
             self._drop()
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
-        """A line of ``metrics.jsonl``, from which the report draws the run's curve."""
-        if not self.ranks.is_first or not self.metrics or not self._metrics_path:
-            return
-        data = {"actor/grad_norm": float(norm), **{name: float(value) for name, value in self.metrics.items()}}
-        known = {name: value for name, value in data.items() if math.isfinite(value)}
-        try:
-            if not self._has_written:
-                self._has_written = True
-                begin_file(self._metrics_path, self.number)
-            with open(self._metrics_path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.number, "data": known}) + "\n")
-        except OSError as error:
-            self._tell_once(f"{self._metrics_path} cannot be written ({error}): the report will have no curve")
-
-
-def begin_file(path: str, step: int) -> None:
-    """Make place for the metrics of a run that begins at this step: an earlier run's, which went further, move aside.
-
-    A run that goes on where an earlier one ended appends to its file.
-    """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(os.path.getsize(path) - 2**16, 0))
-            last = json.loads(file.read().splitlines()[-1])["step"]
-    except (FileNotFoundError, IndexError, ValueError, KeyError, TypeError):
-        return
-    if last >= step:
-        base, end = os.path.splitext(path)
-        number = next(number for number in range(1, 10**6) if not os.path.exists(f"{base}.{number}{end}"))
-        os.rename(path, f"{base}.{number}{end}")
+        self.metrics = {name.removeprefix("actor/"): value for name, value in self.metrics.items()}
+        if self.metrics and self._curve is not None:
+            self._tell_once(self._curve.write(self.number, {"actor/grad_norm": float(norm), **self.metrics}))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -687,17 +739,11 @@ def _to(reference: Any, name: str, *given: Any) -> Any:
     return None if watch is None else getattr(watch, name)(*given)
 
 
-def _driver_of(settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
-    run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
-    driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
-    driver.action_key = "action"
-    root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
-    print(f"gradloc: on ({settings.action.mode}); events go to {root}", flush=True)
-    return driver
-
-
 def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig | None:
-    """The effective ones; a loop has no checkpoint format, and nothing that could replay a bundle."""
+    """The effective ones; a loop has no checkpoint format, and nothing that could replay a bundle. A trainer's adapter
+    gives its own."""
+    if isinstance(action, GradLocConfig):
+        return action
     mode = {"mode": action} if isinstance(action, str) else action
     given = {"action": mode, **blocks, "evidence": {"bundle": "off", **blocks.get("evidence", {})}}
     settings = settings_without_verl(given, os.path.join(folder, "gradloc"), "a loop, which has none")

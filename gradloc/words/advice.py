@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from configparser import ConfigParser, ExtendedInterpolation
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,41 @@ _GRADLOC = f"{_ACTOR}.gradloc"
 _OTHERS = ("0.9:", "trl:", "loop:")
 
 
+Settings = Mapping[str, Any]
+"""Values by a trainer's key: text as a config has it, or blocks of such."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What to write to take an action, and the settings that it consists of; none where it is code."""
+
+    line: str
+    settings: Settings = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Advice:
     """One thing to do."""
 
     do: str
     """A sentence."""
-    lines: Mapping[str, str]
-    """Hydra overrides for verl 0.7 by an empty name; others for ``0.9``, ``trl`` and ``loop`` where theirs differ."""
+    cells: Mapping[str, "Settings | str"]
+    """Settings of verl 0.7 by an empty name; others, or code, for ``0.9``, ``trl`` and ``loop`` where theirs differ."""
     is_of_rewards: bool = False
     """Whether it is a setting of the loss on rewards, which does nothing where distillation is the whole loss."""
 
+    def settings(self, verl: str) -> Settings:
+        """Return the settings for one of :data:`VERLS`; empty where it has none."""
+        found = self.cells.get(verl, self.cells.get("", {}))
+        return found if isinstance(found, Mapping) else {}
+
     def line(self, verl: str) -> str:
-        """The overrides for one of :data:`VERLS`; empty where it has none."""
-        return self.lines.get(verl, self.lines.get("", ""))
+        """Return them as Hydra's overrides."""
+        return _overrides(self.settings(verl))
+
+
+def _overrides(settings: Settings) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def read_table(name: str) -> dict[str, Mapping[str, str]]:
@@ -55,7 +76,14 @@ def read_table(name: str) -> dict[str, Mapping[str, str]]:
 def _action(row: str, is_of_rewards: bool) -> Advice:
     do, *cells = (cell.strip() for cell in row.split(" |"))
     named = (cell.partition(":") if cell.startswith(_OTHERS) else ("", "", cell) for cell in cells)
-    return Advice(do, {trainer: line.strip() for trainer, _, line in named}, is_of_rewards)
+    return Advice(do, {trainer: _cell(cell.strip()) for trainer, _, cell in named}, is_of_rewards)
+
+
+def _cell(text: str) -> Settings | str:
+    words = text.split()
+    if not all(re.fullmatch(r"[+\w.]+=\S+", word) for word in words):
+        return text
+    return dict(word.split("=", 1) for word in words)
 
 
 ACTIONS = {
@@ -84,33 +112,36 @@ _ONE_WAY = ("warmer", "warm_up", "clip_higher")
 """Those that are done where the run's own value is as high already."""
 
 
-def lines_of(name: str, trainer: str | None, settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """An action's config line for the trainer that made the run; empty where it has none.
+def options_of(name: str, trainer: str | None, own: Settings | None = None) -> dict[str, Option]:
+    """Return how an action is taken on the trainer that made the run; empty where it cannot be, or is already.
 
     Args:
         name: of the action.
         trainer: as a record names it.
-        settings: the run's own, by verl's dotted names, as far as they are known.
+        own: the run's own settings, by verl's dotted names, as far as they are known.
 
     Returns:
-        The line, by an empty name. Where the record does not say which verl made it and the lines differ, both, by
-        their verls' names.
+        The option, by an empty name. Where the record does not say which verl made it and they differ, both, by their
+        verls' names.
     """
-    action = ACTIONS[name]
-    lines = {verl: _from(name, action.line(verl), settings or {}) for verl in VERLS}
-    verl = verl_of(trainer)
-    if _is_other(trainer):
-        line: str | None = ""
-    elif trainer == LOOP:
-        line = action.lines.get("loop") or _loop_setting(lines["0.7"])
+    action, verl = ACTIONS[name], verl_of(trainer)
+    by_verl = {verl: _beyond(name, action.settings(verl), own or {}) for verl in VERLS}
+    found: dict[str, Option | None] = {}
+    if trainer == LOOP:
+        found[""] = Option(code) if isinstance(code := action.cells.get("loop"), str) else _in_loop(by_verl["0.7"])
     elif is_trl(trainer):
-        is_done = any(map(action.line, VERLS)) and not any(lines.values())
-        line = "" if is_done else action.lines.get("trl") or trl_settings(lines["0.7"]) or trl_settings(lines["0.9"])
-    elif verl is not None or len(set(lines.values())) == 1:
-        line = lines[verl or VERLS[0]]
-    else:
-        return {f"verl {verl}": lines[verl] for verl in reversed(VERLS) if lines[verl]}
-    return {"": line} if line else {}
+        is_done = any(map(action.settings, VERLS)) and not any(by_verl.values())
+        found[""] = None if is_done else _on_trl(action.cells.get("trl"), by_verl)
+    elif not _is_other(trainer):
+        same = verl or (VERLS[0] if by_verl["0.7"] == by_verl["0.9"] else None)
+        named = {"": by_verl[same]} if same else {f"verl {verl}": by_verl[verl] for verl in reversed(VERLS)}
+        found |= {label: Option(_overrides(made), made) for label, made in named.items() if made}
+    return {label: option for label, option in found.items() if option is not None}
+
+
+def lines_of(name: str, trainer: str | None, own: Settings | None = None) -> dict[str, str]:
+    """Return what to write, as :func:`options_of` names it."""
+    return {label: option.line for label, option in options_of(name, trainer, own).items()}
 
 
 def replay_line(bundle: str) -> str:
@@ -119,27 +150,25 @@ def replay_line(bundle: str) -> str:
     return f"python -m gradloc.replay {bundle} --model MODEL_PATH"
 
 
-def _from(name: str, line: str, settings: Mapping[str, Any]) -> str:
-    """A line with a value beyond the run's own; empty where the run has all of it already.
+def _beyond(name: str, settings: Settings, own: Settings) -> Settings:
+    """The settings with values beyond the run's own; empty where the run has all of them already.
 
-    >>> _from("longer", "data.max_response_length=4096", {"data.max_response_length": 4096})
-    'data.max_response_length=8192'
+    >>> _beyond("longer", {"data.max_response_length": "4096"}, {"data.max_response_length": 4096})
+    {'data.max_response_length': '8192'}
     """
-    made, is_new = [], False
-    for override in line.split():
-        key, _, wanted = override.partition("=")
-        own: Any = settings.get(key)
+    made, is_new = {}, False
+    for key, wanted in settings.items():
+        now: Any = own.get(key)
         factor, is_there = _BEYOND.get(name, 1.0), False
         if name in _BEYOND or name in _ONE_WAY:
             with suppress(TypeError, ValueError):
-                is_there = (float(own) - float(wanted)) * (-1 if factor < 1 else 1) >= 0
+                is_there = (float(now) - float(wanted)) * (-1 if factor < 1 else 1) >= 0
         if is_there and name in _BEYOND:
-            made.append(f"{key}={float(own) * factor:.10g}")
-            is_new = True
+            made[key], is_new = f"{float(now) * factor:.10g}", True
         else:
-            made.append(override)
-            is_new = is_new or not (is_there or str(own).lower() == wanted.lower())
-    return " ".join(made) if is_new else ""
+            made[key] = wanted
+            is_new = is_new or not (is_there or str(now).lower() == wanted.lower())
+    return made if is_new else {}
 
 
 def in_verls_names(settings: Mapping[str, Any], trainer: str | None) -> dict[str, Any]:
@@ -177,7 +206,8 @@ def actions_of(
     For a trainer of which there are no lines they are empty. What the run has on already is left out.
     """
     if _is_other(trainer):
-        return [(ACTIONS[name].do, "") for name in names if _GRADLOC not in ACTIONS[name].line("0.7")]
+        theirs = (name for name in names if not any(_GRADLOC in key for key in ACTIONS[name].settings("0.7")))
+        return [(ACTIONS[name].do, "") for name in theirs]
     pairs = [
         (ACTIONS[name].do, label, line) for name in names for label, line in lines_of(name, trainer, settings).items()
     ]
@@ -199,13 +229,12 @@ def supervised(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in _OF_ROLLOUTS and not ACTIONS[name].is_of_rewards]
 
 
-def in_force(line: str, actor: Mapping[str, Any]) -> bool:
-    """Whether a run's ``actor_rollout_ref.actor`` has all settings of a line already; False where it is not known."""
-    return all(_is_set(override, actor) for override in line.split())
+def in_force(settings: Settings, actor: Mapping[str, Any]) -> bool:
+    """Whether a run's ``actor_rollout_ref.actor`` has all settings of verl already; False where it is not known."""
+    return all(_is_set(key, wanted, actor) for key, wanted in settings.items())
 
 
-def _is_set(override: str, actor: Mapping[str, Any]) -> bool:
-    key, _, wanted = override.partition("=")
+def _is_set(key: str, wanted: str, actor: Mapping[str, Any]) -> bool:
     value: Any = actor if key.startswith(f"{_ACTOR}.") else None
     for name in key.removeprefix(f"{_ACTOR}.").split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -230,15 +259,18 @@ def _is_other(trainer: str | None) -> bool:
     return bool(trainer) and trainer != LOOP and not (trainer or "").startswith(("verl", "trl"))
 
 
-def _loop_setting(line: str) -> str | None:
-    """A setting of ours as ``gradloc.Watch`` takes it; None where it is the trainer's.
+def _in_loop(settings: Settings) -> Option | None:
+    """Settings of ours as ``gradloc.Watch`` takes them; None where one is the trainer's.
 
-    >>> _loop_setting("actor_rollout_ref.actor.gradloc.search.max_steps=8")
+    >>> _in_loop({"actor_rollout_ref.actor.gradloc.search.max_steps": "8"}).line
     'Watch(..., search={"max_steps": 8})'
     """
-    if ".checkpoint=" in line:
+    found = [_own(key, value) for key, value in settings.items()]
+    if not found or None in found or any(key.endswith(".checkpoint") for key in settings):
         return None
-    return _own_setting(line, 'Watch(..., action="{value}")', 'Watch(..., {block}={{"{key}": {python}}})')
+    given = {name: value for each in found for name, value in each.items()}  # type: ignore[union-attr]
+    given = {"action": given["action"]["mode"]} if "mode" in given.get("action", {}) else given
+    return Option(f"Watch(..., {_arguments(given)})")
 
 
 # ---- TRL's settings
@@ -268,35 +300,45 @@ def is_trl(trainer: str | None) -> bool:
     return (trainer or "").startswith("trl")
 
 
-def trl_settings(line: str) -> str | None:
-    """verl's Hydra overrides as settings of TRL; None where it lacks one of them.
+def _on_trl(cell: Settings | str | None, by_verl: Mapping[str, Settings]) -> Option | None:
+    if isinstance(cell, str):
+        return Option(cell)
+    found = cell or in_trl(by_verl["0.7"]) or in_trl(by_verl["0.9"])
+    return Option(_arguments(found), found) if found else None
 
-    >>> trl_settings("actor_rollout_ref.actor.grad_clip=0.5")
-    'max_grad_norm=0.5'
+
+def in_trl(settings: Settings) -> Settings | None:
+    """Settings of verl as TRL's; None where it lacks one of them.
+
+    >>> in_trl({"actor_rollout_ref.actor.grad_clip": "0.5"})
+    {'max_grad_norm': '0.5'}
     """
-    settings = [_trl_setting(override) for override in line.split()]
-    return ", ".join(map(str, settings)) if settings and None not in settings else None
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        own = _own(key, value)
+        if key not in _IN_TRL and own is None:
+            return None
+        found |= {_IN_TRL[key]: value} if own is None else {"gradloc": own}
+    if "mode" in found.get("gradloc", {}).get("action", {}):
+        found["gradloc"] = found["gradloc"]["action"]["mode"]
+    return found or None
 
 
-def _trl_setting(override: str) -> str | None:
-    name, _, value = override.partition("=")
-    if name in _IN_TRL:
-        return f"{_IN_TRL[name]}={_python(value)}"
-    return _own_setting(override, 'gradloc="{value}"', 'gradloc={{"{block}": {{"{key}": {python}}}}}')
+def _own(key: str, value: str) -> dict[str, dict[str, str]] | None:
+    """A setting of ours in its block; None where it is the trainer's."""
+    block, _, name = key.removeprefix(f"{_GRADLOC}.").partition(".")
+    return {block: {name: value}} if key.startswith(f"{_GRADLOC}.") and block in _BLOCKS_IN_TRL else None
 
 
-def _own_setting(override: str, mode: str, other: str) -> str | None:
-    """A setting of ours in a trainer's form, that of ``action.mode`` in its own; None where it is the trainer's."""
-    name, _, value = override.partition("=")
-    block, _, key = name.removeprefix(f"{_GRADLOC}.").partition(".")
-    if not name.startswith(f"{_GRADLOC}.") or block not in _BLOCKS_IN_TRL:
-        return None
-    form = mode if (block, key) == ("action", "mode") else other
-    return form.format(block=block, key=key, value=value, python=_python(value))
+def _arguments(settings: Settings) -> str:
+    """Settings as arguments of a Python call."""
+    return ", ".join(f"{key}={_python(value)}" for key, value in settings.items())
 
 
-def _python(value: str) -> str:
-    found = parsed(value)
+def _python(value: Any) -> str:
+    found = parsed(value) if isinstance(value, str) else value
+    if isinstance(found, Mapping):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_python(item)}' for key, item in found.items())}}}"
     return json.dumps(found) if isinstance(found, str) else repr(found)
 
 

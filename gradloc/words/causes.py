@@ -31,6 +31,7 @@ class Meaning:
     means: str = ""
     factor: str = ""
     odd: str = ""
+    column: str = ""
     headline: str = ""
     figure: tuple[str, ...] = ("", "", "", "")
     named: str = ""
@@ -129,11 +130,11 @@ def classify(
     if document is not None:
         return cause_in(culprit, cause, document)
     label, numbers = _by_engine(culprit, row)
-    is_advantage_finite = _are_finite(culprit.advantage)
+    is_advantage_finite = _are_finite(culprit.at("advantage"))
     if cause.label not in _EFFECTS_OF_LOG_PROBS or not is_advantage_finite:
         label = ""
     label = label or cause.label
-    if label == "unknown" and min(abs(culprit.advantage or 0.0), batch.advantage) > _UNSCALED:
+    if label == "unknown" and min(abs(culprit.at("advantage") or 0.0), batch.advantage) > _UNSCALED:
         label = "extreme_advantage"  # the whole batch's are, so none stands out
         numbers["batch_advantage"] = batch.advantage
     if run is not None and (label == "extreme_advantage" or not is_advantage_finite):
@@ -145,17 +146,16 @@ def classify(
 
 
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
-    coefficients, norm, is_critics = culprit.coefficients, culprit.grad_norm, culprit.value is not None
-    coefficient = coefficients.log_prob
+    coefficient, norm, is_critics = culprit.at("coefficient"), culprit.grad_norm, culprit.at("value") is not None
     typical: float | None = batch.advantage
     model_gives, pulled_to, name = "log_prob", "advantage", "advantage"
     if is_critics:
         model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
-    elif culprit.teacher_log_prob is not None:
+    elif culprit.at("teacher_log_prob") is not None:
         pulled_to, name, typical = "teacher_log_prob", "gap", batch.teacher_gap
     elif batch.loss_weight is not None:
         pulled_to, name, typical = "loss_weight", "loss_weight", batch.loss_weight
-    output, pull = getattr(culprit, model_gives), getattr(culprit, pulled_to)
+    output, pull = culprit.at(model_gives), culprit.at(pulled_to)
     numbers: dict[str, float | None] = {model_gives: output, pulled_to: pull, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
@@ -172,26 +172,27 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)
-    kl, weight = coefficients.kl or 0.0, abs(culprit.loss_weight or 0.0)
+    kl, weight = culprit.at("kl_coefficient") or 0.0, abs(culprit.at("loss_weight") or 0.0)
+    entropy = culprit.at("entropy_coefficient")
     excess |= {
-        "ratio": _over(_clamped_ratio(culprit.log_prob, culprit.old_log_prob_used), 1.0),
-        "is_weight": _over(culprit.is_weight, 1.0),
+        "ratio": _over(_clamped_ratio(culprit.at("log_prob"), culprit.at("old_log_prob_used")), 1.0),
+        "is_weight": _over(culprit.at("is_weight"), 1.0),
         "jacobian": _over(jacobian, batch.jacobian),
         "kl": _over(kl, weight * batch.advantage) if kl else 0.0,
     }
     numbers = {**_over_typical(excess), "log_prob_gradient_norm": jacobian}
     if coefficient:
         numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY)
-        if coefficients.entropy:
-            numbers["entropy_over_log_prob"] = abs(coefficients.entropy / coefficient)
-    if abs(coefficients.entropy or 0.0) > _LEADS * abs(coefficient or 0.0):
+        if entropy:
+            numbers["entropy_over_log_prob"] = abs(entropy / coefficient)
+    if abs(entropy or 0.0) > _LEADS * abs(coefficient or 0.0):
         return Cause("entropy_term", numbers)
     if abs(kl) <= abs((coefficient or 0.0) - kl):
         del excess["kl"]  # the smaller part of the coefficient is not the cause
     label = _label(culprit, batch, excess, numbers)
     if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
         label = "spurious_token"
-        numbers |= {"probability": math.exp(culprit.log_prob or 0.0), "entropy": culprit.entropy}
+        numbers |= {"probability": math.exp(culprit.at("log_prob") or 0.0), "entropy": culprit.at("entropy")}
     return Cause(label, numbers)
 
 
@@ -205,10 +206,10 @@ def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], n
         return "unknown"
     if name == "ratio":
         # the whole sequence is off when its mean log-ratio is at least half of this token's
-        log_mean = math.log(max(culprit.ratios.sequence_geometric_mean or 1.0, _TINY))
+        log_mean = math.log(max(culprit.sequence_ratio or 1.0, _TINY))
         return "sequence_mismatch" if log_mean > math.log(excess[name]) / 2 else "token_mismatch"
-    if name == "jacobian" and culprit.value is None:
-        predicted = (1 - math.exp(min(culprit.log_prob or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
+    if name == "jacobian" and culprit.at("value") is None:
+        predicted = (1 - math.exp(min(culprit.at("log_prob") or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
         numbers["jacobian_predicted_by_probability"] = predicted
         return "low_probability" if excess[name] <= NOTABLE * predicted else "large_jacobian"
     return _LABELS[name]
@@ -217,10 +218,11 @@ def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], n
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
     """STAPO's three signs of a token that is rewarded by accident (arXiv 2602.15620): an unlikely token where the model
     was sure of another, in a response that was rewarded."""
-    if culprit.log_prob is None or culprit.entropy is None or batch.low_entropy is None:
+    log_prob, entropy = culprit.at("log_prob"), culprit.at("entropy")
+    if log_prob is None or entropy is None or batch.low_entropy is None:
         return False
-    is_unlikely = math.exp(min(culprit.log_prob, 0.0)) < _UNLIKELY
-    return is_unlikely and culprit.entropy <= batch.low_entropy and (culprit.advantage or 0.0) > 0
+    is_unlikely = math.exp(min(log_prob, 0.0)) < _UNLIKELY
+    return is_unlikely and entropy <= batch.low_entropy and (culprit.at("advantage") or 0.0) > 0
 
 
 def _are_finite(*values: float | None) -> bool:
@@ -250,8 +252,8 @@ def _over_typical(excess: dict[str, float]) -> dict[str, float | None]:
 
 def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
     """What the estimator can give for the culprit's group, and what the group is like; empty where it has none."""
-    siblings = culprit.siblings
-    if run.estimator not in GROUPED or siblings is None or culprit.advantage is None:
+    siblings, advantage = culprit.siblings, culprit.at("advantage")
+    if run.estimator not in GROUPED or siblings is None or advantage is None:
         return {}
     size = len(siblings) + 1
     rollouts = max(size, run.rollouts or 1)
@@ -260,7 +262,7 @@ def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
     rewards = [culprit.reward, *(sibling.reward for sibling in siblings)]
     known = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     spread = max(known) - min(known) if len(known) == size else None
-    advantages = [culprit.advantage, *(sibling.advantage or 0.0 for sibling in siblings)]
+    advantages = [advantage, *(sibling.advantage or 0.0 for sibling in siblings)]
     return {
         "rollouts": rollouts,
         "group_size": size,
@@ -285,7 +287,7 @@ def _bound(estimator: str | None, num: int, spread: float | None) -> float | Non
 
 def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[str, dict[str, float | None]]:
     """A cause by the engine's log-prob beside the trainer's, before the update and now; "" where it may be sampled."""
-    engines, now, old = culprit.rollout_log_prob, culprit.log_prob, culprit.old_log_prob_stored
+    engines, now, old = (culprit.at(name) for name in ("rollout_log_prob", "log_prob", "old_log_prob"))
     if engines is None or now is None or not math.isfinite(now):
         return "", {}
     is_old_known = old is not None and old != engines  # bypass mode stores the engine's as the old one

@@ -17,21 +17,6 @@ _ROUNDING = 1e-6
 """Of a reward: rewards that differ by less are equal."""
 
 
-def by_size(culprits: Sequence[Culprit]) -> list[Culprit]:
-    """Largest first: by share where each has one, else by norm. What is not finite, or not known, comes first."""
-    names = ("share", "grad_norm") if all(culprit.share is not None for culprit in culprits) else ("grad_norm",)
-    return sorted(culprits, key=lambda culprit: [_size(getattr(culprit, name)) for name in names], reverse=True)
-
-
-def leader(culprits: Sequence[Culprit]) -> Culprit | None:
-    """The largest of them; None without any."""
-    return next(iter(by_size(culprits)), None)
-
-
-def _size(value: float | None) -> float:
-    return abs(value) if value is not None and math.isfinite(value) else math.inf
-
-
 def trusted_share(event: Event, culprit: Culprit) -> float | None:
     """The culprit's share; None where it is no backward's own, but of tokens' shares that do not add up."""
     is_trusted = culprit.is_exact or event.shares is None or event.shares.is_trusted
@@ -80,19 +65,20 @@ def engine_words(culprit: Culprit) -> str:
     """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
     if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
         return ""
-    old = culprit.old_log_prob_stored
-    before = "" if old in (None, culprit.rollout_log_prob) else f" {number(old, 3)} before the update and"
-    engines = number(culprit.rollout_log_prob, 3)
-    return f": the engine says log-prob {engines}, the trainer{before} {number(culprit.log_prob, 3)} now"
+    old, engines = culprit.at("old_log_prob"), culprit.at("rollout_log_prob")
+    before = "" if old in (None, engines) else f" {number(old, 3)} before the update and"
+    return (
+        f": the engine says log-prob {number(engines, 3)}, the trainer{before} {number(culprit.at('log_prob'), 3)} now"
+    )
 
 
 def group(event: Event) -> str:
     """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
-    culprit = leader(event.culprits) or Culprit()
+    culprit = event.leader or Culprit()
     known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
     if "rollouts" not in known:
         return ""
-    rollouts, advantage = int(known["rollouts"]), culprit.advantage or 0.0
+    rollouts, advantage = int(known["rollouts"]), culprit.at("advantage") or 0.0
     if known.get("group_size") == 1:
         drawn = f", though {rollouts} are drawn" if rollouts > 1 else ""
         return f"Its prompt has no other response in the batch{drawn}: nothing is subtracted from its reward."

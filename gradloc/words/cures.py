@@ -2,11 +2,10 @@
 """Settings that would have kept a spike from coming: which are measured, and how an event tells of them. See
 docs/cures.md; their lines are in the table of actions, what each is for in the table of causes."""
 
-import ast
 from typing import Any
 
 from ..record import Cured, Event
-from .advice import ACTIONS, is_trl, lines_of, parsed
+from .advice import ACTIONS, Option, is_trl, options_of, parsed
 from .causes import meaning_of
 from .numbers import bounded, number, percent
 
@@ -26,20 +25,14 @@ MILDEST_FIRST = (
 """What changes least comes first."""
 
 
-def settings_in(line: str, trainer: str) -> dict[str, Any]:
-    """A config line's settings as the loss reads them, ``.`` between a block and what is in it.
+def loss_settings(option: Option) -> dict[str, Any]:
+    """An option's settings as the loss reads them, ``.`` between a block and what is in it.
 
-    >>> settings_in("actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_c=2.0", "")
-    {'policy_loss.loss_mode': 'gspo', 'clip_ratio_c': 2.0}
-    >>> settings_in("delta=2.0, loss_type='grpo'", "trl 1.16.0")
-    {'delta': 2.0, 'loss_type': 'grpo'}
+    >>> loss_settings(Option("", {"actor_rollout_ref.actor.clip_ratio_c": "2.0", "loss_type": "grpo"}))
+    {'clip_ratio_c': 2.0, 'loss_type': 'grpo'}
     """
-    if is_trl(trainer):
-        call: Any = ast.parse(f"f({line})", mode="eval").body
-        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     found = {}
-    for override in line.split():
-        name, _, value = override.partition("=")
+    for name, value in option.settings.items():
         for block in _BLOCKS:
             name = name.removeprefix(block)
         found[name] = parsed(value)
@@ -89,4 +82,4 @@ def _outcome(cured: Cured) -> str:
 
 def is_measured(name: str, trainer: str) -> bool:
     """Whether a cure is one on this trainer, such as ``verl 0.9``."""
-    return bool(lines_of(name, trainer)) and (not is_trl(trainer) or name in OF_BATCH_IN_TRL or name not in OF_BATCH)
+    return bool(options_of(name, trainer)) and (not is_trl(trainer) or name in OF_BATCH_IN_TRL or name not in OF_BATCH)

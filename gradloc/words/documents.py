@@ -77,7 +77,7 @@ def unspaced_in(text: str) -> float:
 
 def cause_in(culprit: Culprit, cause: Cause, document: Document) -> Cause:
     """The cause, with what the document says in the place of what its factors say."""
-    log_prob = culprit.log_prob
+    log_prob = culprit.at("log_prob")
     known = {name: value for name, value in asdict(document).items() if value is not None}
     numbers = {**cause.numbers, **{f"document_{name}": float(value) for name, value in known.items()}}
     if log_prob is not None and math.isfinite(log_prob):
@@ -100,7 +100,7 @@ def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
     is_unlikely = own is not None and usual is not None and own < usual - _FAR
     if culprit.span != "token" and (is_unlikely or oddities(document)) or is_unlikely and oddities(document):
         return "odd_document"
-    if cause.label in ("low_probability", "large_jacobian", "unknown") and (culprit.log_prob or 0.0) < _UNLIKELY:
+    if cause.label in ("low_probability", "large_jacobian", "unknown") and (culprit.at("log_prob") or 0.0) < _UNLIKELY:
         return "unexpected_token"
     return cause.label
 

@@ -2,6 +2,7 @@
 """Which link of a step broke, in sentences. Pure, standard library only."""
 
 import math
+from collections.abc import Sequence
 
 from ..record import Event
 from .numbers import number
@@ -29,15 +30,33 @@ def fault_sentences(event: Event) -> list[str]:
     if "norm_without_update" in known:
         made.append(f"With the last update undone this step's norm is {number(known['norm_without_update'], 3)}.")
     if "norm_under_usual_update" in known:
-        made.append(
-            f"Had that update been of its usual size, it would be {number(known['norm_under_usual_update'], 3)}."
-        )
+        under = "Had that update been of its usual size"
+        for name in ("learning_rate", "weight_decay"):
+            if f"usual_{name}" in known:
+                under = f"With the {name.replace('_', ' ')} at {number(known[f'usual_{name}'], 3)}, as before"
+        made.append(f"{under}, it would be {number(known['norm_under_usual_update'], 3)}.")
     if "norm_with_those_undone" in known:
         made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
     if "norm_without_change" in known:
         made.append(f"With that change taken back it is {number(known['norm_without_change'], 3)}.")
+    if "loudest_norm_without_update" in known and "only since" in fault.reason:
+        before, now = (number(known[name], 3) for name in ("loudest_norm_without_update", "loudest_norm"))
+        made.append(
+            f"It is loud only since the last update: its loudest micro-batch has norm {now}, and {before} without it."
+        )
     if fault.at == "batch":
         made.append("So the weights are healthy, and the batch is at fault.")
     if not made and fault.reason and fault.at == "undecided":
         made.append(f"Which link broke is not decided: {fault.reason}.")
     return made
+
+
+def step_before(event: Event, events: Sequence[Event]) -> str:
+    """Return what is known of the step whose update is at fault, where it had an event of its own; mostly ""."""
+    fault = event.fault
+    if fault is None or fault.at != "last_update":
+        return ""
+    before = next((each for each in events if each.step.global_step == fault.step and each is not event), None)
+    if before is None or not before.verdict:
+        return ""
+    return f"Step {fault.step}, which made that update, had an event of its own: {before.verdict}."

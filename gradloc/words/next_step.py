@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record import Culprit, Event
-from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, lines_of
+from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, Meaning
-from .culprits import again, group, leader
+from .culprits import again, group
 from .cures import healer, how_healed, said_of
 from .documents import document_words
 from .numbers import bounded, number
@@ -35,7 +35,7 @@ class Evidence:
     @property
     def first(self) -> Culprit:
         """The largest culprit; an empty one where there is none."""
-        return leader(self.event.culprits) or Culprit()
+        return self.event.leader or Culprit()
 
     def number(self, name: str) -> float | None:
         """One of the cause's numbers."""
@@ -57,18 +57,18 @@ class Evidence:
     @property
     def is_advantage_odd(self) -> bool:
         """Whether the advantage is what makes the gradient large."""
-        advantage = self.first.advantage
+        advantage = self.first.at("advantage")
         return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
 
     @property
     def drift(self) -> float:
         """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
-        return _distance(self.first.log_prob, self.first.old_log_prob_stored)
+        return _distance(self.first.at("log_prob"), self.first.at("old_log_prob"))
 
     @property
     def do_engines_differ(self) -> bool:
         """Whether trainer and rollout engine disagreed before the update, and by more than the policy has moved."""
-        gap = _distance(self.first.rollout_log_prob, self.first.old_log_prob_stored)
+        gap = _distance(self.first.at("rollout_log_prob"), self.first.at("old_log_prob"))
         return gap > APART and gap >= self.drift
 
     @property
@@ -88,26 +88,26 @@ class Evidence:
         event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
-        pull, pulled = "advantage", f"Advantage ({number(first.advantage, 3)})"
+        pull, pulled = "advantage", f"Advantage ({number(first.at('advantage'), 3)})"
         if event.is_supervised:
-            pull, pulled = "loss weight", f"Loss weight ({number(first.loss_weight, 3)})"
+            pull, pulled = "loss weight", f"Loss weight ({number(first.at('loss_weight'), 3)})"
         elif event.is_distilled:
-            pull, pulled = "distance from the teacher", f"The teacher's ({number(first.teacher_log_prob, 3)})"
-        probability = None if first.log_prob is None else math.exp(min(first.log_prob, 0.0))
+            pull, pulled = "distance from the teacher", f"The teacher's ({number(first.at('teacher_log_prob'), 3)})"
+        probability = None if (log_prob := first.at("log_prob")) is None else math.exp(min(log_prob, 0.0))
         numbers = {
             "reward": first.reward,
-            "advantage": first.advantage,
-            "ratio": first.ratios.current_over_old,
-            "now": first.log_prob,
-            "old": first.old_log_prob_stored,
-            "written": first.rollout_log_prob,
-            "weight": first.is_weight,
+            "advantage": first.at("advantage"),
+            "ratio": first.at("ratio"),
+            "now": first.at("log_prob"),
+            "old": first.at("old_log_prob"),
+            "written": first.at("rollout_log_prob"),
+            "weight": first.at("is_weight"),
             "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
             "scale": self.number("coefficient_over_typical"),
             "over_run": self.number("advantage_over_run") or self.number("teacher_gap_over_run"),
-            "value": first.value,
-            "target": first.value_target,
-            "teacher": first.teacher_log_prob,
+            "value": first.at("value"),
+            "target": first.at("value_target"),
+            "teacher": first.at("teacher_log_prob"),
             "threshold": certificate.threshold,
             "undone": self.number("norm_without_update"),
             "unchanged": self.number("norm_without_change"),
@@ -154,11 +154,11 @@ FACTS: dict[str, Callable[[Evidence], bool]] = {
     "odd_group": lambda at: bool(group(at.event)),
     "odd_reward": lambda at: at.is_reward_odd,
     "siblings": lambda at: bool(at.rewards),
-    "teacher_not_finite": lambda at: not math.isfinite(at.first.teacher_log_prob or 0.0),
+    "teacher_not_finite": lambda at: not math.isfinite(at.first.at("teacher_log_prob") or 0.0),
     "engines_differ": lambda at: at.do_engines_differ,
     "first_update": lambda at: at.event.step.mini_batch == at.event.step.epoch == 0 and at.drift > APART,
     "distilled": lambda at: at.event.is_distilled,
-    "punished": lambda at: (at.first.advantage or 0.0) < 0,
+    "punished": lambda at: (at.first.at("advantage") or 0.0) < 0,
 }
 """What a rule may ask of an event beside its cause."""
 
@@ -224,11 +224,14 @@ def _lines(name: str, evidence: Evidence) -> dict[str, str]:
         return {}
     if name == "more_steps" and event.search.strategy == "bisect":
         name = "more_probes"
-    lines = lines_of(name, trainer)
+    options = options_of(name, trainer)
     checkpoint = event.consequence.last_checkpoint if event.consequence else None
     if name == "go_back" and checkpoint:
         if is_trl(trainer):
             return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
         path = shlex.quote(one_line(checkpoint))
-        return {label: line.replace(CHECKPOINT, path) for label, line in lines.items()}
-    return {label: line for label, line in lines.items() if not in_force(line, evidence.actor)}
+        return {label: option.line.replace(CHECKPOINT, path) for label, option in options.items()}
+    is_new = {
+        label: not option.settings or not in_force(option.settings, evidence.actor) for label, option in options.items()
+    }
+    return {label: option.line for label, option in options.items() if is_new[label]}

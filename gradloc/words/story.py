@@ -6,11 +6,10 @@ Nothing here is a guess: what the record does not say is left out. Pure, standar
 
 import math
 import re
-from dataclasses import dataclass
 
 from ..record import Culprit, Event, Search, StepCause, Turn
 from .causes import NOTABLE, meaning_of
-from .culprits import again, carried, engine_words, group, leader, trusted_share
+from .culprits import again, carried, engine_words, group, trusted_share
 from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
@@ -48,43 +47,24 @@ _MAX_LINES = 4
 """Of the text before the culprit, its own line included: a chat's prompt has many short ones."""
 
 
-@dataclass(frozen=True)
-class Story:
-    """What the first screen says of an event."""
-
-    headline: str
-    lede: str
-    before: str
-    token: str
-    """The largest culprit's own text, between the text before and after it."""
-    after: str
-    named: str
-    names: tuple[str, ...]
-    """Where no token made it: the parameters or tensors of the batch that did, and what stands before them."""
-    figures: list[tuple[str, str, str]]
-    """Three of value, what it is, and a remark."""
-    given: list[str]
-    """What became of the step; sentences."""
+def quote_of(event: Event) -> tuple[str, str, str] | None:
+    """The text before the largest culprit's token, the token, and the text after it; None where there is no text."""
+    first = event.leader
+    if first is None or not first.text:
+        return None
+    before = "\n".join(visible(first.text_before or "")[-200:].split("\n")[-_MAX_LINES:])
+    return before, visible(first.text)[:200], visible(first.text_after or "")[:160]
 
 
-def tell(event: Event, clip: float | None = None) -> Story:
-    """An event's story; ``clip`` is the norm that gradients were clipped to, where the event does not say it."""
-    first = leader(event.culprits) or Culprit()
+def named(event: Event) -> str:
+    """The parameters or tensors that made the spike, where no token did; empty where none are known."""
     cause = step_cause(event)
     names = [one_line(name, 80) for name in cause.names] if cause else []
+    if cause is None or not names:
+        return ""
     if len(names) > _MAX_NAMES:
         names[_MAX_NAMES:] = [f"and {len(names) - _MAX_NAMES} more"]
-    return Story(
-        headline=headline(event),
-        lede=lede(event),
-        before="\n".join(visible(first.text_before or "")[-200:].split("\n")[-_MAX_LINES:]),
-        token=visible(first.text)[:200],
-        after=visible(first.text_after or "")[:160],
-        named=meaning_of(cause.label).named if cause else "",
-        names=tuple(names),
-        figures=figures(event),
-        given=_became(event, clip),
-    )
+    return f"{meaning_of(cause.label).named} {', '.join(names)}".strip()
 
 
 def step_cause(event: Event) -> StepCause | None:
@@ -96,7 +76,7 @@ def step_cause(event: Event) -> StepCause | None:
 
 def cause_of(event: Event) -> str:
     """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
-    cause, first = step_cause(event), leader(event.culprits)
+    cause, first = step_cause(event), event.leader
     return cause.label if cause else first.cause.label if first else ""
 
 
@@ -152,7 +132,7 @@ def span_of(event: Event, span: str) -> str:
 
 def lede(event: Event) -> str:
     """What the culprits carry and why, or what else made the spike; sentences."""
-    first, cause, search = leader(event.culprits), step_cause(event), event.search
+    first, cause, search = event.leader, step_cause(event), event.search
     other = _cause_in_words(cause) if cause else ""
     if first is None:
         if cause and says_reason(cause):
@@ -256,8 +236,8 @@ def pronoun(event: Event) -> str:
     return "that" if not event.culprits else "it" if len(event.culprits) == 1 else "them"
 
 
-def _became(event: Event, clip: float | None) -> list[str]:
-    """What the optimizer did with the step, and what that means for the next ones."""
+def became(event: Event, clip: float | None = None) -> list[str]:
+    """What the optimizer did with the step, and what follows for the next ones; ``clip`` as :func:`given` takes it."""
     sentences, cause, consequence = [given(event, clip)], step_cause(event), event.consequence
     if cause and cause.label == "non_finite_weights":
         sentences.append("Every further step will be like it until weights that are finite are loaded.")
@@ -267,7 +247,7 @@ def _became(event: Event, clip: float | None) -> list[str]:
 
 
 def given(event: Event, clip: float | None = None) -> str:
-    """What the optimizer was given, in sentences; ``clip`` as :func:`tell` takes it."""
+    """What the optimizer was given, in sentences; ``clip``: the norm clipped to, where the event does not say it."""
     action, consequence = event.action, event.consequence
     norm, after = event.trigger.grad_norm, event.certificate.norm_after
     clip = consequence.grad_clip if consequence is not None else clip
@@ -325,7 +305,7 @@ def _printable(text: str) -> str:
 
 
 def _where(event: Event) -> str:
-    first = leader(event.culprits)
+    first = event.leader
     if first is None or not first.positions:
         return ""
     start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, WAYS, Layout, Load, forecast, logit_bytes, model_of
+from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, WAYS, Layout, Load, forecast, model_of
 from tests.world import World
 
 BASE = {
@@ -108,46 +108,11 @@ def test_a_model_by_name_has_as_many_weights_as_its_checkpoint(name):
     assert model.weights + model.layers * small == PUBLISHED[name]
 
 
-def test_a_forward_holds_the_logits_of_no_more_positions_than_are_read_at_a_time():
-    model, layout = model_of("the model", BASE), Layout()
-    sizes = [forecast(model, layout, Load(tokens, rows=512)).need.forward for tokens in (256, 512, 1024)]
-    assert sizes[1] == 2 * sizes[0] == sizes[2] > 256 * model.vocabulary
-
-
-@pytest.mark.parametrize(
-    ("layout", "gathered"),
-    [
-        (Layout(), 0),  # one process holds all of it
-        (Layout(2, shards=2), 2 * (128 + 2 * 1744) + 2 * (128 + 1744 - 512) + 4 * 1744),
-    ],
-)
-def test_a_wide_layer_s_backward_is_a_micro_batch_s_peak(layout, gathered):
-    """Ten positions in bfloat16: what two layers keep, the last one again, its gradients, and what is gathered."""
-    sizes = {"hidden_size": 8, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = model_of("wide", sizes | {"num_key_value_heads": 1, "vocab_size": 16})
-    norms, attention, mlp = 2 * (4 + 2 * 2) * 8, 2 * (3 * 8 + 2 * 4), 2 * 4 * 64
-    layer, kept = 10 * (norms + attention + mlp), 2 * 10 * 2 * 8
-    wanted = kept + layer + 2 * (8 * 64) + 2 * 10 * 2 * 64 + gathered
-    assert forecast(model, layout, Load(10)).need.micro_batch == wanted
-
-
-def test_adapters_are_a_pair_of_matrices_on_each_of_a_layer_s_seven_maps():
-    model, rank = model_of("the model", BASE), 4
-    maps = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64)]
-    assert model.adapted(rank) * model.weights == pytest.approx(4 * rank * sum(a + b for a, b in maps))
-
-
 @pytest.mark.parametrize(("number", "spare"), [(0, 0), (1, -1), (1, 0), (2, 0), (None, -1)])
 def test_a_card_gets_the_first_way_that_fits_with_a_twentieth_to_spare(number, spare):
     told = forecast(model_of("the model", BASE), Layout(16, shards=16), Load(1024))
     exact = told.device(WAYS[{0: 0, 1: 0 if spare else 1, 2: 2}.get(number, 3)]) / 0.95
     assert told.way(exact + spare * 4096) is (None if number is None else WAYS[number])
-
-
-def test_a_temperature_makes_one_more_float32_of_each_logit_and_entropies_two():
-    plain = logit_bytes()
-    assert 4 < plain == Load(1).logit_bytes < 8, "float32, and a little"
-    assert logit_bytes(is_scaled=True) - plain == 4 and logit_bytes(has_entropy=True) - plain == 2 * 4 < 2 * plain
 
 
 def test_a_config_without_a_size_is_refused_by_name():

@@ -184,14 +184,6 @@ def test_a_shard_that_was_kept_on_the_host_comes_back_as_the_engine_s_own(group)
     assert all(map(torch.equal, map(local_shard, space.current()), map(local_shard, before)))
 
 
-def test_an_engine_with_its_own_parameters_sums_replicas_gradients_unless_it_says_otherwise():
-    class Engine(GradientSpace):
-        def __init__(self):
-            self._hold([("weight", torch.nn.Parameter(torch.ones(2)))], [], (None, None), None)
-
-    assert Engine().are_summed
-
-
 def test_an_inner_product_of_half_precision_is_summed_in_a_finer_one():
     model = torch.nn.Linear(300, 40, dtype=torch.bfloat16)
     space = GradientSpace(model)

@@ -43,7 +43,7 @@ def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
     step, space = BareStep(model, batch, 2), GradientSpace(model)
     step.train()
     training = peak_of(lambda: (space.clear(), step.train())) - space_bytes(space)  # what a micro-batch takes
-    step.numerics = replace(step.numerics, dtype=dtype)  # of the search alone: it dithers the weights
+    step.numerics = replace(step.numerics, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
         optimizer.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
@@ -166,33 +166,11 @@ def test_sums_in_float64_copy_a_part_at_a_time(monkeypatch):
     assert peak_of(lambda: gradients.total_of(values, 1)) < 3 * 2**19, "two parts of 1/16, eight bytes an element"
 
 
-def test_gathered_weights_are_let_go_before_a_pass_is_made_sure_of(monkeypatch):
-    space, done = GradientSpace(torch.nn.Linear(8, 4)), []
-    monkeypatch.setattr(space, "reshard", lambda: done.append("reshard"))
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: done.append("allocate"))
-    Room(space, None, 100, 50).make_sure()
-    assert done[0] == "reshard" and "allocate" in done
-
-
 def test_what_a_host_has_left_is_read_without_a_package(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  3 kB\nHugePages_Total: 0\n")
     assert memory.host_free(str(tmp_path / "meminfo")) == 3072
     assert memory.host_free(str(tmp_path / "none")) == math.inf
     assert 2**28 < memory.host_free() < 2**60
-
-
-def test_pinned_blocks_are_rounded_up_to_powers_of_two():
-    assert [memory.pinned_bytes(torch.empty(size, dtype=torch.uint8)) for size in (0, 1, 4096, 4097)] == [
-        0,
-        1,
-        4096,
-        8192,
-    ]
-
-
-def test_logits_that_are_larger_than_a_micro_batch_leave_bisection():
-    need = Need(shards=GIB, largest=1, state=0, micro_batch=GIB, forward=8 * GIB)
-    assert need.least_way(Memory(free=9 * GIB)) == 3 and need.least_way(Memory(free=13 * GIB)) == 0
 
 
 def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
@@ -336,22 +314,3 @@ def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
     module(torch.randn(5, 33)).square().sum().backward()
     squares = [param.grad.double().square().sum() for param in module.parameters()]
     torch.testing.assert_close(GradientSpace(module).squares(), torch.stack(squares))
-
-
-def test_the_peak_of_a_device_is_asked_of_its_own_module_and_of_none_on_a_cpu(monkeypatch):
-    asked = []
-    module = SimpleNamespace(
-        synchronize=lambda device: asked.append(("synchronize", device)),
-        max_memory_allocated=lambda device: 7,
-        memory_allocated=lambda device: 5,
-        reset_peak_memory_stats=lambda device: asked.append(device),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("pinned blocks"), raising=False)
-    for device, most in ((torch.device("cpu"), (0, 0)), (torch.device("cuda", 1), (7, 5))):
-        assert memory.peak_of(device) == most
-        memory.reset_peak(device)
-        room = object.__new__(Room)
-        room._space, room.device, room._moved = SimpleNamespace(), device, [(torch.ones(2), torch.ones(2))]
-        room.close()  # what was moved is back before anything reads it
-    assert asked == [torch.device("cuda", 1), ("synchronize", torch.device("cuda", 1)), "pinned blocks"]

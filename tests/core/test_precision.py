@@ -184,3 +184,54 @@ def test_quantized_weights_are_refused():
     model.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(NoFloat32, match="quantized"), float32_forwards(model):
         pass
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("inputs", ["packed", "padded", "whole"])
+def test_where_a_flash_kernel_takes_no_float32_attention_is_torch_s_own(monkeypatch, inputs):
+    from transformers import Qwen2Config, Qwen2ForCausalLM, modeling_flash_attention_utils
+
+    def kernel(query, key, value, *_, causal=False, softmax_scale=None, dropout_p=0.0, deterministic=False, **__):
+        assert query.dtype == BF16, "FlashAttention only supports fp16 and bf16"
+        ran.append(query.shape)
+        return query
+
+    ran, home = [], modeling_flash_attention_utils
+    process = home._lazy_define_process_function(_packed_attention_s_arguments)
+    there = {
+        "_flash_fn": kernel,
+        "_flash_varlen_fn": kernel,
+        "_pad_fn": home._pad_input,
+        "_unpad_fn": home._unpad_input,
+    }
+    there |= {"_process_flash_kwargs_fn": process, "_loaded_implementation": "flash_attention_2"}
+    for name, value in there.items():
+        monkeypatch.setattr(home, name, value, raising=False)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    config = Qwen2Config(hidden_size=32, intermediate_size=64, **sizes)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to(BF16)
+    exact, tokens = copy.deepcopy(model).float(), torch.randint(50, (2, 7))
+    model.config._attn_implementation_internal = "flash_attention_2"
+    lengths = (7, 4) if inputs != "whole" else (7, 7)
+    mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long()
+    given = {"input_ids": tokens, "attention_mask": mask if inputs == "padded" else None}
+    if inputs == "packed":
+        places = torch.cat([torch.arange(length) for length in lengths])
+        given = {"input_ids": tokens[mask.bool()][None], "position_ids": places[None]}
+    with torch.no_grad():
+        model(**given, use_cache=False)
+        assert len(ran) == 2, "training calls the kernel in each layer"
+        with float32_forwards(model):
+            found = model(**given, use_cache=False).logits
+        wanted = exact(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    found = found[0] if inputs == "packed" else found[mask.bool()]
+    torch.testing.assert_close(found, wanted[mask.bool()], rtol=1e-4, atol=1e-5)
+    assert home._flash_fn is home._flash_varlen_fn is kernel and len(ran) == 2
+
+
+def _packed_attention_s_arguments(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, deterministic=False,
+):  # fmt: skip
+    """What flash_attn's own kernel takes."""

@@ -156,10 +156,6 @@ def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
         torch.testing.assert_close(host.token_weights(index), wanted[index], check_dtype=False)
 
 
-def test_numbers_of_a_plain_step_change_nothing():
-    assert Numerics() == Numerics(torch.float32, loss_scale=1.0, weight=1.0, temperature=1.0, reduces_once=False)
-
-
 def test_a_loss_without_a_setting_would_not_change_by_it():
     model = build("tiny")
     step = BareStep(model, random_batch(model), 4)

@@ -123,38 +123,6 @@ class Event:
         return float(end.at - self.at)
 
 
-@pytest.mark.parametrize(
-    ("waits", "others", "said"),
-    [(1.0, 10.0, None), (0.0, 0.01, "40.00 % of an update"), (0.0, 1.99, "0.20 % of an update"), (0.0, 2.01, None)],
-)
-def test_it_stops_for_what_it_costs_the_device_and_says_so(waits, others, said, monkeypatch, caplog):
-    """``waits``: seconds in which the host waits for the device at each reading, no cost of the tracker."""
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
-    space, tracker = GradientSpace(step.model), NormTracker(0)
-    monkeypatch.setattr(tracker_module, "_event_of", lambda device: Event)
-    monkeypatch.setattr(Event, "is_done", True)
-    now = [0.0]
-    monkeypatch.setattr(tracker_module.time, "perf_counter", lambda: now[0])
-    read = space.local_squares
-
-    def squares(*args):
-        now[0] += waits
-        return read(*args)
-
-    monkeypatch.setattr(space, "local_squares", squares)
-    for _ in range(3):
-        tracker.begin_update()
-        step.train(lambda: tracker.after_backward(space))
-        now[0] += others  # of which four milliseconds are the tracker's
-        tracker.end_update()
-    assert tracker.is_on == (said is None) and (said or "") in caplog.text
-    assert all(record.args[1] == pytest.approx(0.2) for record in caplog.records), "the limit, in percent"
-    monkeypatch.setattr(tracker_module, "_NO_MATTER", 0.005)  # more than the four milliseconds of an update
-    tracker.is_on = True
-    tracker.end_update()
-    assert tracker.is_on
-
-
 def test_what_takes_too_long_as_a_whole_is_read_from_a_sample_before_it_stops(monkeypatch, caplog):
     step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     space, tracker = GradientSpace(step.model), NormTracker(0)

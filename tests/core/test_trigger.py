@@ -89,15 +89,6 @@ def test_spikes_with_healthy_steps_between_them_are_no_new_level():
     assert all(flagged(rule, [50.0, *healthy(seed, 15)]) == [0] for seed in range(20))
 
 
-def test_of_spikes_in_a_row_the_first_alone_is_learnt():
-    rule, counts = AdaptiveThreshold(), []
-    flagged(rule, healthy(0, 30))
-    for norm in (1e3, 2e3, 3e3, 1.0, 1e3):
-        rule.observe([norm])
-        counts.append(rule.summary().num_norms)
-    assert counts == [31, 31, 31, 32, 33]
-
-
 def test_steps_with_and_without_advantages_are_two_kinds():
     rng = random.Random(0)
     norms = [norm * (0.01 if rng.random() < 0.6 else 1.0) for norm in healthy(0, 400)]
@@ -123,43 +114,6 @@ def test_a_run_of_other_units_has_the_same_spikes_and_the_threshold_in_its_units
     rule, other = AdaptiveThreshold(), AdaptiveThreshold()
     assert flagged(rule, norms) == flagged(other, [factor * norm for norm in norms])
     assert other.threshold(0) == pytest.approx(factor * rule.threshold(0))
-
-
-@pytest.mark.parametrize(
-    ("below", "above", "cap", "level"),
-    [
-        (16, [2.1] * 8, 1.5, 2.1),
-        (16, [1.9] * 8, 1.5, 1.0),  # less than a factor of two apart
-        (21, [30.0] * 3, 10.0, 30.0),  # an eighth
-        (22, [30.0] * 2, 10.0, 1.0),
-        (28, [30.0] * 4, 10.0, 30.0),
-        (29, [30.0] * 3, 10.0, 1.0),  # less than an eighth
-        (13, [30.0] * 3, 10.0, 30.0),
-        (14, [30.0] * 2, 10.0, 1.0),  # an eighth, but fewer than three
-        (13, [2.1, 2.1, 4.0], 3.0, 1.0),  # only one is beyond the cap
-    ],
-)
-def test_an_upper_group_is_the_level_where_it_is_apart_large_enough_and_beyond_the_cap(below, above, cap, level):
-    rule = AdaptiveThreshold(warmup=8, floor=1.0, cap=cap)
-    norms = [math.log(norm) for norm in [1.0] * below + above]
-    rule.load_state({"positions": [{"log_norms": norms, "run": []}], "seed": []})
-    assert rule.summary().median_norm == pytest.approx(level)
-
-
-@pytest.mark.parametrize(("growth", "is_learnt"), [(1.0, True), (1.9, True), (2.1, False), (16.0, False)])
-def test_a_window_of_spikes_is_a_new_level_where_its_later_half_is_hardly_higher(growth, is_learnt):
-    rule = AdaptiveThreshold(window=16, warmup=8)
-    flagged(rule, [1.0] * 16 + [50.0] * 8 + [50.0 * growth] * 8)
-    assert (rule.threshold(0) > 50.0) is is_learnt
-
-
-def test_a_fall_is_learnt_after_as_many_norms_as_a_warm_up_takes():
-    rule, counts = AdaptiveThreshold(warmup=32), []
-    flagged(rule, healthy(0, 40, level=10.0))
-    for norm in healthy(1, 32):
-        rule.observe([norm])
-        counts.append(rule.summary().num_norms)
-    assert counts == [min(41 + number, 64) for number in range(31)] + [32]
 
 
 def test_a_norm_on_the_threshold_is_no_spike():

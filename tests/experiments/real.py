@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def demo(*arguments: str, run_dir: Path, **how) -> list[dict]:
     assert "FOUND: the event names exactly the token that was planted" in printed
     assert "to go" in printed, "a step says how long the others take"
     assert (run_dir / "report.html").is_file()
-    schema = json.loads((REPO / "schema" / "event.v1.schema.json").read_text())
+    schema = json.loads((REPO / "schema" / "event.v2.schema.json").read_text())
     (event,) = map(json.loads, (run_dir / "gradloc" / "events.jsonl").read_text().splitlines())
     jsonschema.validate(event, schema)
     steps = steps_of(run_dir)
@@ -96,8 +97,8 @@ def explode(run_dir: Path, *more: str, **variables: str) -> None:
     _, planted = map(json.loads, (arms[1] / "planted.jsonl").read_text().splitlines())
     assert event["step"]["global_step"] == planted["step"] == 6 and planted["length"] == 200
     assert [culprit[key] for key in ("positions", "token_ids")] == [planted[key] for key in ("positions", "token_ids")]
-    assert culprit["advantage"] == pytest.approx(0.8)
-    assert 5e4 < culprit["ratios"]["current_over_old"] < 1e5
+    assert culprit["values"]["advantage"] == pytest.approx(0.8)
+    assert 5e4 < math.exp(culprit["values"]["log_prob"] - culprit["values"]["old_log_prob_used"]) < 1e5
     assert culprit["cause"]["label"] == "token_mismatch"
     assert "as planted" in printed and (run_dir / "summary.png").is_file()
     assert (arms[1] / "report.html").is_file()

@@ -57,12 +57,27 @@ def test_the_right_link_is_named_and_the_run_is_as_without_a_watch(tmp_path, fau
     assert first["fault"]["at"] == truth, first["fault"]
     assert first["step"]["global_step"] <= links.HEALTHY + 2
     assert bool(first["culprits"]) == (fault in ("token", "row"))
-    if watched.parameter:
-        assert watched.parameter in first["fault"]["parameters"][:3]
+    if watched.fault.parameter:
+        assert watched.fault.parameter in first["fault"]["parameters"][:3]
     if truth == "last_update":
-        assert first["fault"]["evidence"]["norm_without_update"] < first["trigger"]["threshold"]
+        evidence = first["fault"]["evidence"]
+        assert max(evidence["norm_without_update"], evidence["norm_under_usual_update"]) < first["trigger"]["threshold"]
+        usual = {"learning_rate": PLAN.rate, "weight_decay": PLAN.decay}.get(fault)
+        assert evidence.get(f"usual_{fault}") == usual
         assert first["cause"]["label"] == {"learning_rate": "learning_rate_jumped"}.get(fault, fault)
         assert first["verdict"].startswith("Not the data: ")
+
+
+@pytest.mark.full
+def test_no_token_is_accused_where_updates_moved_weights_far_that_few_tokens_use(tmp_path):
+    """Adam's second moments are smallest for the rows of rare tokens: an ordinary batch is quiet, one with them not."""
+    torch.set_num_threads(1)
+    made = links.Run(links.Plan.of("gpt", 3001), "second_moments", is_gradual=True, folder=str(tmp_path))
+    for _ in range(62):
+        made.take()
+    first, *_ = events(tmp_path)
+    assert first["fault"]["at"] == "weights" and not first["culprits"], first["fault"]
+    assert "tokens.weight" in first["fault"]["parameters"]
 
 
 @pytest.mark.full

@@ -81,3 +81,21 @@ def test_a_parameter_without_a_gradient_stays():
     updates.last.skipped = frozenset({1})
     weight = list(model.parameters())[1].detach()
     assert torch.equal(updates.before_last(1, weight), weight)
+
+
+def test_the_weights_under_another_decay_are_those_of_a_step_with_it():
+    model, updates, before = trained(OPTIMIZERS["adamw"], 5)
+    other, _, _ = trained(lambda params: _decays_less_at_last(params), 5)
+    for index, (param, there) in enumerate(zip(model.parameters(), before, strict=True)):
+        found = updates.under_decay(index, param.detach(), there, 0.1)
+        torch.testing.assert_close(found, list(other.parameters())[index].detach(), rtol=1e-5, atol=1e-6)
+
+
+def _decays_less_at_last(params: Any) -> torch.optim.Optimizer:
+    optimizer, steps = OPTIMIZERS["adamw"](params), iter(range(5))
+
+    def before_step(*_: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.1 if next(steps) == 4 else 0.3
+
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer

@@ -100,8 +100,9 @@ def test_a_page_s_table_is_the_record_s(table):
         assert "Every event" not in table or len(made) - 2 >= 30
 
 
-def test_how_often_the_link_is_right_is_the_record_s():
-    assert links.sentence(record("links")["rows"]) in page("docs/spikes-without-tokens.md")
+@pytest.mark.parametrize("name", ["links", "engine_links"])
+def test_how_often_the_link_is_right_is_the_record_s(name):
+    assert links.sentence(record(name)["rows"]) in page("docs/spikes-without-tokens.md")
 
 
 def test_what_pretraining_says_of_its_peaks_is_the_record_s():
@@ -244,8 +245,6 @@ def test_the_explosion_s_text_says_what_its_table_says():
     assert (round(warning / before), round(spike / before)) == (11, 185)  # "eleven and 185 times the healthy one"
 
 
-@pytest.mark.parametrize(
-    "name", ["explosion", "knights", "quartiles", "buckets", "trigger", "experiments", "benchmarks"]
-)
+@pytest.mark.parametrize("name", ["explosion", "knights", "quartiles", "trigger", "experiments", "benchmarks"])
 def test_a_page_with_figures_of_runs_that_are_not_kept_says_so(name):
     assert re.search(r"[Nn]o record of (this|these) \w+ is kept", page(f"docs/{name}.md"))

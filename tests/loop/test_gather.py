@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradloc.core.ranks import Ranks
-from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, ratio, raw_event
+from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, raw_event
 from gradloc.record import Action, Cured, History, Step, Trigger
 from tests.bare import BareStep, Loss, build, random_batch, shard
 from tests.bare.events import context_of
@@ -44,20 +44,22 @@ def test_the_culprit_has_the_step_s_own_numbers(context):
     recorded = step.recorded(index)
     log_prob, entropy = step.coefficients(index)
     assert (found.row, found.micro_batch, found.micro_batch_row, found.positions, found.peak) == (5, 1, 1, (2,), 2)
-    assert found.log_prob == pytest.approx(float(recorded.log_prob[at]))
-    assert found.old_log_prob_used == pytest.approx(float(step.details(index).old_log_prob[at]))
-    assert found.entropy == pytest.approx(float(recorded.entropy[at]))
-    assert found.coefficients.log_prob == pytest.approx(float(log_prob[at]))
-    assert found.coefficients.kl == pytest.approx(float(step.kl_coefficients(index)[at]))
+    assert found.at("log_prob") == pytest.approx(float(recorded.log_prob[at]))
+    assert found.at("old_log_prob_used") == pytest.approx(float(step.details(index).old_log_prob[at]))
+    assert found.at("entropy") == pytest.approx(float(recorded.entropy[at]))
+    assert found.at("coefficient") == pytest.approx(float(log_prob[at]))
+    assert found.at("kl_coefficient") == pytest.approx(float(step.kl_coefficients(index)[at]))
     ranks = Ranks()
     ranks.size = 2
     (on_two_ranks,) = gathered(context, ranks=ranks).event.culprits
-    assert on_two_ranks.coefficients.kl == pytest.approx(found.coefficients.kl / 2), "the loss is a mean over ranks"
-    assert found.coefficients.entropy == pytest.approx(float(entropy[at]))
-    assert found.loss_weight == pytest.approx(float(step.token_weights(index)[at]))
+    assert on_two_ranks.at("kl_coefficient") == pytest.approx(found.at("kl_coefficient") / 2), (
+        "the loss is a mean over ranks"
+    )
+    assert found.at("entropy_coefficient") == pytest.approx(float(entropy[at]))
+    assert found.at("loss_weight") == pytest.approx(float(step.token_weights(index)[at]))
     mask = step.token_mask(index)[row]
     ratios = (recorded.log_prob - step.details(index).old_log_prob)[row][mask]
-    assert found.ratios.sequence_geometric_mean == pytest.approx(math.exp(float(ratios.mean())), rel=1e-5)
+    assert found.sequence_ratio == pytest.approx(math.exp(float(ratios.mean())), rel=1e-5)
     assert found.is_exact and found.share_error == 0.0 and found.token_norms == (found.grad_norm,)
     assert math.hypot(*found.layers.values()) == pytest.approx(found.grad_norm, rel=1e-4)
 
@@ -85,7 +87,7 @@ def test_terms_are_roots_of_all_tokens_squares_and_the_residual_leaves_the_culpr
             squares[name] += float(values[mask].double().square().sum())
     for name, found in (("kl", event.batch.kl_over_policy), ("entropy", event.batch.entropy_over_policy)):
         assert found == pytest.approx((squares[name] / squares["policy"]) ** 0.5, rel=1e-5), name
-    residual = (squares["all"] - event.culprits[0].coefficients.log_prob ** 2) ** 0.5
+    residual = (squares["all"] - event.culprits[0].at("coefficient") ** 2) ** 0.5
     assert event.batch.jacobian == pytest.approx(event.certificate.norm_after / residual, rel=1e-3)
     assert event.batch.layer_spread is None
 
@@ -126,10 +128,10 @@ def test_shares_are_summed_by_micro_batch_and_the_culprit_s_row_is_kept_token_by
     sums = [float(shares.shares(index).sum()) for index in range(M)]
     assert [of_rank for (of_rank,) in raw.event.shares.micro_batches] == pytest.approx(sums)
     (kept,) = [sequence for sequence in raw.sequences if sequence.row == 5]
-    assert kept.log_prob == pytest.approx(context.step.recorded(1).log_prob[1].tolist())
-    assert kept.coefficient == pytest.approx(context.step.coefficients(1)[0][1].tolist())
-    assert kept.share == pytest.approx(shares.shares(1)[1].tolist())
-    assert kept.share_error == pytest.approx((shares.errors[1] / shares.square)[1].tolist())
+    assert kept.columns["log_prob"] == pytest.approx(context.step.recorded(1).log_prob[1].tolist())
+    assert kept.columns["coefficient"] == pytest.approx(context.step.coefficients(1)[0][1].tolist())
+    assert kept.columns["share"] == pytest.approx(shares.shares(1)[1].tolist())
+    assert kept.columns["share_error"] == pytest.approx((shares.errors[1] / shares.square)[1].tolist())
     assert [(entry.micro_batch, entry.rows) for entry in raw.layout] == [(1, [4, 5, 6, 7])]
     full = gathered(context, keeps_all=True).layout
     assert [entry.micro_batch for entry in full] == [0, 1, 2, 3]
@@ -189,12 +191,6 @@ def test_a_low_entropy_is_a_low_quantile_of_the_tokens_that_were_looked_at(conte
     entropies = torch.full(mask.shape, 99.0).masked_scatter(mask, torch.arange(int(mask.sum())).float())
     looked_at = gathered(context, finding=replace(context.finding, entropies={0: entropies}))
     assert looked_at.event.batch.low_entropy == pytest.approx(0.2 * (int(mask.sum()) - 1))
-
-
-def test_a_ratio_is_known_where_both_are_and_infinite_where_it_overflows():
-    assert ratio(None, 0.0) is None and ratio(0.0, None) is None
-    assert ratio(math.log(6.0), math.log(2.0)) == pytest.approx(3.0)
-    assert ratio(699.0, 0.0) == pytest.approx(math.exp(699.0)) and ratio(700.0, 0.0) == math.inf
 
 
 @pytest.mark.parametrize(

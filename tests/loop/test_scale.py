@@ -66,4 +66,4 @@ def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(context, kee
 def test_sequences_with_culprits_are_kept_whole(context):
     event = raw_event(context)
     assert {sequence.row for sequence in event.sequences} >= {culprit.row for culprit in event.event.culprits}
-    assert {len(sequence.log_prob) for sequence in event.sequences} == {LENGTH}
+    assert {len(sequence.columns["log_prob"]) for sequence in event.sequences} == {LENGTH}

@@ -26,14 +26,15 @@ from gradloc.loop.writer import (
     events_weights_folder,
 )
 from gradloc.mismatch.verdict import FLOOR
-from gradloc.record import BatchStatistics, Coefficients, Culprit, Event, Ratios, Run, Shares, StepCause, Trigger
+from gradloc.record import BatchStatistics, Event, Run, Shares, StepCause, Trigger
 from gradloc.record.bundle import BundleEntry, BundleMeta
 from gradloc.record.bundle import Sequence as SequenceRecord
 from gradloc.record.store import EventStore
+from tests.words import a_culprit
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, RESPONSE = 4, 8
-CULPRIT = Culprit(row=1, positions=(2, 3), peak=3, log_prob=-1.0, old_log_prob_used=-2.0, grad_norm=9.0)
+CULPRIT = a_culprit(row=1, positions=(2, 3), peak=3, log_prob=-1.0, old_log_prob_used=-2.0, grad_norm=9.0)
 
 
 class Letters:
@@ -127,7 +128,7 @@ def test_what_stands_for_a_picture_is_shown_as_one_token(length, kept):
     numbers = {name: torch.ones(1, 2) for name in ("old_log_probs", "advantages", "token_level_scores")}
     for inputs, shown in ((({"pixel_values": torch.ones(1)},), kept), (({},), length)):
         batch = BatchView({"input_ids": ids, **response, **numbers}, {"multi_modal_inputs": inputs})
-        found = one(batch, Culprit(row=0, positions=(0,), peak=0))
+        found = one(batch, a_culprit(row=0, positions=(0,), peak=0))
         assert found.prompt == "a" * shown + "b"
 
 
@@ -136,20 +137,18 @@ def test_what_stands_for_a_picture_is_shown_as_one_token(length, kept):
 
 def test_numbers_are_those_at_the_peak():
     found = one(batch_of({"data_source": ["x", "y", "z"], "sequence_id": ["p:0", "p:1", "q:0"]}))
-    assert (found.sequence_id, found.data_source, found.advantage) == ("p:1", "y", 11.0)
-    assert found.old_log_prob_stored == pytest.approx(-1.1) and found.rollout_log_prob == pytest.approx(-1.6)
-    assert found.ref_log_prob == pytest.approx(-0.11) and found.is_weight is None and found.reward == 2.0
-    ratios = found.ratios
-    assert ratios.current_over_old == pytest.approx(math.e)
-    assert ratios.current_over_rollout == pytest.approx(math.exp(0.6))
-    assert ratios.old_over_rollout == pytest.approx(math.exp(0.5))
+    assert (found.sequence_id, found.data_source, found.at("advantage")) == ("p:1", "y", 11.0)
+    assert found.at("old_log_prob") == pytest.approx(-1.1) and found.at("rollout_log_prob") == pytest.approx(-1.6)
+    assert found.at("ref_log_prob") == pytest.approx(-0.11) and found.at("is_weight") is None and found.reward == 2.0
+    assert found.at("ratio") == pytest.approx(math.e)
+    assert found.at("ratio_to_rollout") == pytest.approx(math.exp(0.5)) and found.at("gap") == pytest.approx(0.6)
 
 
 def test_the_siblings_are_the_other_rows_of_the_prompt():
     found = one(batch_of())
     (sibling,) = found.siblings
     assert (sibling.row, sibling.reward, sibling.advantage, sibling.num_tokens) == (0, 2.0, 0.0, 8)
-    assert one(batch_of(), replace(CULPRIT, row=2)).siblings == ()
+    assert one(batch_of(), a_culprit(CULPRIT, row=2)).siblings == ()
     assert one(BatchView(batch_of().tensors, {})).siblings is None
     scores = {name: of for name, of in batch_of().tensors.items() if name != "token_level_scores"}
     without = one(BatchView(scores, {"uid": ["p"] * 3}))
@@ -174,7 +173,7 @@ TURNS = [1, 1, 0, 0, 0, 1, 1, 1]
 @pytest.mark.parametrize(("position", "turn"), [(1, (1, 2, 0)), (5, (2, 2, 3)), (7, (2, 2, 3))])
 def test_the_turn_is_the_one_that_the_span_begins_in(position, turn):
     batch = batch_of(response_mask=torch.tensor([TURNS] * 3))
-    found = one(batch, Culprit(row=0, positions=(position,), peak=position)).turn
+    found = one(batch, a_culprit(row=0, positions=(position,), peak=position)).turn
     assert (found.number, found.num_turns, found.num_before) == turn
     assert one(batch_of()).turn is None
 
@@ -182,7 +181,7 @@ def test_the_turn_is_the_one_that_the_span_begins_in(position, turn):
 def test_a_critic_s_culprit_has_its_target_and_no_log_probs():
     batch = replace(batch_of(values=torch.zeros(3, 8), returns=torch.full((3, 8), 5.0)), is_critics=True)
     found = one(batch)
-    assert found.value_target == 5.0 and found.old_log_prob_stored is None and found.advantage == 11.0
+    assert found.at("value_target") == 5.0 and found.at("old_log_prob") is None and found.at("advantage") == 11.0
     event = completed(batch, CULPRIT)
     assert event.batch.value_error == 5.0 and event.batch.one_minus_prob == 0.0
 
@@ -191,7 +190,9 @@ def test_a_distilled_culprit_has_the_teachers_log_prob_and_no_advantage():
     old = batch_of().tensors["old_log_probs"]
     batch = replace(batch_of(teacher_log_probs=old - 2.0), is_distilled=True)
     found, event = one(batch), completed(batch, CULPRIT)
-    assert found.teacher_log_prob == pytest.approx(found.old_log_prob_stored - 2.0) and found.advantage is None
+    assert (
+        found.at("teacher_log_prob") == pytest.approx(found.at("old_log_prob") - 2.0) and found.at("advantage") is None
+    )
     assert event.is_distilled and event.batch.teacher_gap == pytest.approx(2.0) and event.batch.advantage == 0.0
     assert not completed(batch_of(), CULPRIT).is_distilled
 
@@ -224,8 +225,8 @@ def test_without_a_token_a_term_that_leads_is_the_step_s_cause(terms, label):
 
 
 def test_the_largest_culprit_s_cause_is_the_step_s_unless_the_ranks_found_another():
-    small = replace(CULPRIT, row=0, grad_norm=1.0)
-    large = replace(CULPRIT, coefficients=Coefficients(log_prob=math.nan))
+    small = a_culprit(CULPRIT, row=0, grad_norm=1.0)
+    large = a_culprit(CULPRIT, coefficient=math.nan)
     event = completed(batch_of(), small, large)
     assert event.cause.label == event.culprits[1].cause.label == "non_finite" != event.culprits[0].cause.label
     found = completed(batch_of(), large, cause=StepCause("replicas_differ"), over_run={"length": 3.0}).cause
@@ -244,7 +245,7 @@ def test_tensors_that_are_not_finite_at_the_ranks_places_are_named():
 
 
 def never_sampled(position):
-    return Culprit(row=0, positions=(position,), peak=position, log_prob=-9.0, old_log_prob_used=-9.0, grad_norm=9.0)
+    return a_culprit(row=0, positions=(position,), peak=position, log_prob=-9.0, old_log_prob_used=-9.0, grad_norm=9.0)
 
 
 def test_how_many_events_a_token_that_was_never_sampled_ended_is_counted():
@@ -253,7 +254,7 @@ def test_how_many_events_a_token_that_was_never_sampled_ended_is_counted():
     written[0, 1] = written[0, 6] = 0.0  # what fills in a log-prob that nobody sampled
     batch = batch_of(response_mask=torch.tensor([TURNS] * 3), old_log_probs=stored, rollout_log_probs=written)
     endings = Counter()
-    sequence = SequenceRecord(row=0, log_prob=(-9.0,) * 8)
+    sequence = SequenceRecord(row=0, columns={"log_prob": (-9.0,) * 8})
     counts = []
     for _ in range(2):
         found = completed(batch, *map(never_sampled, (1, 6)), endings=endings, sequences=[sequence]).culprits
@@ -269,8 +270,8 @@ def test_a_policy_that_moved_during_the_update_does_not_excuse_a_token_that_was_
     written = old.clone()
     written[0, 1] = 0.0
     batch = batch_of(old_log_probs=written if engines_as_old else old, rollout_log_probs=written)
-    moved = replace(never_sampled(1), log_prob=-2.0, ratios=Ratios(current_over_old=math.exp(11.0)))
-    sequence = SequenceRecord(row=0, log_prob=(-2.0,) * 8)
+    moved = a_culprit(never_sampled(1), log_prob=-2.0)
+    sequence = SequenceRecord(row=0, columns={"log_prob": (-2.0,) * 8})
     (found,) = completed(batch, moved, sequences=[sequence]).culprits
     assert found.cause.label == label
     if not engines_as_old:
@@ -281,14 +282,16 @@ def test_a_policy_that_moved_during_the_update_does_not_excuse_a_token_that_was_
 
 
 def test_a_sequence_is_kept_up_to_its_end_with_what_the_batch_says_of_each_token():
-    sequence = SequenceRecord(row=1, log_prob=tuple(range(8)), share=None)
+    sequence = SequenceRecord(row=1, columns={"log_prob": tuple(range(8))})
     found = sequence_of(sequence)
-    assert found.log_prob == (0, 1, 2, 3, 4, 5) and found.share is None and len(found.token_ids) == 6
+    columns = found.columns
+    assert columns["log_prob"] == (0, 1, 2, 3, 4, 5) and len(found.token_ids) == 6
+    assert not {"share", "is_weight"} & {*columns}
     assert "".join(found.tokens) == letters(1, 4, 9) and found.prompt == letters(1, 2, 3)
-    assert found.old_log_prob == pytest.approx([-(8 + at) / 10 for at in range(6)]) and found.is_weight is None
-    assert found.response_mask == (1,) * 6 and found.pictures is None
+    assert columns["old_log_prob"] == pytest.approx([-(8 + at) / 10 for at in range(6)])
+    assert columns["response_mask"] == (1,) * 6 and found.pictures is None
     found = sequence_of(sequence, tokenizer=None)
-    assert found.token_ids is found.tokens is found.prompt is None and found.log_prob
+    assert found.token_ids is found.tokens is found.prompt is None and found.columns["log_prob"]
 
 
 def test_a_bundle_has_the_listed_rows_one_after_the_other():
@@ -429,7 +432,8 @@ def differing_batch(at=((1, 5), (2, 7)), by=2.0, **tensors):
 
 
 def shares_of(row, **known):
-    return SequenceRecord(row=row, share=tuple(known.get(f"at_{position}", 0.001) for position in range(30)))
+    shares = tuple(known.get(f"at_{position}", 0.001) for position in range(30))
+    return SequenceRecord(row=row, columns={"share": shares})
 
 
 @pytest.mark.parametrize(

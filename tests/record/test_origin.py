@@ -24,7 +24,7 @@ def test_versions_model_and_digest_are_there_and_fit_the_schema():
     assert (found.trainer, found.gradloc, found.model) == (f"pytest {pytest.__version__}", __version__, "Qwen/Qwen3-4B")
     assert re.fullmatch(r"[0-9a-f]{12}", found.config)
     document = plain(Event(event_id="e", verdict="", run=found, time=now()))
-    schema = json.loads((SCHEMAS / "event.v1.schema.json").read_text())
+    schema = json.loads((SCHEMAS / "event.v2.schema.json").read_text())
     part = {**schema["$defs"]["Run"], "$defs": schema["$defs"]}
     jsonschema.validate(document["run"], part)
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", document["time"])

@@ -74,6 +74,6 @@ def test_a_field_that_a_replay_needs_is_named_when_it_is_missing():
 
 def test_a_sequence_is_as_long_as_what_is_known_of_it_and_its_tokens_can_be_told_apart():
     assert len(Sequence()) == 0 and Sequence().ids == ()
-    assert len(Sequence(token_ids=(7, 8), share=(0.5, 0.25, 0.25))) == 3
-    assert Sequence(token_ids=(7, 8), log_prob=(-1.0,) * 4).ids == (7, 8, -3, -4)
-    assert Sequence(share=(0.5, 0.5)).ids == (-1, -2)
+    assert len(Sequence(token_ids=(7, 8), columns={"share": (0.5, 0.25, 0.25)})) == 3
+    assert Sequence(token_ids=(7, 8), columns={"log_prob": (-1.0,) * 4}).ids == (7, 8, -3, -4)
+    assert Sequence(columns={"share": (0.5, 0.5)}).ids == (-1, -2)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from gradloc.record import Event, Turn, turns_in
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore, plain
-from gradloc.report.runs.run import read_events, recover
+from gradloc.report.runs.events import Events, read_events, recover
 from tests.report.builder import REPO
 
 
@@ -100,11 +100,11 @@ def _writer(folder, number):
 
 def _whole(folder):
     """The events that a reader finds; each of them whole."""
-    events, notes = read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else ([], [])
+    events, notes = read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else (Events(), [])
     assert all("cut off" in note or "is not JSON" in note for note in notes), notes  # of a line that was cut off
-    events += recover(folder, events)[0]
-    assert all(event.verdict == "w" * 20_000 for event in events)
-    return [event.event_id for event in events]
+    found = [*events, *recover(folder, events)[0]]
+    assert all(event.verdict == "w" * 20_000 for event in found)
+    return [event.event_id for event in found]
 
 
 def test_two_writers_of_one_folder_lose_nothing_and_a_reader_sees_whole_events(tmp_path):

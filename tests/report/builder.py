@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gradloc import record
-from gradloc.record import Event
+from gradloc.record import Event, version1
 from gradloc.record.bundle import Sequence
+from gradloc.record.columns import STORED
 from gradloc.record.reading import read
 from gradloc.record.store import plain
 from gradloc.words.story import verdict_sentences
@@ -31,7 +32,7 @@ UNTRUSTED = {
 
 
 def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes: Any) -> dict:
-    """A culprit's record."""
+    """A culprit's record; a change may name a number of its token as version 1 does."""
     culprit = record.Culprit(
         span="token",
         rank=rank,
@@ -48,15 +49,17 @@ def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes
         text_before="the answer",
         text_after=" 60.",
         prompt="What is 20+40?",
-        log_prob=-4.6,
-        old_log_prob_used=-4.6,
-        old_log_prob_stored=-4.8,
-        rollout_log_prob=-4.7,
-        ratios=record.Ratios(1.0, current_over_rollout=1.1, old_over_rollout=0.9, sequence_geometric_mean=1.0),
-        advantage=10000.0,
-        entropy=1.25,
-        coefficients=record.Coefficients(log_prob=-73.5),
-        loss_weight=0.007,
+        values={
+            "log_prob": -4.6,
+            "old_log_prob_used": -4.6,
+            "old_log_prob": -4.8,
+            "rollout_log_prob": -4.7,
+            "advantage": 10000.0,
+            "entropy": 1.25,
+            "coefficient": -73.5,
+            "loss_weight": 0.007,
+        },
+        sequence_ratio=1.0,
         grad_norm=650.3,
         threshold=4.7,
         share=0.75,
@@ -65,7 +68,7 @@ def make_culprit(position: int = 3, token: str = " is", rank: int = 1, **changes
             "extreme_advantage", {"advantage_over_typical": 14577.6, "ratio_over_typical": 1.0, "kl": None}
         ),
     )
-    return plain(culprit) | changes
+    return version1.culprit(plain(culprit) | changes)
 
 
 def make_event(step: int = 5, /, culprits: list[dict] | None = None, **changes: Any) -> dict:
@@ -147,16 +150,21 @@ def make_sequence(num: int = 8, tokens: list[str] | None = None, **changes: Any)
         prompt="What is 20+40?",
         token_ids=tuple(range(1000, 1000 + num)),
         tokens=tuple(tokens),
-        response_mask=(1,) * num,
-        log_prob=tuple(-0.5 - 0.001 * (i % 97) for i in range(num)),
-        old_log_prob=tuple(-0.5 - 0.001 * (i % 89) for i in range(num)),
-        rollout_log_prob=tuple(-0.5 - 0.001 * (i % 83) for i in range(num)),
-        advantage=tuple(10000.0 if i == 3 else 0.5 for i in range(num)),
-        entropy=tuple(abs(math.sin(i)) for i in range(num)),
-        coefficient=tuple(-73.5 if i == 3 else -0.009 for i in range(num)),
-        share=tuple(0.75 if i == 3 else 0.001 * math.sin(i) for i in range(num)),
+        columns={
+            "response_mask": (1,) * num,
+            "log_prob": tuple(-0.5 - 0.001 * (i % 97) for i in range(num)),
+            "old_log_prob": tuple(-0.5 - 0.001 * (i % 89) for i in range(num)),
+            "rollout_log_prob": tuple(-0.5 - 0.001 * (i % 83) for i in range(num)),
+            "advantage": tuple(10000.0 if i == 3 else 0.5 for i in range(num)),
+            "entropy": tuple(abs(math.sin(i)) for i in range(num)),
+            "coefficient": tuple(-73.5 if i == 3 else -0.009 for i in range(num)),
+            "share": tuple(0.75 if i == 3 else 0.001 * math.sin(i) for i in range(num)),
+        },
     )
-    return plain(sequence) | changes
+    made = plain(sequence)
+    columns = made["columns"] | {name: changes.pop(name) for name in [*changes] if name in STORED}
+    known = {name: values for name, values in columns.items() if values is not None}
+    return made | changes | {"columns": known}
 
 
 def make_metrics(num_steps: int = 20, spikes: tuple[int, ...] = (5,)) -> list[dict]:
@@ -198,7 +206,7 @@ def write_run(
     for event in events or ():
         if event.get("folder"):
             found = (sequences or {}).get(event["event_id"], [make_sequence()])
-            document = {"schema_version": 1, "event_id": event["event_id"], "sequences": found}
+            document = {"schema_version": 2, "event_id": event["event_id"], "sequences": found}
             (root / event["folder"]).mkdir(parents=True, exist_ok=True)
             (root / event["folder"] / "meta.json").write_text("{}")
             (root / event["folder"] / "sequences.json").write_text(json.dumps(document))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What page, Markdown, terminal and table say of an event, as facts: numbers, names, lines to copy, and claims.
+"""What is said of an event and of a log, as facts: numbers, names, lines to copy, and claims.
 
     python -m tests.report.golden [NAME ...]
 
@@ -7,7 +7,6 @@ writes them to tests/data/golden/, all or those of these cases; read the differe
 search itself found only that is kept which no machine's rounding moves.
 """
 
-import csv
 import html
 import io
 import json
@@ -15,16 +14,17 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
 
 from gradloc.report.cli import main
-from gradloc.report.commands.watch import news
-from gradloc.report.pages import exports, page, terminal
-from gradloc.report.runs.run import read_run
+from gradloc.report.pages.document import Block, EventDocument, Facts, Fold, Lines, Table
+from gradloc.report.pages.document import document as make_document
+from gradloc.report.runs.run import RunFolder, read_run
 from gradloc.report.runs.spikes import KINDS
-from gradloc.tell.lines import announcement
+from gradloc.words.story import cause_of, verdict_sentences
 from gradloc.words.text import spoken
 from tests.report.builder import make_metrics, make_sequence, write_run
 from tests.report.events import CASES, GOLDEN, event
@@ -52,7 +52,7 @@ def found(pattern: str, text: str) -> list[str]:
     return [" ".join(html.unescape(part).split()) for part in plain]
 
 
-SHARES = r"shares ((?:do not )?add up.*?\.(?: Tokens at which .*?\.)?)[\s<]"
+SHARES = r"shares ((?:do not )?add up.*?\.(?: Tokens at which .*?\.)?)(?:\s|$)"
 """What all shares add up to, and what differing tokens have of them."""
 
 
@@ -60,7 +60,7 @@ def first(pattern: str, text: str) -> str:
     return next(iter(found(pattern, text)), "")
 
 
-class Document(HTMLParser):
+class Html(HTMLParser):
     """What a page holds: elements, their attributes, the text of tokens; an AssertionError where one is left open."""
 
     VOID = {"meta", "input", "br", "img", "link", "hr", "wbr"}
@@ -71,6 +71,8 @@ class Document(HTMLParser):
         self.tokens: list[str] = []
         self._open: list[str] = []
         self._is_token = False
+        self.text = ""
+        """All that is read, without scripts and drawings."""
         self.feed(text)
         assert self._open == [], f"elements left open: {self._open}"
 
@@ -85,9 +87,12 @@ class Document(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self._open.pop() == tag
+        self.text += "" if tag in ("code", "b", "span") else " "
         self._is_token = False
 
     def handle_data(self, data):
+        if not {"script", "style", "svg"} & {*self._open}:
+            self.text += data
         if self._is_token:
             self.tokens[-1] += data
 
@@ -97,124 +102,65 @@ def payload(text: str) -> dict:
     return json.loads(re.search(r'id="payload">(.*?)</script>', text, re.S)[1])
 
 
-class Told:
-    """One event in its run, and all that is said of it; surface by surface the facts of each part."""
-
-    def __init__(self, document: dict, folder: Path):
-        os.environ["COLUMNS"] = "500"
-        step = document["step"]["global_step"]
-        sequences = {document["event_id"]: [make_sequence(60)]}
-        self.run = read_run(write_run(folder, [document], sequences, make_metrics(step + 10, (step,))))
-        (self.event,) = self.run.events
-        text = page.render(self.run)
-        self.document, self.payload = Document(text), payload(text)
-        body = text.partition("<main>")[2].partition("</main>")[0].replace("<wbr>", "")
-        self.body = re.sub(r"<svg.*?</svg>", " ", body, flags=re.S)
-        self.html = html.unescape(self.body)
-        self.text = first("^(.*)$", self.body)
-        self.markdown = exports.to_markdown(self.run, self.run.events).replace("\\", "")
-        with redirect_stdout(io.StringIO()) as printed:
-            terminal.summary(self.run, self.run.events)
-        self.terminal = printed.getvalue()
-        self.console = announcement(self.event)
-        (self.news,) = news(self.run, set())
-        self.table = list(csv.DictReader(io.StringIO(exports.to_csv(self.run, self.run.events))))
-        self.surfaces = {"page": self._page(), "Markdown": self._markdown(), "terminal": self._terminal()}
-        self.surfaces |= {"CSV": self._csv(), "JSON": self._json()}
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """What the surfaces say together; where two say different things of one part, an AssertionError."""
-        made: dict[str, str] = {}
-        for name, said in self.surfaces.items():
-            for part, value in said.items():
-                assert made.setdefault(part, value) == value, f"{name} says another {part}"
-        return {part: value for part, value in made.items() if value}
-
-    def _page(self) -> dict[str, str]:
-        hero, _, article = self.body.partition("<article")
-        todo = "".join(re.findall(r'<section class="card todo.*?</section>', hero, re.S))
-        given, *later = [*found(r'<p class="given">(.*?)</p>', hero), ""]
-        return {
-            "headline": first(r'<h1 class="headline">(.*?)</h1>', hero),
-            "who": facts(first(r'<h1 class="headline">(.*?)</h1>', hero)),
-            "lede": facts(first(r'<p class="lede">(.*?)</p>', hero)),
-            "figures": facts(first(r'<dl class="figures">(.*?)</dl>', hero)),
-            "token": first(r"<mark[^>]*>(.*?)</mark>", hero),
-            "named": ", ".join(found(r"<li><code>(.*?)</code></li>", hero)),
-            "given": facts(given),
-            "later": facts(" ".join(later)),
-            "hurt": first(r"Did it hurt\? <b[^>]*>(.*?)</b>", hero).lower(),
-            "after": facts(first(r'<section class="card hurt">.*?<p>(.*?)</p>', hero)),
-            "do": " | ".join(found(r'data-copy="([^"]*)"', todo)),
-            "why": facts(first(r"<dt>Why</dt><dd>(.*?)</dd>", hero)),
-            "tried": facts(first(r"would not have helped</summary>(.*?)</details>", hero)),
-            "context": facts(first(r'<div class="context">\s*<dl>(.*?)</dl>', hero)),
-            "todo": facts(first(r"What to do now</h2>\s*<p>(.*?)</p>", hero)),
-            "verdict": first(r'<span class="badge[^>]*>(.*?)</span>', article),
-            "share": ", ".join(found(r"<dt>share of the spike</dt><dd>(.*?)</dd>", article)[:4]),
-            "action": first(r"<p>Action: (\w+)", article),
-            "shares": facts(first(SHARES, article)),
-            "odd": first(r'<div class="odd">(.*?)</div>', article),
-            "layers": facts(first(r"Gradient norm by layer</figcaption>(.*?)</figure>", article)),
-            "proof": facts(first(r"<h3>Proof and replay</h3>.*?<p>(.*?)<p>Action", article)),
-            "said": facts(first(r'<p class="sentences"[^>]*>(.*?)</p>', article)),
-        }
-
-    def _markdown(self) -> dict[str, str]:
-        blocks = found(r"```sh\n(.*?)\n```", self.markdown.partition("**What to do now:**")[2].partition("Replay:")[0])
-        paragraphs = self.markdown.split("\n\n")
-        at = next(at for at, text in enumerate(paragraphs) if "### " in text)
-        rows = [row.split(" | ") for row in self.markdown.splitlines() if re.match(r"\| (id|–)", row)]
-        headline = first(r"### (.*?)\n", self.markdown)
-        return {
-            "headline": headline,
-            "who": facts(headline),
-            "lede": "" if paragraphs[at + 1].startswith("- ") else facts(paragraphs[at + 1]),
-            "token": " ".join("".join(re.findall(r"⟦(.*?)⟧", self.markdown, re.S)).split()),
-            "hurt": first(r"- Did it hurt\? ([\w ]+)\.", self.markdown).lower(),
-            "after": facts(first(r"- Did it hurt\? [\w ]+\.(.*?)\n", self.markdown)),
-            "do": " | ".join(re.sub(r"  # .*", "", line) for line in blocks),
-            "share": ", ".join(row[2] for row in rows[:4]),
-            "action": first(r"- Action: (\w+)", self.markdown),
-            "shares": facts(first(SHARES, self.markdown)),
-            "tried": facts(first(r"Tried, and no help: (.*?)\n", self.markdown)),
-        }
-
-    def _terminal(self) -> dict[str, str]:
-        lines = self.terminal.splitlines()
-        table = next(at for at, line in enumerate(lines) if line.startswith("event "))
-        said = " ".join(lines[1:table])
-        head, row = lines[table], lines[table + 1]
-        cause, certificate = head.index("cause"), head.index("certificate")
-        steps = self.terminal.partition("Next:")[2].partition("the page of it")[0].splitlines()
-        headline = self.news.rpartition(": ")[0]
-        assert said.startswith(headline) and self.console.startswith(f"{headline}: ")
-        return {
-            "headline": headline,
-            "said": facts(said),
-            "cause": row[cause:certificate].strip(" –"),
-            "verdict": row[certificate:].strip(),
-            "do": " | ".join(line.strip() for line in steps if line.startswith("    ")),
-            "shares": facts(first(SHARES, self.terminal)),
-            "tried": facts(first(r"Tried, and no help: (.*?)\n", self.terminal)),
-        }
-
-    def _csv(self) -> dict[str, str]:
-        row, *more = self.table
-        made = {"verdict": spoken(row["certificate"]), "action": row["action"]}
-        is_beside = self.event.culprits and self.event.cause and self.event.cause.reason
-        return made if is_beside or more else made | {"cause": spoken(row["cause"])}
-
-    def _json(self) -> dict[str, str]:
-        (event,) = json.loads(exports.to_json(self.run, self.run.events))["events"]
-        return {"verdict": spoken(event["certificate"]["verdict"]), "action": event["action"]["taken"]}
+def told(document: dict, folder: Path) -> tuple[RunFolder, EventDocument]:
+    """One event in its run, and its document."""
+    step = document["step"]["global_step"]
+    sequences = {document["event_id"]: [make_sequence(60)]}
+    run = read_run(write_run(folder, [document], sequences, make_metrics(step + 10, (step,))))
+    return run, make_document(run.events[0], run)
 
 
-def golden(name: str, told: Told) -> dict[str, str]:
+def parts(made: EventDocument) -> dict[str, str]:
+    """The facts of a document, part by part; those that there are."""
+    hurt, todo, proof = (made.section(name) for name in ("hurt", "todo", "proof"))
+    after, given, *later = [*hurt.blocks, ""]
+    sentences = [block for block in proof.blocks if isinstance(block, str)]
+    action = next(at for at, sentence in enumerate(sentences) if sentence.startswith("Action: "))
+    facts_of = [pair for block in _flat(made.section("why").blocks) if isinstance(block, Facts) for pair in block.pairs]
+    tables = [block for block in made.section("tokens").blocks if isinstance(block, Table)]
+    grounds = {name: text for block in todo.blocks if isinstance(block, Facts) for name, text, _ in block.pairs}
+    where = [block for block in made.section("where").blocks if isinstance(block, str)]
+    lines = [line for block in todo.blocks if isinstance(block, Lines) for line in block.lines.values()]
+    folded = [text for block in todo.blocks if isinstance(block, Fold) for text in block.blocks]
+    found = {
+        "who": facts(made.headline),
+        "lede": facts(made.lede),
+        "figures": facts(" ".join(" ".join(figure) for figure in made.figures)),
+        "token": " ".join(made.quote[1].split()) if made.quote else "",
+        "named": made.named.partition(": ")[2] or made.named,
+        "given": facts(given),
+        "later": facts(" ".join(later)),
+        "hurt": hurt.title.removeprefix("Did it hurt? ").lower(),
+        "after": facts(after),
+        "do": " | ".join(lines),
+        "why": facts(grounds.get("Why", "")),
+        "tried": facts(" ".join(folded)),
+        "context": facts(" ".join(" ".join(pair) for block in made.section("context").blocks for pair in block.pairs)),
+        "todo": facts(next((block for block in todo.blocks if isinstance(block, str)), "")),
+        "verdict": made.verdict,
+        "share": ", ".join(row[2] for table in tables for row in table.rows[:4]),
+        "action": re.match(r"Action: (\w+)", sentences[action])[1],
+        "shares": facts(first(SHARES, next((block for block in where if "add up" in block), ""))),
+        "odd": next((" ".join(pair) for pair in facts_of if pair[2]), ""),
+        "layers": facts(next((block for block in where if block.startswith("Layers")), "")),
+        "proof": facts(" ".join(sentences[:action])),
+        "said": facts(verdict_sentences(made.event)),
+        "cause": spoken(cause_of(made.event)),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _flat(blocks: list[Block]) -> Iterator[Block]:
+    for block in blocks:
+        yield block
+        if isinstance(block, Fold):
+            yield from _flat(block.blocks)
+
+
+def golden(name: str, made: EventDocument) -> dict[str, str]:
     """What is kept of an event's facts."""
-    kept = UNMOVED if name.startswith("searched: ") else {*told.parts} - {"headline"}
-    return {part: value for part, value in told.parts.items() if part in kept}
+    kept = UNMOVED if name.startswith("searched: ") else None
+    return {part: value for part, value in parts(made).items() if kept is None or part in kept}
 
 
 def told_of_log(name: str, folder: Path) -> dict[str, str]:
@@ -230,7 +176,7 @@ def told_of_log(name: str, folder: Path) -> dict[str, str]:
     todo = "".join(re.findall(r'<section class="card todo.*?</section>', body, re.S))
     notes = body.partition('<aside class="notes"')[2].partition("</aside>")[0]
     chart = payload(body)["charts"]["run"]
-    assert Document(body) and headline == first(r'<h1 class="headline">(.*?)</h1>', body)
+    assert Html(body) and headline == first(r'<h1 class="headline">(.*?)</h1>', body)
     assert labels == [label for label in KINDS.values() if f", {label}</title>" in body]
     assert [label.lower() for label in labels] == [of.lower() for of in found(r'<p class="eyebrow">(.*?)</p>', body)]
     assert commands == found(r'data-copy="([^"]*)"', todo) and all(
@@ -268,10 +214,10 @@ def known(file: str) -> dict[str, dict[str, str]]:
     return {name: {part: value for part, value in of.items() if value} for name, of in made.items()}
 
 
-def write(file: str, told: dict[str, dict[str, str]], cases: dict[str, dict] | None = None) -> None:
+def write(file: str, said: dict[str, dict[str, str]], cases: dict[str, dict] | None = None) -> None:
     """A line for each case: of a log its facts, of an event (``cases``) also what it is."""
-    usual, lines = next(iter(told.values())), []
-    for at, (name, of) in enumerate(told.items()):
+    usual, lines = next(iter(said.values())), []
+    for at, (name, of) in enumerate(said.items()):
         base = usual if at and not name.startswith("searched") else {}
         parts = [part for part in sorted(of | base) if (of.get(part) or None) != (base.get(part) or None)]
         unlike = {part: of.get(part) or None for part in parts}
@@ -288,6 +234,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
         logs |= {name: told_of_log(name, place) for name in LOGS if name in chosen}
-        events |= {name: golden(name, Told(event(name), place / name)) for name in CASES if name in chosen}
+        events |= {name: golden(name, told(event(name), place / name)[1]) for name in CASES if name in chosen}
     write("logs.json", {name: logs[name] for name in LOGS})
     write("events.json", {name: events[name] for name in CASES}, CASES)

@@ -59,7 +59,6 @@ def _event(source: random.Random, step: int, norm: float, tokens: list[str]) -> 
         facts = {
             "extreme_advantage": {"advantage": 0.7 * factor},
             "token_mismatch": {
-                "ratios": make_culprit()["ratios"] | {"current_over_old": factor},
                 **dict.fromkeys(("old_log_prob_used", "old_log_prob_stored"), -4.6 - math.log(factor)),
             },
             "low_probability": {"log_prob": -9.2},
@@ -98,12 +97,11 @@ def _sequences(event: dict, tokens: list[str]) -> list[dict]:
     places = {culprit["positions"][0]: culprit for culprit in event["culprits"]}
     num = len(tokens)
     share = [places[at]["share"] if at in places else 0.0004 * math.sin(at * 1.7) for at in range(num)]
-    mine = make_sequence(tokens=tokens, prompt=PROMPT, share=share)
-    advantage = [places[at]["advantage"] if at in places else 0.5 for at in range(num)]
+    advantage = [places[at]["values"]["advantage"] if at in places else 0.5 for at in range(num)]
     coefficient = [-70.0 if at in places else -0.009 for at in range(num)]
-    mine.update(advantage=advantage, coefficient=coefficient)
-    other = make_sequence(tokens=tokens[: num // 2], prompt=PROMPT, share=[0.0001] * (num // 2))
-    other.update(sequence_id=mine["sequence_id"][:-1] + "4", micro_batch_row=1, advantage=[-1.2] * (num // 2))
+    mine = make_sequence(tokens=tokens, prompt=PROMPT, share=share, advantage=advantage, coefficient=coefficient)
+    half = {"tokens": tokens[: num // 2], "share": [0.0001] * (num // 2), "advantage": [-1.2] * (num // 2)}
+    other = make_sequence(prompt=PROMPT, micro_batch_row=1, sequence_id=mine["sequence_id"][:-1] + "4", **half)
     return [mine, other]
 
 

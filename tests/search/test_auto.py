@@ -111,10 +111,10 @@ def test_the_loudest_of_a_batch_that_is_too_large_as_a_whole_are_no_culprits(giv
     )
 
 
-def test_where_no_more_may_be_named_and_the_limit_is_spent_no_more_is_counted():
-    found, _ = searched({(3, 2): 1e4, (9, 1): 1e4, (13, 2): 1e4}, max_culprits=1, max_steps=2)
-    assert found.status == "max_culprits" and found.num_more == 0 and found.more_norm is None
-    assert found.stop_reason == "search.max_culprits=1 are named"
+def test_where_no_more_may_be_named_the_others_are_counted():
+    found, cost = searched({(3, 2): 1e4, (9, 1): 1e4, (13, 2): 1e4}, max_culprits=1, max_steps=2)
+    assert found.status == "max_culprits" and found.num_more == 2 and found.more_norm > THRESHOLD
+    assert found.stop_reason == "search.max_culprits=1 are named, and at least 2 more are left" and cost <= 2 * 3 * M
     assert found.certificate.verdict == "not_explained"
 
 

@@ -11,19 +11,8 @@ import pytest
 import torch
 
 from gradloc.core.ranks import Ranks
-from gradloc.search import candidates
-from gradloc.search.batch import _pulls, is_spread
-from gradloc.search.candidates import (
-    Row,
-    apart,
-    by_coefficient,
-    by_share,
-    by_value,
-    carried,
-    non_finite,
-    proposed,
-    window,
-)
+from gradloc.search.batch import is_spread
+from gradloc.search.candidates import apart, by_coefficient, by_share, by_value, carried, non_finite, proposed, spans_in
 from gradloc.search.share import ShareMap
 from gradloc.search.task import Span, Task
 
@@ -116,6 +105,7 @@ def one_rank(values, log_probs=None, **known):
         token_mask=lambda index: torch.ones_like(rows[index], dtype=torch.bool),
         coefficients=lambda index: (rows[index], None),
         recorded=lambda index: SimpleNamespace(log_prob=rows[index] * 0 if log_probs is None else log_probs[index]),
+        token_weights=lambda index: torch.ones_like(rows[index]),
     )
     readouts = [SimpleNamespace(slope=row, weight=row.abs()) for row in rows]
     made = {"max_culprits": 8, "culprit_norm": 1.0, "readouts": lambda named: readouts}
@@ -144,11 +134,6 @@ def test_candidates_come_largest_first_and_in_the_order_of_their_places():
     assert told == [(0, 3, 2.5), (0, 0, 1.0), (1, 0, 1.0), (1, 3, 1.0), (0, 2, 0.5)]
 
 
-def test_a_token_that_is_named_is_passed_over_and_does_not_count_among_the_others():
-    kept = by_coefficient(one_rank([[[40.0, 4.0] + [1.0] * 256]]), 1, [token_at(0, 0, 0)])
-    assert [span.start for span in kept] == [1]
-
-
 def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
     products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
     task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
@@ -173,94 +158,51 @@ def test_what_tokens_carry_adds_up():
     assert carried(task, shares, tokens) == 10.0
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_tokens_stand_out_by_what_their_loss_pulls_whatever_their_row_weighs(scale):
-    pulls = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    pulls[3, 5] = -100.0
-    weights = torch.arange(1.0, 9.0, dtype=torch.float64)[:, None].expand(8, 16)
-    task = one_rank([(scale * pulls * weights).tolist()], spike=SimpleNamespace(num_tokens=128))
-    task.prober.step.token_weights = lambda index: weights
-    loudest = [token_at(0, 0, int(at)) for at in (pulls * weights).abs().flatten().topk(3).indices]
-    stand_out, is_scaled = _pulls(task, [*loudest, token_at(0, 0, 53)])
-    assert stand_out == [span.start == 53 for span in loudest] + [True] and is_scaled == (scale > 1)
-
-
 def test_spans_that_share_a_token_are_not_apart():
     known = [Span(1.0, "segment", 0, 0, 2, 5), token_at(1, 0, 0)]
     spans = [Span(1.0, "segment", 0, 0, 0, 2), token_at(0, 0, 4), token_at(0, 1, 4), Span(1.0, "sequence", 1, 0, 0, 9)]
     assert apart(known, spans) == [spans[0], spans[2]] and apart([], spans) == spans
 
 
-def test_the_largest_candidates_of_each_rank_travel_twice_as_many_as_may_be_named(monkeypatch):
-    monkeypatch.setattr(candidates, "_MAX_SENT", 3)
-    values = torch.arange(1.0, 13.0)[None]
-    for most, kept in ((8, 12), (2, 4), (1, 3)):
-        found = by_value(one_rank([[[0.0] * 12]], max_culprits=most), lambda index: values, 0.5, ())
-        assert [span.start for span in found] == list(range(11, 11 - kept, -1))
+# ---- which tokens of a row are named: some, a segment, or the whole of it
 
 
-# ---- which tokens of a row are named: a few, a segment, or the whole of it
-
-
-def spans(values, weights=None, stands_out=True, errors=None):
-    """Of a culprit's norm of 1 and a typical weight of 1; in other units they are the same."""
-    weights = torch.ones(len(values)) if weights is None else torch.tensor(weights)
+def spans(values, is_strong=False, errors=None):
+    """Of a culprit's norm of 1; in other units, and with the signs turned, they are the same."""
     values, errors = torch.tensor(values), torch.zeros(len(values)) if errors is None else torch.tensor(errors)
-    found = Row(values, errors, weights, 1.0, 1.0).spans(stands_out)
-    assert Row(4 * values, 4 * errors, 8 * weights, 8.0, 4.0).spans(stands_out) == found
-    assert Row(-values, errors, weights, 1.0, 1.0).spans(stands_out) == found
+    found = spans_in(values, errors, is_strong, 1.0, 1.0)
+    assert spans_in(4 * values, 4 * errors, is_strong, 4.0, 4.0) == found
+    assert spans_in(-values, errors, is_strong, 1.0, 1.0) == found
     return found
 
 
-def test_a_row_is_named_by_its_few_tokens_its_segment_or_as_a_sequence():
+def test_a_row_is_named_by_its_loud_tokens_its_segment_or_as_a_sequence():
     quiet = [0.01] * 40
     assert spans(quiet) == []
     assert spans([*quiet, 5.0, *quiet]) == [(40, 41)]
     assert spans([5.0, *quiet, 5.0, *quiet, -9.0]) == [(0, 1), (41, 42), (82, 83)]
     assert spans([*quiet, *[3.0] * 16, *quiet]) == [(40, 56)], "a cluster is one segment"
     assert spans([*[3.0] * 4, 0.01, *[3.0] * 4, *quiet]) == [(0, 4), (5, 9)], "without its quiet inner token"
-    assert spans([1.5] * 60) == [(0, 60)], "a spread row is no list of its loudest tokens"
     assert spans([0.1] * 60) == [(0, 60)], "nor is it overlooked when none of them is loud"
-    assert spans([0.1] * 60, stands_out=False) == [], "unless all rows are like it"
     assert spans([4.0, -4.0, *quiet]) == [(0, 1), (1, 2)], "a pair that cancels"
     assert spans([4.0, *[0.01] * 8, 3.9, *quiet]) == [(0, 1), (9, 10)], "two tokens, not what is between"
+    assert spans([0.001, 2.0, 0.001], errors=[0.01, 1.5, 0.01]) == [], "it may be chance"
 
 
-def test_a_row_that_the_loss_weighs_more_as_a_whole_is_a_sequence():
+def test_a_row_that_the_loss_pulls_more_as_a_whole_is_a_sequence_unless_few_tokens_carry_it():
     values = [2.0, 0.6, 1.5, 0.2, 0.3, 1.1, 0.4, 0.6, 0.3, 0.1]
-    assert spans(values, [50.0] * 10) == [(0, 10)]
-    assert spans(values, [50.0] * 7 + [0.0] * 3) == [(0, 10)], "clipped tokens aside"
-    assert spans(values, [50.0] * 9 + [1.0]) == [(0, 10)], "nine of ten are nearly all,"
-    assert spans(values, [50.0] * 7 + [1.0] * 3) == [(0, 1), (2, 3), (5, 6)], "seven are not"
-    loud = [9.0, *[0.01] * 9]
-    assert spans(loud, [4.0] * 10) == [(0, 1)], "one token carries it, though the row weighs more"
-    several = [9.0, 9.0, 9.0, 9.0, *[0.01] * 6]
-    assert spans(several, [41.0] + [4.0] * 9) == [(0, 4)], "some of it weighs still more: ten times the median"
-    assert spans(several, [39.0] + [4.0] * 9) == [(0, 10)]
-
-
-def test_a_row_that_is_nothing_without_its_three_loudest_tokens_is_no_sequence():
-    assert spans([9.0, 9.0, 9.0] + [0.01] * 7, [50.0] * 10) == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_a_short_row_is_a_sequence_where_most_of_its_tokens_are_loud():
-    assert spans([4.8, 3.3, 0.9, 7.8], [50.0] * 4) == [(0, 4)]
-    assert spans([4.8, 3.3, 0.1, -0.2], [50.0] * 4) == [(0, 1), (1, 2)], "half of them are not most"
-    assert spans([4.0, -4.2, 1.5, 0.1, -0.9], [50.0] * 5) == [(0, 1), (1, 2), (2, 3)], "together they are no culprit"
-    assert spans([9.0, 0.0, 8.0, 0.0, 7.0], [50.0, 0.0] * 2 + [50.0]) != [(0, 5)], "three that the loss weighs are few"
-    assert spans([4.8, 3.3, 0.9, 7.8], [50.0, 50.0, 1.0, 50.0])[0] == (0, 1), "one is not weighed more"
-
-
-def test_a_run_s_bound_is_its_sum_less_independent_errors():
-    row = Row(torch.tensor([3.0, -1.0, 0.5]), torch.tensor([0.3, 0.4, 2.0]), torch.ones(3), 1.0, 1.0)
-    assert row.bound(0, 2) == pytest.approx(1.5) and row.bound(1, 2) == pytest.approx(0.6) and row.bound(2, 3) == 0.0
+    assert spans(values, is_strong=True) == [(0, 10)] != spans(values)
+    assert spans([9.0, 9.0, 9.0] + [0.01] * 7, is_strong=True) == [(0, 3)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_window_is_the_shortest_run_that_carries_nine_tenths_of_the_sum(seed):
+def test_a_row_without_a_loud_token_is_named_by_the_shortest_run_that_carries_nine_tenths(seed):
     source = random.Random(seed)
-    values = [source.choice([0.0, 0.1, 5.0]) if source.random() < 0.3 else 0.01 for _ in range(12)]
+    values = [source.choice([0.0, 0.1, 0.5]) if source.random() < 0.3 else 0.001 for _ in range(12)]
     runs = [(start, start + length) for length in range(1, 7) for start in range(13 - length)]
     wanted = next(((a, b) for a, b in runs if sum(values[a:b]) >= 0.9 * sum(values)), (0, 12))
-    for sign in (1.0, -1.0):
-        assert window(sign * torch.tensor(values, dtype=torch.float64)) == wanted
+    least = max(values) * 1.01
+    made = torch.tensor(values, dtype=torch.float64)
+    is_one = sum(values[slice(*wanted)]) >= least
+    assert spans_in(made, made * 0, False, least, least) == ([wanted] if is_one else [])
+    assert spans_in(made, made * 0, False, least, 99.0) == [], "unless all rows are like it"

@@ -86,22 +86,6 @@ def test_a_part_says_what_the_rest_may_carry():
     assert abs(whole.closure - part.closure) <= 3 * part.closure_error
 
 
-def test_where_micro_batches_cancel_the_first_step_is_as_much_shorter():
-    batch = random_batch(build("tiny")).planted({PLACE: 300.0})
-    plain, _ = measured(batch)
-    norm = plain.square**0.5
-    for loudest, part in ((10.0, 0.1), (0.5, 1.0)):
-        assert measured(batch, increments=[loudest * norm, 0.0, 0.0, 0.0])[0].step == pytest.approx(part * plain.step)
-
-
-@pytest.mark.parametrize(("sizes", "unseen"), [([0.0, 9.0, 0.3, 0.4], 0.25), ([9.0, 9.0, 9.0, 9.0], 1.0), (None, 1.0)])
-def test_what_was_not_read_carries_its_part_of_the_squared_norm_at_most_all(sizes, unseen):
-    batch = random_batch(build("tiny")).planted({PLACE: 300.0})
-    norm = measured(batch)[0].square ** 0.5
-    found, _ = measured(batch, wanted=[0, 1], increments=sizes and [size * norm for size in sizes])
-    assert found.unseen == pytest.approx(unseen)
-
-
 def test_along_no_direction_nothing_has_a_share():
     batch = random_batch(build("tiny")).planted({PLACE: 300.0})
     found, prober = measured(batch, factor=0.0, wanted=[1], increments=[1.0] * M)

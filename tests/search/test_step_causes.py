@@ -3,8 +3,6 @@
 
 import itertools
 import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,17 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 from gradloc.core import step as step_module
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.ranks import PeerFailure, Ranks
+from gradloc.core.ranks import Ranks
 from gradloc.core.selection import mask_without
-from gradloc.core.trigger import Spike
 from gradloc.search import step_causes
 from gradloc.search.find import localize
-from gradloc.search.share import ShareMeasurement
-from gradloc.search.step_causes import _Sizes, first_not_finite
+from gradloc.search.step_causes import _Sizes
 from gradloc.search.task import SearchResult
 from tests.bare import BareStep, build, random_batch
 from tests.bare.routers import add_router_loss
-from tests.search import spike_of, task_of
+from tests.search import spike_of
 
 THRESHOLD = 20.0  # healthy norms are near 1
 PLANT = {(3, 2): 1e4}
@@ -226,50 +222,6 @@ def test_parameters_with_a_notable_part_are_suspect_and_first_those_far_above_wh
     assert step_causes.suspects({"b": 5.0, "a": 91.0, "c": 4.0}, usual) == names, "from a twentieth of the square on"
 
 
-@pytest.mark.parametrize(
-    ("grad_norm", "threshold", "norm", "difference", "comes_back"),
-    [
-        (9.0, 4.0, 4.1, 5.0, True),
-        (9.0, 4.0, 4.0, 5.0, False),
-        (9.0, 4.0, math.nan, math.nan, True),
-        (9.0, None, 9.0, 0.9, True),  # a rehearsal: a tenth of the norm
-        (9.0, None, 9.0, 1.0, False),
-        (math.nan, 4.0, math.inf, math.nan, True),
-        (math.nan, 4.0, 9.0, math.nan, False),
-    ],
-)
-def test_a_spike_comes_back_where_it_is_one_again(grad_norm, threshold, norm, difference, comes_back):
-    norms = [norm, difference]
-    prober = SimpleNamespace(
-        step=SimpleNamespace(num_micro_batches=2), space=SimpleNamespace(norm=lambda: norms.pop(0))
-    )
-    prober.compute = lambda selections: list(selections)
-    prober.add = lambda gradient, alpha: None
-    task = SimpleNamespace(prober=prober, spike=Spike("", grad_norm, threshold, None, 9), gradient=[], scale=1.0)
-    assert step_causes.rerun(task).is_reproduced is comes_back
-
-
-@pytest.mark.parametrize(
-    ("closures", "is_doubted"), [((0.1, 0.1), True), ((0.1, 0.16), False), ((5.0, 3.0), False), ((0.1, 0.0), False)]
-)
-def test_a_gradient_is_doubted_where_two_step_sizes_agree_how_far_it_is_off(closures, is_doubted, monkeypatch):
-    made, _ = task_of(PLANT)
-    shares = ShareMeasurement(made.prober, made.readouts([]), made.gradient, made.scale, range(4)).run()
-    half = []
-
-    def measured(prober, readouts, direction, scale, micro_batches, known):
-        half.append(known.step)
-        return SimpleNamespace(run=lambda: SimpleNamespace(closure=closures[1]))
-
-    monkeypatch.setattr(step_causes, "ShareMeasurement", measured)
-    norms = iter([made.spike.grad_norm, 0.05 * made.spike.grad_norm])  # again, and by how much it differs
-    monkeypatch.setattr(made.prober.space, "norm", lambda *_: next(norms, 0.0))
-    found = step_causes.doubt_backward(made, replace(shares, closure=closures[0]))
-    assert found is None or found[0].label == "not_tokens", "it came back"
-    assert (found is not None) is is_doubted and half == [shares.step / 2]
-    assert step_causes.doubt_backward(made, replace(shares, unseen=0.1)) is None, "what was not read may be off"
-
-
 class Pair(Ranks):
     """Two processes, one after the other: the second one's maximum is over both."""
 
@@ -377,31 +329,3 @@ def test_it_is_named_with_what_came_before_it(factors, module, way, reentrant):
 def test_outputs_that_are_infinite_on_purpose_are_passed_over_where_the_forward_is_known_to_be_finite():
     _, sizes = looked_at([(math.inf, math.inf)])
     assert sizes.first(WAYS).way == "forward" and sizes.first(WAYS[1:]).way == "backward"
-
-
-@pytest.mark.parametrize(
-    ("log_probs", "coefficients", "replayed"),
-    [
-        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0, 1, 2]),
-        ([0.0, math.nan, math.nan], [1.0, math.nan, 1.0], [1]),
-        ([0.0, 0.0, 0.0], [1.0, math.nan, 1.0], []),  # the loss alone
-    ],
-)
-def test_micro_batches_are_replayed_where_the_module_may_be_found(log_probs, coefficients, replayed):
-    made, _ = task_of({})
-    step, asked = made.prober.step, []
-    mask = step.token_mask(0)
-    step.recorded = lambda index: SimpleNamespace(log_prob=torch.full(mask.shape, log_probs[index]))
-    step.coefficients = lambda index: (torch.full(mask.shape, coefficients[index]), None)
-    step.token_mask = lambda index: mask
-    step.num_micro_batches = 3
-    made.prober.compute = lambda selections: asked.extend(index for index, _ in selections)
-    assert first_not_finite(made) == (None, None) and asked == replayed
-
-    def fail(selections):
-        asked.append(selections)
-        raise PeerFailure
-
-    asked.clear()
-    made.prober.compute = fail
-    assert first_not_finite(made) == (None, None) and len(asked) == min(len(replayed), 1), "one failure is enough"

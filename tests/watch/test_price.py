@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a healthy step of a watched loop adds to what the loop asks of the device: counted on the path of a GPU."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -30,17 +29,16 @@ def counted(watch, model, optimizer):
     return sum(counter.ops.values()), sum(counter.reads.values()), sum(counter.collectives.values()), counter.places
 
 
-@pytest.mark.parametrize(("layers", "most"), [(6, 0.06), pytest.param(24, 0.02, marks=pytest.mark.slow)])
-def test_a_healthy_step_costs_few_operations_and_two_reads(tmp_path, monkeypatch, layers, most):
+def test_a_healthy_step_costs_under_a_hundredth_of_the_operations_and_two_reads(tmp_path, monkeypatch):
     for module in ("gradients", "tracker"):
         monkeypatch.setattr(f"gradloc.core.{module}.is_slow", lambda device: False)
     found = {}
     for is_watched in (False, True):
         torch.manual_seed(0)
-        model = Decoder(ModelSize(vocabulary=96, width=16, layers=layers, heads=2))
+        model = Decoder(ModelSize(vocabulary=96, width=16, layers=6, heads=2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         watch = gradloc.Watch(model, optimizer, tmp_path) if is_watched else None
         found[is_watched] = counted(watch, model, optimizer)
     (ops, reads, _, _), (watched_ops, watched_reads, collectives, places) = found[False], found[True]
     print(f"operations {ops} -> {watched_ops} ({watched_ops / ops - 1:.2%}), reads {reads} -> {watched_reads}", places)
-    assert watched_ops <= (1 + most) * ops and watched_reads - reads <= 2 and collectives == 0
+    assert watched_ops <= 1.01 * ops and watched_reads - reads <= 2 and collectives == 0

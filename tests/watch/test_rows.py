@@ -3,8 +3,8 @@
 
 import torch
 
-from gradloc.watch.colocated import brief_view, view_of
-from gradloc.watch.step import brief_of, frozen
+from gradloc.watch.rows import brief_of, brief_view, view_of
+from gradloc.watch.step import frozen
 
 
 def rows(*names, weight=0.5, width=3):

@@ -4,6 +4,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,30 @@ def test_a_culprit_has_its_answer_s_reward(tmp_path):
     event, _ = both(Rewarded, tmp_path)
     ids = [ids for ids, _ in batches(SPIKE)][-1]
     assert event["culprits"][0]["reward"] == float(ids[PLANT[0], 0])
+
+
+class Answering(torch.nn.Module):
+    """A model that returns log-probs itself, as TRL's do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.inner = build("tiny")
+
+    def forward(self, x):
+        return SimpleNamespace(log_probs=token_log_probs(self.inner(x[:, :-1], T), x[:, 1:]))
+
+
+def test_of_a_model_that_returns_log_probs_nothing_needs_to_be_recovered(tmp_path):
+    class Asking(Loop):
+        def __init__(self, *given, **more):
+            super().__init__(*given, model=Answering(), **more)
+
+        def micro_batch(self, x, mask, weight):
+            (-(self.model(x).log_probs * mask * weight).sum() / 96).backward()
+
+    _, observed = both(Asking, tmp_path)
+    assert observed.watch.localizer.num_failures == 0
 
 
 class Varying(Loop):
@@ -221,7 +246,9 @@ def test_two_backwards_through_the_same_log_probs_add_up(tmp_path):
 
     made = Split(tmp_path, trigger={"tau": 40.0}).run()
     (event,) = events_in(tmp_path)
-    assert named(event) == [PLANT] and event["culprits"][0]["loss_weight"] == pytest.approx((WORTH + 1) * 93 / 96)
+    assert named(event) == [PLANT] and event["culprits"][0]["values"]["loss_weight"] == pytest.approx(
+        (WORTH + 1) * 93 / 96
+    )
     assert made.norms == Split().run().norms
 
 

@@ -12,10 +12,11 @@ from gradloc.words.advice import (
     Advice,
     actions_of,
     in_force,
+    in_trl,
     in_verls_names,
     lines_of,
+    options_of,
     sampling_cut,
-    trl_settings,
 )
 from gradloc.words.causes import MEANINGS, RULES
 from gradloc.words.cures import MILDEST_FIRST, is_measured
@@ -52,7 +53,7 @@ def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
 
 
 def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
-    monkeypatch.setitem(ACTIONS, "old", Advice("Do it the old way.", {"": "a=1", "0.9": "", "trl": "b=1"}))
+    monkeypatch.setitem(ACTIONS, "old", Advice("Do it the old way.", {"": {"a": "1"}, "0.9": {}, "trl": {"b": "1"}}))
     assert lines_of("old", "verl 0.9.1") == {} and list(lines_of("old", None)) == ["verl 0.7"]
     assert lines_of("old", "trl") == {"": "b=1"} and lines_of("old", "trl", {"a": 1}) == {}, "done already"
     assert actions_of(["old", "one_epoch"], "verl 0.9.1") == actions_of(["one_epoch"])
@@ -61,25 +62,36 @@ def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
 def test_what_a_run_has_already_is_known_where_its_config_is():
     actor = {"ppo_epochs": 1, "policy_loss": {"loss_mode": "gspo"}, "use_kl_loss": True, "optim": None}
     names = ("one_epoch", "gspo", "use_kl", "plain_loss", "smaller_steps")
-    assert [in_force(lines_of(name, "verl 0.7.0")[""], actor) for name in names] == [True, True, True, False, False]
-    assert not in_force("trainer.resume_mode=resume_path", actor), "of the actor alone"
+    assert [in_force(options_of(name, "verl 0.7.0")[""].settings, actor) for name in names] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not in_force({"trainer.resume_mode": "resume_path"}, actor), "of the actor alone"
 
 
-IN_TRLS_WORDS = {
-    "actor_rollout_ref.actor.gradloc.action.mode=mask": 'gradloc="mask"',
-    "actor_rollout_ref.actor.gradloc.evidence.rerun=true": 'gradloc={"evidence": {"rerun": True}}',
-    "actor_rollout_ref.actor.gradloc.search.max_steps=8": 'gradloc={"search": {"max_steps": 8}}',
-    "actor_rollout_ref.actor.optim.lr=5e-7": "learning_rate=5e-07",
-    "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.ppo_epochs=1": "max_grad_norm=0.5, num_iterations=1",
-    "actor_rollout_ref.actor.gradloc.evidence.text=off": 'gradloc={"evidence": {"text": "off"}}',
-    "actor_rollout_ref.actor.gradloc.stabilize.token_clip.mode=clamp": None,
-    "algorithm.lopti.enable=true": None,
-}
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mask", 'gradloc="mask"'),
+        ("rerun", 'gradloc={"evidence": {"rerun": True}}'),
+        ("more_steps", 'gradloc={"search": {"max_steps": 8}}'),
+        ("smaller_steps", "learning_rate=5e-07"),
+        ("clip_ratios", "epsilon=0.2, epsilon_high=0.2"),
+        ("cispo", 'loss_type="cispo", epsilon_high=5.0'),
+        ("fp32", 'model_init_kwargs={"dtype": "float32"}'),
+        ("clip_tokens", None),
+        ("lopti", None),
+    ],
+)
+def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(name, said):
+    assert lines_of(name, "trl 1.16.0").get("") == said
 
 
-@pytest.mark.parametrize("line, said", IN_TRLS_WORDS.items())
-def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(line, said):
-    assert trl_settings(line) == said
+def test_a_setting_that_trl_lacks_leaves_none_of_them():
+    assert in_trl({"actor_rollout_ref.actor.grad_clip": "0.5", "algorithm.lopti.enable": "true"}) is None
 
 
 def test_a_run_s_settings_are_read_by_verls_names():

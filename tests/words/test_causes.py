@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.record import CAUSES, BatchStatistics, Coefficients, Culprit
+from gradloc.record import CAUSES, BatchStatistics
 from gradloc.words.causes import classify
 from tests.bare import Amplified, BareStep, Batch, Decoder, Loss, Oracle, build, random_batch
 from tests.bare.events import event_of
 from tests.bare.noise import unrepeatable
 from tests.bare.routers import Overflow, add_router_loss
+from tests.words import a_culprit
 
 pytestmark = pytest.mark.full
 
@@ -321,7 +322,7 @@ OF_DOCUMENTS = {"loss_weight", "unexpected_token", "odd_document", "duplicate_do
 OF_DOCUMENTS |= {"padding_trained"}
 OF_UPDATES = {"gradient_scaled", "update_too_large", "learning_rate_jumped", "weight_decay", "second_moments"}
 OF_UPDATES |= {"moments_lost", "weights_changed", "weights_grown"}
-SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficients=Coefficients(log_prob=-0.01))
+SPURIOUS = a_culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficient=-0.01)
 
 
 @pytest.mark.parametrize(
@@ -340,23 +341,23 @@ SPURIOUS = Culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coeffic
 def test_a_spurious_token_is_unlikely_where_the_model_was_sure_and_rewarded(change, label):
     """STAPO's bounds (arXiv 2602.15620): a probability under 0.01, an entropy among the lowest fifth."""
     batch = BatchStatistics(advantage=1.0, one_minus_prob=0.5, jacobian=1.0, low_entropy=0.3)
-    assert classify(replace(SPURIOUS, **change), batch).label == label
-    assert classify(replace(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
+    assert classify(a_culprit(SPURIOUS, **change), batch).label == label
+    assert classify(a_culprit(SPURIOUS, **change), replace(batch, low_entropy=None)).label != "spurious_token"
 
 
 @pytest.mark.parametrize("is_rewarded", [True, False])
 def test_entropies_are_looked_up_where_they_may_name_a_cause(is_rewarded):
     case = unlikely(is_rewarded=is_rewarded, is_sure=True)
     (culprit,) = event_of(case.step(), case.batch, case.threshold, **case.extra).culprits
-    assert culprit.log_prob < math.log(0.01) and (culprit.entropy is not None) == is_rewarded
+    assert culprit.at("log_prob") < math.log(0.01) and (culprit.at("entropy") is not None) == is_rewarded
 
 
 def test_a_critics_culprit_is_explained_by_its_error_or_by_the_values_own_gradient():
     typical = BatchStatistics(value_error=0.5, jacobian=1.0)
 
     def cause(**changed):
-        given = dict(value=0.1, value_target=0.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
-        return classify(Culprit(**{**given, **changed}), typical)
+        given = dict(value=0.1, value_target=0.4, grad_norm=1.0, coefficient=1.0)
+        return classify(a_culprit(**{**given, **changed}), typical)
 
     assert cause().label == cause(value=None).label == cause(value_target=None).label == "unknown"
     far = cause(value_target=100.1)
@@ -371,8 +372,8 @@ def test_a_distilled_culprit_is_explained_by_its_distance_from_the_teacher_and_b
     typical = BatchStatistics(advantage=0.1, teacher_gap=0.5, jacobian=1.0)
 
     def cause(**changed):
-        given = dict(log_prob=-1.0, teacher_log_prob=-1.4, grad_norm=1.0, coefficients=Coefficients(log_prob=1.0))
-        return classify(Culprit(**{**given, **changed}), typical)
+        given = dict(log_prob=-1.0, teacher_log_prob=-1.4, grad_norm=1.0, coefficient=1.0)
+        return classify(a_culprit(**{**given, **changed}), typical)
 
     assert cause().label == cause(log_prob=None).label == "unknown"
     far = cause(teacher_log_prob=-21.0)

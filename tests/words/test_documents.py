@@ -7,6 +7,7 @@ import pytest
 
 from gradloc.record import Cause, Culprit
 from gradloc.words.documents import Document, cause_in, document_of, foreign_in, oddities, repeats_in, unspaced_in
+from tests.words import a_culprit
 
 LOW, ODD = "low_probability", {"foreign": 0.7, "foreign_of_batch": 0.2}
 UNLIKELY = {"log_prob": -5.1, "log_prob_of_batch": -3.0}
@@ -39,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize(("document", "label", "span", "log_prob", "wanted"), CASES)
 def test_the_document_decides_what_the_factors_leave_open(document, label, span, log_prob, wanted):
-    made = cause_in(Culprit(span=span, log_prob=log_prob), Cause(label, {"kl": None}), Document(**document))
+    made = cause_in(a_culprit(span=span, log_prob=log_prob), Cause(label, {"kl": None}), Document(**document))
     assert made.label == wanted and made.numbers["kl"] is None
     probability = None if log_prob is None else pytest.approx(math.exp(log_prob))
     assert made.numbers.get("probability") == probability

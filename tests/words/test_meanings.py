@@ -3,15 +3,15 @@
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from gradloc.record import CAUSES, BatchStatistics, Cause, Coefficients, Culprit, Event, Run, Sibling
+from gradloc.record import CAUSES, BatchStatistics, Cause, Event, Run, Sibling
 from gradloc.words.causes import MEANINGS, _meaning, classify, meaning_of
 from gradloc.words.culprits import again, group
+from tests.words import a_culprit
 
 
 @pytest.mark.parametrize("label", CAUSES)
@@ -35,9 +35,9 @@ def in_group(advantage: float, others: tuple[float, ...], rewards: tuple[float, 
     made_by = Run(**{"trainer": "verl 0.9.1", "estimator": "grpo", "rollouts": 4, **run})
     own, *theirs = rewards or (1.0, *(0.25 * number for number, _ in enumerate(others)))
     siblings = tuple(Sibling(reward=reward, advantage=a) for reward, a in zip(theirs, others, strict=True))
-    culprit = Culprit(advantage=advantage, reward=own, siblings=siblings, coefficients=Coefficients(log_prob=-0.01))
+    culprit = a_culprit(advantage=advantage, reward=own, siblings=siblings, coefficient=-0.01)
     cause = classify(culprit, BatchStatistics(advantage=0.1), (), made_by)
-    return group(Event(run=made_by, culprits=(replace(culprit, cause=cause),)))
+    return group(Event(run=made_by, culprits=(a_culprit(culprit, cause=cause),)))
 
 
 HALF = (-0.5, -0.5, -0.5)
@@ -91,5 +91,5 @@ def test_the_bounds_are_reached_by_the_reward_that_is_unlike_all_others(size):
 
 @pytest.mark.parametrize(("count", "is_said"), [(None, False), (1, False), (2, True)])
 def test_a_token_that_ends_turns_again_is_told_from_the_second_event_on(count, is_said):
-    found = again(Culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
+    found = again(a_culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
     assert (str(count) in found, bool(found)) == (is_said, is_said)

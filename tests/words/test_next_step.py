@@ -9,11 +9,12 @@ import pytest
 
 from gradloc.record import CAUSES, Action, Event
 from gradloc.record.reading import read
-from gradloc.words.advice import lines_of
+from gradloc.words.advice import options_of
 from gradloc.words.causes import MEANINGS, RULES
-from gradloc.words.cures import MILDEST_FIRST, OF_BATCH, cures_for, settings_in
+from gradloc.words.cures import MILDEST_FIRST, OF_BATCH, cures_for, loss_settings
 from gradloc.words.next_step import FACTS, next_step
 from tests.report import events as golden
+from tests.words import a_culprit
 
 TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
 DISTILLED = {"teacher_gap": 0.1}
@@ -62,7 +63,7 @@ CLAMPED = {"ppo_epochs": 1, "gradloc": {"stabilize": {"token_clip": {"mode": "cl
 def test_the_step_is_the_first_that_is_not_in_force_and_that_can_help(name, changes, actor, line):
     found = event(name, **changes)
     if changes.get("batch"):
-        found = replace(found, culprits=(replace(found.culprits[0], **TAUGHT | {"log_prob": -1.0}),))
+        found = replace(found, culprits=(a_culprit(found.culprits[0], **TAUGHT | {"log_prob": -1.0}),))
     assert lines(found, actor)[0].startswith(line)
 
 
@@ -99,8 +100,8 @@ def test_a_reader_is_told_of_what_was_measured_and_of_what_the_cause_calls_for()
 
 @pytest.mark.parametrize("cure", MILDEST_FIRST)
 def test_every_setting_has_a_line_that_is_read(cure):
-    told = {trainer: lines_of(cure, trainer).get("") for trainer in ("verl 0.7.0", "verl 0.9.1", "trl 1.16.0")}
-    assert any(told.values()) and all(settings_in(line, trainer) for trainer, line in told.items() if line)
+    told = [options_of(cure, trainer).get("") for trainer in ("verl 0.7.0", "verl 0.9.1", "trl 1.16.0")]
+    assert any(told) and all(loss_settings(option) for option in told if option)
 
 
 def test_every_setting_that_a_cause_names_has_its_place_among_them():

@@ -15,11 +15,12 @@ from tests.words import event
 
 def test_the_text_stands_around_the_largest_culprit_s_token():
     large = make_culprit(token=" is", text_before="1\n2\n3\n4\n" + "x" * 300 + "\nthe answer", text_after="y" * 300)
-    told = story.tell(event(culprits=[make_culprit(share=0.1, grad_norm=9.0, token="no"), large]), 1.0)
-    assert (told.before, told.token, told.after) == ("x" * 188 + "↵\nthe answer", " is", "y" * 160)
-    assert story.tell(event(culprits=[make_culprit(token="z" * 300)])).token == "z" * 200
-    short = story.tell(event(culprits=[make_culprit(text_before="1\n2\n3\n4\n5")]))
-    assert short.before.replace("↵", "") == "2\n3\n4\n5", "a chat's prompt has many short lines"
+    told = story.quote_of(event(culprits=[make_culprit(share=0.1, grad_norm=9.0, token="no"), large]))
+    assert told == ("x" * 188 + "↵\nthe answer", " is", "y" * 160)
+    assert story.quote_of(event(culprits=[make_culprit(token="z" * 300)]))[1] == "z" * 200
+    before, *_ = story.quote_of(event(culprits=[make_culprit(text_before="1\n2\n3\n4\n5")]))
+    assert before.replace("↵", "") == "2\n3\n4\n5", "a chat's prompt has many short lines"
+    assert story.quote_of(event(culprits=[])) is None
 
 
 def test_the_clip_of_a_bundle_is_told_where_the_event_has_none():
@@ -48,8 +49,8 @@ def test_a_step_that_was_healed_or_masked_is_told_with_its_setting_and_its_clip(
 def test_weights_that_are_not_finite_make_every_further_step_so():
     cause = {"label": "non_finite_weights", "reason": "2", "numbers": {}, "names": [], "places": []}
     says = "Every further step will be like it"
-    assert any(says in said for said in story.tell(event(culprits=[], cause=cause)).given)
-    assert not any(says in said for said in story.tell(event()).given)
+    assert any(says in said for said in story.became(event(culprits=[], cause=cause)))
+    assert not any(says in said for said in story.became(event()))
 
 
 def test_what_engine_and_trainer_say_of_a_token_is_told_where_it_was_not_sampled():

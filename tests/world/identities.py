@@ -94,29 +94,6 @@ def rows_alone(overrides: list[str], dump_dir: str, dropout: float = 0.0) -> dic
     return results[0]
 
 
-def read_in_parts(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """Log-probs and entropies of a forward without a graph, its logits read seven positions at a time and all at once;
-    and of the step's own forward the memory that it says it takes."""
-    precise, step = part("adapters.verl_common.precise"), harness.step_class()
-
-    def measure(hook, saved, clip, prober, spike):
-        def read() -> tuple[Any, int]:
-            return prober.step.forward(0, needs_entropy=True), hook._step.forward_bytes()
-
-        with mock.patch.object(precise, "ROWS_PART", 7):
-            in_parts = read()
-        with mock.patch(f"{step.__module__}.reads_in_parts", lambda *_: False):
-            whole = read()
-        mask = prober.step.token_mask(0)
-        pairs = zip(in_parts[0], whole[0], strict=True)
-        distances = [float((one - other)[mask].abs().max()) for one, other in pairs if one is not None]
-        return {"distances": distances, "bytes": (in_parts[1], whole[1])}
-
-    with instead_of_localizing(measure) as results:
-        make_trainer(ON + FORCE + overrides, dump_dir).update(make_batch())
-    return results[0]
-
-
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
     measurement, task_of = part("search.share").ShareMeasurement, part("search.task")

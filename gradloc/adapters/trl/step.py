@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of TRL as a step that can be run again.
-
-TRL's ``_compute_loss`` gets log-probs and entropies from another method of the trainer's. That call is kept, and is the
-forward; where TRL's own loss is asked for, it gives the recorded values instead.
+"""One optimizer step of TRL's: what the taps saw of it, and TRL's own loss under other settings.
 
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
 
-import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl.trainer import utils as trl_utils
 
-from ...core.sharding import is_reduction_deferred
-from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.ranks import Ranks
+from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss
 from ...loop.batch import Rows, at_first, joined
 from ...touched import replaced
-from ...watch.step import LoopMicroBatch, LoopStep, outputs_of
+from ...watch.tap_step import TapStep
+from ...watch.taps import Forwarded, ModelTap
 
 logger = logging.getLogger(__name__)
-
-Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""What TRL's method returns: log-probs (B, T), entropies (B, T), and a mixture of experts' balancing loss."""
 
 _ENTROPY_CONTROLLER = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 """What TRL's loss changes beside the gradient: its entropy controller moves inside the step's last micro-batch."""
@@ -58,126 +51,64 @@ _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""
 
 
-class FusedStep(LoopStep):
-    """All micro-batches of one optimizer step, whose log-probs are by TRL's kernel: it never holds all logits.
+class TrlStep(TapStep, OwnLoss):
+    """All micro-batches of one optimizer step. TRL's kernel makes log-probs without ever holding all logits."""
 
-    The module is as TRL's trainer calls it, under DDP or FSDP2; ``num_ranks`` counts processes.
-    """
+    trainer_name = "trl"
 
-    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
-        scaler = trainer.accelerator.scaler
-        super().__init__(module, num_ranks, lambda: 1.0 if scaler is None else scaler.get_scale())
-        self.trainer = trainer
+    def __init__(self, trainer: Any, tap: ModelTap, ranks: Ranks):
+        super().__init__(tap, ranks)
+        self.trainer, self.dp_size = trainer, ranks.size
+        self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
 
-    def micro_batch(self, mask: torch.Tensor, ids: torch.Tensor, tensors: dict[str, torch.Tensor]) -> LoopMicroBatch:
-        """The next one, (B, T) each; its forward follows."""
-        accelerator, half = self.trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return LoopMicroBatch(
-            mask=mask,
-            ids=ids,
-            tensors=tensors,
-            recorded=Recorded(RngState(accelerator.device)),
-            autocast=self.trainer.compute_loss_context_manager,
-            dtype=half.get(accelerator.mixed_precision, next(self.module.parameters()).dtype),
-            is_deferred=is_reduction_deferred(self.module),
-        )
-
-    def kept(self) -> "FusedStep":
-        """Return the first micro-batch alone, to be run again at the weights of a later step."""
-        found = copy.copy(self)
-        found.micro_batches = [copy.copy(self.micro_batches[0])]
-        found.micro_batches[0].recorded = copy.copy(self.micro_batches[0].recorded)
-        return found
-
-    @property
-    def num_positions(self) -> int:
-        """Of the largest micro-batch's forward."""
-        return max(each.mask.numel() for each in self.micro_batches)
-
-    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """TRL always asks for entropies."""
-        made = self.micro_batches[micro_batch]
-        with made.autocast(), nullcontext() if torch.is_grad_enabled() else _float32_head(made.dtype):
-            return outputs_of(made.forward())
+    def take(self, forwards: Sequence[Forwarded]) -> None:
+        super().take(forwards)
+        scaler = self.trainer.accelerator.scaler
+        if self.is_open and scaler is not None:
+            self.backward_factor = 1.0 / scaler.get_scale()
 
     def forward_bytes(self) -> int:
         """A few tiles of logits, and in half precision the head's weight in float32."""
-        tiles = 3 * min(self.num_positions, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+        if not self.is_open:
+            return super().forward_bytes()
+        most = max(each.forwarded.recorded.log_prob.numel() for each in self.micro_batches)
+        tiles = 3 * min(most, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
         config = self.trainer.accelerator.unwrap_model(self.module).config.get_text_config()
         head = 0 if self.numerics.dtype == torch.float32 else config.vocab_size * config.hidden_size
         return 4 * (tiles + head)
 
+    @staticmethod
+    def precisely(dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Log-probs as precisely as can be: TRL's kernel projects in the compute dtype."""
+        if dtype == torch.float32:
+            return nullcontext()
+        kernel: Any = trl_utils._ChunkedLogProbFunction
 
-class TrlStep(FusedStep, OwnLoss):
-    """Of a loss of advantages: see :class:`~...core.step.TrainingStep`."""
+        def apply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return kernel.apply(hidden.float(), weight.float(), None if bias is None else bias.float(), *others)
 
-    trainer_name = "trl"
-    dp_size = property(lambda self: self.num_ranks)
+        return replaced(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=apply))
 
-    def __init__(self, trainer: Any, module: torch.nn.Module, num_ranks: int):
-        super().__init__(trainer, module, num_ranks)
-        self.inputs: list[dict[str, Any]] = []
-        self._entropy_masks: list[torch.Tensor | None] = []
-        self._stages: list[torch.Tensor | None] = []
-        """Of each micro-batch, bool (B, T): the tokens of Lopti's stage; None without."""
-        self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
-        self._present = -1
-        self._given: Forwarded | None = None
-        self.is_asking = False
-        """Whether the loss that runs is recorded, or asked for here."""
+    # ---- a loss of advantages
 
-    def kept(self) -> "TrlStep":
-        found: Any = super().kept()
-        found.inputs, found._entropy_masks, found._stages = self.inputs[:1], self._entropy_masks[:1], self._stages[:1]
-        return found
+    @property
+    def knows_loss(self) -> bool:  # type: ignore[override]
+        """Whether the loss is one of advantages, made of the log-probs that TRL's own is made of."""
+        return self.is_open and all("inputs" in each.forwarded.known for each in self.micro_batches)
 
-    # ---- what the trainer's methods go through
-
-    @contextmanager
-    def recording(self, inputs: dict[str, Any], stage: float | None = None) -> Iterator[None]:
-        """Around training's loss of the next micro-batch; ``stage`` says which of its tokens move the weights: those
-        with an old probability under it, or from minus it on."""
-        mask = mask_of(inputs).bool()
-        is_low = None if stage is None else inputs["old_per_token_logps"].exp() < abs(stage)
-        self._stages.append(is_low if stage is None or stage > 0 else ~is_low)
-        advantages = inputs["advantages"].view(len(mask), -1).expand(mask.shape)
-        self.inputs.append(inputs)
-        self.micro_batches.append(self.micro_batch(mask, inputs["completion_ids"], {"advantages": advantages}))
-        self._entropy_masks.append(None)
-        with self._asking(len(self.inputs) - 1, None):
-            yield
-
-    def log_probs(self, call: Callable[[], Forwarded]) -> Forwarded:
-        """In place of TRL's forward, which ``call`` runs."""
-        forwarded = self._given
-        if forwarded is None:
-            forwarded, made = call(), self.micro_batches[self._present]
-            made.forward = call
-            record(made.recorded, Outputs(*forwarded))
-        stage, (log_prob, entropy, beside) = self._stages[self._present], forwarded
-        if stage is None:
-            return forwarded
-        kept = [None if value is None else value.where(stage, value.detach()) for value in (log_prob, entropy)]
-        return kept[0], kept[1], beside  # the loss is the same, and what flows back is the stage's
-
-    def high_entropy_mask(self, call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """In place of TRL's, whose quantile is over all ranks: asked again, it is the mask that training had."""
-        if self._given is None:
-            self._entropy_masks[self._present] = call()
-        return self._entropy_masks[self._present]
-
-    # ---- what the search may ask
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Of the trainer's loss, for each micro-batch."""
+        return [each.forwarded.known["inputs"] for each in self.micro_batches]
 
     @property
     def numerics(self) -> Numerics:
-        return replace(super().numerics, temperature=float(self.trainer.temperature))
-
-    @property
-    def reduces_once(self) -> bool:
-        syncs_each = self.trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        return self.num_ranks > 1 and not syncs_each
+        return replace(super().numerics, temperature=float(getattr(self.trainer, "temperature", 1.0)))
 
     def details(self, micro_batch: int) -> Details:
+        if not self.knows_loss:
+            return super().details(micro_batch)
         return Details(self.old_log_prob(micro_batch), self._weights(micro_batch))
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
@@ -189,21 +120,9 @@ class TrlStep(FusedStep, OwnLoss):
             return now - (moved / mask.sum(1).clamp(min=1)).unsqueeze(1) * mask
         return inputs.get("old_per_token_logps", now)
 
-    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        trainer = self.trainer
-        if is_last or trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            return nullcontext()
-        if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model):
-            return trainer._defer_fsdp_gradient_reduction()
-        return trainer.accelerator.no_sync(self.module)
-
-    @property
-    def num_positions(self) -> int:
-        return max(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel() for inputs in self.inputs)
-
     @property
     def without_kl(self) -> dict[str, Any] | None:
-        has_term = "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
+        has_term = self.knows_loss and "ref_per_token_logps" in self.inputs[0] and self.trainer.beta != 0.0
         return {"beta": 0.0} if has_term else None
 
     @property
@@ -232,14 +151,19 @@ class TrlStep(FusedStep, OwnLoss):
         settings = {_IN_LOSS.get(name, name): value for name, value in settings.items()}
         arguments = {name: value for name, value in settings.items() if not hasattr(trainer, name)}
         states |= {name: value for name, value in settings.items() if name not in arguments}
-        inputs = {**self.inputs[micro_batch], **tensors}
-        with self._asking(micro_batch, given), replaced(trainer, **states), replaced(trainer.args, **arguments):
+        inputs, kept = {**self.inputs[micro_batch], **tensors}, self.micro_batches[micro_batch].forwarded.known
+        staged = (*within_stage(kept["stage"], *given[:2]), *given[2:])
+        states["_get_per_token_logps_and_entropies"] = lambda *_, **__: staged
+        states["get_high_entropy_mask"] = lambda *_, **__: kept["entropy_mask"]  # over all ranks, as training had it
+        with replaced(trainer, **states), replaced(trainer.args, **arguments):
             with replaced(trainer.accelerator, **_ALONE), trainer.compute_loss_context_manager():
                 loss = trainer._compute_loss(self.module, inputs)
         return loss if trainer.loss_is_scaled_for_ga else loss / window
 
     def all_rows(self) -> Rows:
         """Prompts are (R, P)."""
+        if not self.knows_loss:
+            return super().all_rows()
         parts = []
         for index, inputs in enumerate(self.inputs):
             mask = mask_of(inputs)
@@ -279,30 +203,16 @@ class TrlStep(FusedStep, OwnLoss):
             return None
         return -derivative * mask / self.num_ranks
 
-    @contextmanager
-    def _asking(self, micro_batch: int, given: Forwarded | None) -> Iterator[None]:
-        self._present, self._given, self.is_asking = micro_batch, given, True
-        try:
-            yield
-        finally:
-            self._given, self.is_asking = None, False
-
 
 _ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values, *_, **__: values)
 """TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
 
 
-def _float32_head(compute_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Log-probs as precisely as can be: TRL's kernel projects in the compute dtype."""
-    if compute_dtype == torch.float32:
-        return nullcontext()
-    kernel: Any = trl_utils._ChunkedLogProbFunction
-
-    def apply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return kernel.apply(hidden.float(), weight.float(), None if bias is None else bias.float(), *others)
-
-    return replaced(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=apply))
+def within_stage(stage: torch.Tensor | None, *values: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The same values (B, T), of which only the stage's tokens pass a gradient back; None: all do."""
+    if stage is None:
+        return [*values]
+    return [None if value is None else value.where(stage, value.detach()) for value in values]
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:

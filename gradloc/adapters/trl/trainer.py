@@ -11,11 +11,11 @@ import trl
 
 from ...checks import require
 from ...core.ranks import PeerFailure, Ranks
-from ...touched import extended, replaced
+from ...touched import extended
 from ...watch.analyses import LoopAnalyses
 from .config import check_trl, features_of, health_of, refuse, settings_of, setup_of
-from .step import OTHER_KEY, REWARD_KEY
-from .watch import LabelsWatch, TrainerWatch, group_of, other_advantages
+from .step import OTHER_KEY, REWARD_KEY, within_stage
+from .watch import TrainerWatch, group_of, other_advantages
 
 
 class WatchedTrainer:
@@ -29,7 +29,6 @@ class WatchedTrainer:
     """
 
     _watch: Any = None
-    _watching: type[TrainerWatch] = TrainerWatch
 
     def __init__(self, *args: Any, gradloc: Any = None, health: Any = None, **others: Any):
         super().__init__(*args, **others)
@@ -49,7 +48,7 @@ class WatchedTrainer:
             require(is_grpo, "the trainer with gradloc's lopti", "TRL's GRPOTrainer", type(self).__name__)
             expected = "2 with gradloc's lopti, whose stages they are"
             require(self.num_iterations == 2, "num_iterations", expected, self.num_iterations)
-        self._watch = self._watching(self, settings, judge)
+        self._watch = TrainerWatch(self, settings, judge)
         if settings is not None:
             names = {"project": "trl", "experiment": args.run_name or os.path.basename(args.output_dir)}
             self._watch.analyses, self._watch.lopti = LoopAnalyses(analyses, settings.root, names), lopti
@@ -67,11 +66,6 @@ class WatchedTrainer:
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return norm if self._watch is None else self._watch.before_step(norm)
-
-    @property
-    def _step_watched(self) -> Any:
-        """The step whose spike may be looked into; None between steps, and where none are looked for."""
-        return None if self._watch is None or self._watch.localizer is None else self._watch.step
 
     # ---- logs and checkpoints
 
@@ -91,15 +85,6 @@ class WatchedTrainer:
         if self._watch is not None and checkpoint is not None:
             self._watch.load(checkpoint)
 
-    # ---- what a search asks of the trainer beside its loss
-
-    def clip_again(self) -> Any:
-        """Clip what is in ``.grad`` as training does, and return its norm before that; it is not scaled any more."""
-        # accelerate unscales fp16's gradients where it clips, and refuses to do so twice in a step
-        with replaced(self.accelerator, unscale_gradients=lambda *_: None):
-            clipped = self._clip_grad_norm(self.model_wrapped) if self.args.max_grad_norm > 0 else None
-            return super()._get_grad_norm(self.model_wrapped, grad_norm=clipped)
-
     def save_whole_model(self, folder: str, ranks: Ranks) -> bool:
         """Write the weights as one model's folder, from the first process; returns whether it could."""
         try:
@@ -114,25 +99,26 @@ class WatchedRewards(WatchedTrainer):
     """In front of a trainer whose loss is of advantages."""
 
     _rewards: torch.Tensor | None = None
+    _stage: torch.Tensor | None = None
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        step = self._step_watched
-        if step is None or step.is_asking:
+        if self._watch is None:
             return super()._compute_loss(model, inputs)
-        if not step.inputs:  # the step's first forward: TRL has generated within this step, and that is no pass of ours
-            self._watch.localizer.begin_passes()
-        with step.recording(inputs, self._watch.take_stage()):
-            return super()._compute_loss(model, inputs)
+        self._stage = self._watch.stage_of(inputs["old_per_token_logps"]) if self._watch.lopti is not None else None
+        loss = super()._compute_loss(model, inputs)
+        self._watch.keep_rollouts(inputs, self._stage)
+        return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **given: Any) -> Any:
-        call = partial(super()._get_per_token_logps_and_entropies, *args, **given)
-        step = self._step_watched
-        return call() if step is None or not step.is_asking else step.log_probs(call)
+        log_probs, entropies, *others = super()._get_per_token_logps_and_entropies(*args, **given)
+        stage = self._stage if torch.is_grad_enabled() else None
+        return (*within_stage(stage, log_probs, entropies), *others)
 
     def get_high_entropy_mask(self, *args: Any, **given: Any) -> Any:
-        call = partial(super().get_high_entropy_mask, *args, **given)
-        step = self._step_watched
-        return call() if step is None or not step.is_asking else step.high_entropy_mask(call)
+        mask = super().get_high_entropy_mask(*args, **given)
+        if self._watch is not None:
+            self._watch.keep(entropy_mask=mask)
+        return mask
 
     # ---- rewards, which the inputs do not hold
 
@@ -163,22 +149,11 @@ class RLOOTrainer(WatchedRewards, trl.RLOOTrainer):
     """TRL's, see :class:`WatchedTrainer`."""
 
 
-class WatchedLabels(WatchedTrainer):
-    """In front of a trainer whose loss is of the log-probs that a model's forward gives."""
-
-    _watching = LabelsWatch
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
-        if self._watch is not None and self._watch.localizer is not None and torch.is_grad_enabled():
-            model = partial(self._watch.forward, model)
-        return super().compute_loss(model, inputs, *args, **given)
-
-
-class SFTTrainer(WatchedLabels, trl.SFTTrainer):
+class SFTTrainer(WatchedTrainer, trl.SFTTrainer):
     """TRL's, see :class:`WatchedTrainer`."""
 
 
-class DPOTrainer(WatchedLabels, trl.DPOTrainer):
+class DPOTrainer(WatchedTrainer, trl.DPOTrainer):
     """TRL's, see :class:`WatchedTrainer`."""
 
 
@@ -215,7 +190,7 @@ def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
         ValueError: one sentence that says why it cannot look into this run.
     """
     kinds = {trl.GRPOTrainer: WatchedRewards, trl.RLOOTrainer: WatchedRewards}
-    kinds |= {trl.SFTTrainer: WatchedLabels, trl.DPOTrainer: WatchedLabels}
+    kinds |= {trl.SFTTrainer: WatchedTrainer, trl.DPOTrainer: WatchedTrainer}
     kind = next((ours for theirs, ours in kinds.items() if isinstance(trainer, theirs)), None)
     if kind is None:
         name = f"{type(trainer).__module__}.{type(trainer).__name__}"

@@ -10,32 +10,29 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from trl.trainer.utils import nanstd
 
-from ...checks import require
-from ...core.ranks import Ranks, host_group
-from ...core.step import Outputs, record
 from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
 from ...loop import metrics as step_metrics
 from ...loop.batch import BatchView, Rows, joined
 from ...loop.driver import Driver, sequence_ids
+from ...loop.wire import Policy
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
 from ...reweighting.config import LoptiConfig
-from ...watch.colocated import Colocated, whole
-from .step import OF_PROMPT, FusedStep, TrlStep
+from ...watch.watch import Watch
+from .step import OF_PROMPT, TrlStep, mask_of
 
 
-class TrainerWatch(Colocated):
+class TrainerWatch(Watch):
     """Looks into the steps of one trainer.
 
     Args:
@@ -44,20 +41,18 @@ class TrainerWatch(Colocated):
         health: of the health monitor; None: off.
     """
 
-    step_class: type[FusedStep] = TrlStep
     lopti: LoptiConfig | None = None
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
-        self.clip_limit = trainer.args.max_grad_norm or float("inf")
-        self.scales_loss = trainer.accelerator.scaler is not None
-        self.takes_what_is_not_finite = not self.scales_loss  # transformers steps on NaN; fp16's scaler does not
-        ranks = Ranks(host_group(), device=trainer.accelerator.device)
-        super().__init__(ranks, settings, partial(_driver_of, trainer, settings))
+        if settings is not None and not hasattr(trainer.args, "num_generations"):  # which no replay knows
+            settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
+        super().__init__(trainer.model, action="off" if settings is None else settings, metrics=False)
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
         """How many values of each of TRL's metrics are of earlier steps."""
-        self._loss = 0.0
+        self._loss: Any = None
+        """Of the step so far; None between two."""
         self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
@@ -67,47 +62,66 @@ class TrainerWatch(Colocated):
 
     def before_micro_batch(self, model: torch.nn.Module) -> None:
         """Before generation, forward and backward of the next micro-batch."""
-        if self.step is not None:
-            return
-        self.begin_step(self.step_class(self.trainer, model, self.ranks.size), model)
-        self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
-        self._loss = 0.0
+        if self.localizer is not None:
+            self.tap.attach(model)
+            self.follow(self.trainer.optimizer)
+        if self._loss is None:
+            self._num_known = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+            self._loss = 0.0
 
-    def take_stage(self) -> float | None:
-        """Which of Lopti's stages this micro-batch is of: the threshold if it is that of the tokens below, minus it if
-        it is the other; None without Lopti. TRL's first pass over its rollouts is the first stage."""
+    def keep(self, **known: Any) -> None:
+        """Keep what the loss knows of the last forward; its search asks for it."""
+        if self.localizer is not None and self.tap.forwards and torch.is_grad_enabled():
+            self.tap.forwards[-1].known |= known
+
+    def keep_rollouts(self, inputs: dict[str, Any], stage: torch.Tensor | None) -> None:
+        """Keep what the inputs of TRL's loss say of the last forward's tokens."""
+        self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
+        self.keep(inputs=inputs, stage=stage)
+
+    def stage_of(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
+        """Which tokens, bool (B, T), Lopti's stage lets move the weights in this micro-batch; None without Lopti. TRL's
+        first pass over its rollouts is the first stage."""
         if self.lopti is None:
             return None
         each = self.trainer.args.steps_per_generation
         is_first = self.trainer._step % (2 * each) < each
         is_low = is_first == (self.lopti.eta > 0)
         self.stage_name = "low" if is_low else "high"
-        return abs(self.lopti.eta) * (1 if is_low else -1)
+        return (old_log_probs.exp() < abs(self.lopti.eta)) == is_low
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """After its backward."""
         self._loss += loss.detach()
-        is_reduced = self.ranks.size == 1 or self.trainer.accelerator.sync_gradients
-        if self.localizer is not None and is_reduced:
-            self.localizer.after_backward()
 
     def before_step(self, norm: Any) -> Any:
         """After accumulation and clipping, before the optimizer; returns the norm of the gradient that it takes."""
-        taken, metrics = norm, {}
+        self.metrics, self._next_number, self._has_looked = {}, self.trainer.state.global_step + 1, True
         try:
-            if self.localizer is not None:
-                taken, metrics = self.end_step(norm, self.trainer.state.global_step + 1)
+            taken = self.look(norm)
+            if self.monitor is not None:
+                self._judge(norm, self.metrics)
         finally:
-            self.step, self.stage_name = None, ""
-        if self.monitor is not None:
-            self._judge(norm, metrics)
-        if metrics:
-            self._metrics.append(metrics)
+            self._loss = None
+        if self.metrics:
+            self._metrics.append(self.metrics)
         return taken
+
+    def make_step(self) -> TrlStep:
+        return TrlStep(self.trainer, self.tap, self.ranks)
+
+    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """The trainer clips once and changes no gradient otherwise, so what was recorded of log-probs is all there is
+        to know."""
+        return policy if self.step.is_open else super().before_look(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)
-        return view_of(by_rank) if self.signal == "advantages" else super().view(by_rank)
+        has_prompts = all("prompt_ids" in rows for rows in by_rank)
+        return view_of(by_rank) if has_prompts else super().view(by_rank)
+
+    def _write_metrics(self, norm: torch.Tensor) -> None:
+        """The trainer logs them."""
 
     def take_metrics(self) -> dict[str, float]:
         """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
@@ -125,6 +139,18 @@ class TrainerWatch(Colocated):
         self._remember(folder)
 
     # ---- inside
+
+    def _device_of(self, model: torch.nn.Module) -> torch.device:
+        return self.trainer.accelerator.device  # where the model may only come to be
+
+    def _make_driver(self, *_: Any) -> Driver:
+        trainer, settings = self.trainer, self.settings
+        args, trained = trainer.args, trainer.args.to_dict()
+        model = getattr(trainer.model.config, "_name_or_path", None)
+        name = args.run_name or os.path.basename(args.output_dir)
+        run = origin(Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args)), trained, "trl")
+        print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
+        return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
     @property
     def _stateful(self) -> dict[str, Any]:
@@ -148,26 +174,9 @@ class TrainerWatch(Colocated):
 
     # ---- what the localizer asks of the trainer
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.trainer.optimizer.optimizer  # in accelerate's
-
-    def clip(self) -> torch.Tensor:
-        return whole(self.trainer.clip_again())
-
     def save_weights(self, global_step: int) -> str | None:
         folder = events_weights_folder(self.settings, global_step, self.ranks)
         return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
-
-
-def _driver_of(trainer: Any, settings: Any) -> Driver:
-    args = trainer.args
-    name, trained = args.run_name or os.path.basename(args.output_dir), args.to_dict()
-    model = getattr(trainer.model.config, "_name_or_path", None)
-    run = Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args))
-    run = origin(run, trained, "trl")
-    print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
-    return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
 
 def group_of(args: Any) -> dict[str, Any]:
@@ -231,42 +240,3 @@ def view_of(by_rank: Sequence[Rows]) -> BatchView:
 def _uid(prompt: torch.Tensor) -> str:
     """TRL names no prompts; equal ones are siblings."""
     return hashlib.sha1(prompt.numpy().tobytes()).hexdigest()[:8]
-
-
-class LabelsWatch(TrainerWatch):
-    """Looks into the steps of one trainer.
-
-    Raises:
-        ValueError: one sentence, for a loss that is not made of log-probs.
-    """
-
-    signal, step_class = "loss_weights", FusedStep
-
-    def __init__(self, trainer: Any, settings: Any, health: Any):
-        args, why = trainer.args, "with gradloc (the loss would not be of log-probs)"
-        require(not getattr(args, "use_liger_kernel", False), "use_liger_kernel", f"false {why}", True)
-        require(trainer.compute_loss_func is None, "compute_loss_func", f"left out {why}", "a function")
-        smoothing = args.label_smoothing_factor
-        require(not smoothing, "label_smoothing_factor", f"0 {why}", smoothing)
-        if settings is not None:  # no replay knows these trainers
-            settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
-        super().__init__(trainer, settings, health)
-
-    def forward(self, model: torch.nn.Module, **given: Any) -> Any:
-        """The model's, in the place of training's call: its log-probs are recorded."""
-        if self.step is None or not given.get("fused_lm_head") or not torch.is_grad_enabled():
-            return model(**given)
-        outputs = model(**given)
-        labels = given["labels"][:, 1:]
-        virtual = outputs.log_probs.shape[1] - labels.shape[1]  # tokens of prompt learning, which come first
-        labels = torch.nn.functional.pad(labels, (virtual, 0), value=-100)
-        made = self.step.micro_batch(labels != -100, labels.clamp(min=0), {})
-        made.forward = partial(_log_probs, model, given)
-        record(made.recorded, Outputs(outputs.log_probs, None, outputs.aux_loss))
-        self.step.micro_batches.append(made)
-        return outputs
-
-
-def _log_probs(model: torch.nn.Module, given: dict[str, Any]) -> tuple[Any, None, Any]:
-    outputs = model(**given)
-    return outputs.log_probs, None, outputs.aux_loss

@@ -2,8 +2,8 @@
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +17,11 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
-from ...core.precise import precise_readout
 from ...core.ranks import Ranks
 from ...core.step import ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
 from ...keys import ROW_KEY
 from ...touched import replaced
 from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of
-from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
 class VerlStep(OwnLoss, ByRow):
@@ -133,38 +131,7 @@ class ActorStep(VerlStep):
         return Details(self._old_log_prob(micro_batch), weights)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        actor = self.actor
-        if torch.is_grad_enabled():
-            return self.train_forward(micro_batch, needs_entropy)
-        if self._reads_in_parts():
-            with self._read_in_parts():
-                outputs = self.train_forward(micro_batch, needs_entropy)
-            if self._reads_in_parts():
-                return outputs
-            self._recorded[micro_batch].rng.restore()  # the model computes with its logits: they have to be there
-        with readout_of(actor.actor_module, actor.param_dtype, actor.use_fused_kernels):
-            return self.train_forward(micro_batch, needs_entropy)
-
-    def _reads_in_parts(self) -> bool:
-        """Where ranks share a sequence, verl's log-probs are of labels that the model never sees."""
-        actor = self.actor
-        is_plain = not actor.use_fused_kernels and actor.ulysses_sequence_parallel_size == 1
-        is_plain = is_plain and not getattr(actor, "use_prefix_grouper", False)
-        is_plain = is_plain and not self.config.get("calculate_sum_pi_squared", False)
-        return is_plain and reads_in_parts(actor.actor_module, actor.param_dtype)
-
-    @contextmanager
-    def _read_in_parts(self) -> Iterator[None]:
-        """verl's own forward, as if a fused kernel gave it log-probs and entropies."""
-        module = self.actor.actor_module
-
-        def forward(input_ids: torch.Tensor, temperature: float, return_dict: bool, **given: Any) -> SimpleNamespace:
-            parted.labels = input_ids.roll(-1, dims=1)
-            return parted.outputs_of(module(input_ids=input_ids, **given))
-
-        with PartedHead(module, self.temperature) as parted:
-            with replaced(self.actor, actor_module=forward, use_fused_kernels=True):
-                yield
+        return self.train_forward(micro_batch, needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         return self._forward(self._inputs_of(rows))
@@ -189,8 +156,6 @@ class ActorStep(VerlStep):
         config = actor.config
         is_chunked = config.entropy_from_logits_with_chunking and actor.use_remove_padding
         is_whole = (config.calculate_entropy or config.entropy_coeff != 0) and not is_chunked
-        if self._reads_in_parts():
-            return part_bytes(num_positions, vocabulary)
         each = logit_bytes(has_entropy=is_whole)
         return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
 
@@ -303,9 +268,7 @@ class CriticStep(VerlStep):
         return Details(old, weights * self.loss_scale_factor(micro_batch) / self.dp_size)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        is_training = torch.is_grad_enabled()
-        with nullcontext() if is_training else precise_readout(self.critic.critic_module, self.numerics.dtype):
-            return Outputs(self._values(self.micro_batches[micro_batch]))
+        return Outputs(self._values(self.micro_batches[micro_batch]))
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         return Outputs(self._values(self._inputs_of(rows)))

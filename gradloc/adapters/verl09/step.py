@@ -42,7 +42,6 @@ from ..verl_common.losses import (
     tensors_under,
     weights_of,
 )
-from ..verl_common.precise import PartedHead, part_bytes, readout_of, reads_in_parts
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
@@ -198,14 +197,7 @@ class EngineStep(OwnLoss, ByRow):
         if torch.is_grad_enabled():
             with settled(self.engine):
                 return self.train_forward(micro_batch, needs_entropy)
-        data = self.micro_batches[micro_batch]
-        if self._reads_in_parts(data):
-            with self._read_in_parts(), set_aside():
-                outputs = self.train_forward(micro_batch, needs_entropy)
-            if self._reads_in_parts(data):
-                return outputs
-            self._recorded[micro_batch].rng.restore()  # the model computes with its logits: they have to be there
-        with readout_of(self.engine.module, self.numerics.dtype, is_fused(data)), set_aside():
+        with set_aside():
             return self.train_forward(micro_batch, needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
@@ -234,34 +226,6 @@ class EngineStep(OwnLoss, ByRow):
             **{FIELDS[key]: layout.unpack(kept[key].values()) for key in FIELDS if kept.get(key) is not None}
         )
 
-    def _reads_in_parts(self, data: Any) -> bool:
-        """A loss of verl's that reads logits needs them; a critic has none."""
-        reads = ("use_fused_kernels", "distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
-        is_plain = not any(tu.get_non_tensor_data(data=data, key=key, default=False) for key in reads)
-        is_plain = is_plain and self.output == "log_probs"
-        return is_plain and reads_in_parts(self.engine.module, self.numerics.dtype)
-
-    @contextmanager
-    def _read_in_parts(self) -> Iterator[None]:
-        """verl's own forward, as if a fused kernel gave it log-probs and entropies."""
-        engine, parted = self.engine, PartedHead(self.engine.module, self.numerics.temperature)
-        prepare_inputs, prepare_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
-
-        def prepare_model_inputs(micro_batch: Any) -> Any:
-            inputs, known = prepare_inputs(micro_batch=micro_batch)
-            is_packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-            parted.labels = known["input_ids_rmpad_rolled"] if is_packed else inputs["input_ids"].roll(-1, dims=1)
-            return inputs, known
-
-        def prepare_model_outputs(output: Any, output_args: Any, micro_batch: Any, **given: Any) -> Any:
-            micro_batch = micro_batch.copy()
-            tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
-            return prepare_outputs(parted.outputs_of(output), output_args, micro_batch, **given)
-
-        instead = {"prepare_model_inputs": prepare_model_inputs, "prepare_model_outputs": prepare_model_outputs}
-        with parted, replaced(engine, **instead):
-            yield
-
     def forward_bytes(self) -> int:
         if is_fused(self.micro_batches[0]):
             return 0
@@ -271,8 +235,6 @@ class EngineStep(OwnLoss, ByRow):
         lengths = [nested.offsets().diff() for nested in ids]
         sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
-        if self._reads_in_parts(self.micro_batches[0]):
-            return part_bytes(max(sizes) // self.engine.ulysses_sequence_parallel_size, vocabulary)
         has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
         is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
         each = logit_bytes(self.numerics.temperature != 1, is_whole)

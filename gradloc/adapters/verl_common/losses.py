@@ -17,8 +17,8 @@ from ...loop.batch import BatchView
 from ...reweighting.advantages import reweight
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ...words.advice import lines_of
-from ...words.cures import OF_MASK, settings_in
+from ...words.advice import options_of
+from ...words.cures import OF_MASK, loss_settings
 
 ALPHA = 0.3
 """Of Advantage Reweighting, as the advice has it."""
@@ -115,7 +115,7 @@ def tensors_under(
     if groups is None or len(rows) != len(log_prob):
         return None
     if name in CORRECTIONS:
-        return _corrected(settings_in(lines_of(name, trainer)[""], trainer), held)
+        return _corrected(loss_settings(options_of(name, trainer)[""]), held)
     if name in _BY_WEIGHTS:
         weights = _BY_WEIGHTS[name](held, log_prob, has_ratio_clips)
         return None if weights is None else {WEIGHTS: weights}

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What verl's config says of the trained model's layout and load, before a run. Imports neither torch nor verl."""
 
-import math
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from ...core.forecast import PART_BYTES, ROWS_PART, Layout, Load, Plan, logit_bytes
+from ...core.forecast import Layout, Load, Plan, logit_bytes
 
 _PROCESS = "actor_rollout_ref.actor"
 
@@ -61,7 +60,6 @@ def plan_of(config: Any) -> Plan:
     is_fused = is_megatron or bool(get("actor_rollout_ref.model.use_fused_kernels"))
     each_logit = logit_bytes(is_engine(config) and temperature != 1, has_entropy and not chunks)
     is_half = str(actor("fsdp_config.dtype", default="bfloat16")) not in ("float32", "fp32")
-    in_parts = is_half and not is_megatron and (is_fused or is_engine(config) or sequence == 1)
     recomputes = get("actor_rollout_ref.model.enable_gradient_checkpointing", default=True)
     if is_megatron:
         recomputes = actor("megatron.override_transformer_config.recompute_granularity")
@@ -82,8 +80,7 @@ def plan_of(config: Any) -> Plan:
             micro_batches,
             2 if is_half else 4,
             bool(recomputes),
-            PART_BYTES if in_parts else 0.0 if is_fused else each_logit,
-            ROWS_PART if in_parts else math.inf,
+            0.0 if is_fused else each_logit,
         ),
         int(get("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank", default=0)),
         -(-int(get("data.train_batch_size", default=mini_batch)) // mini_batch) * int(actor("ppo_epochs", default=1)),

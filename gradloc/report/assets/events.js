@@ -17,7 +17,7 @@ function list() {
     const link = make("a", { href: `#event-${row.id}`, textContent: row.step });
     const token = make("td", { className: "token" }, make("code", { textContent: row.token || "none", dir: "ltr" }));
     const line = make("tr", { className: row.id === current ? "current" : "" }, make("td", { className: "step" }, link), token);
-    for (const name of ["norm", "excess", "count", "cause", "verdict", "action"]) line.append(cell(row[name], name));
+    for (const name of ["norm", "excess", "count", "fault", "cause", "verdict", "action"]) line.append(cell(row[name], name));
     return line;
   });
   table.tBodies[0].replaceChildren(...lines);
@@ -72,16 +72,29 @@ async function unpack(text) {
 }
 
 function outline(row) {
-  const figures = [[row.norm, "gradient norm"], [row.without, "without culprits"], [row.threshold, "threshold"]];
+  const command = data.show.replace("''", /^[\w.-]+$/.test(row.id) ? row.id : `'${row.id.replaceAll("'", `'"'"'`)}'`);
+  const figures = [[row.norm, "gradient norm"], [row.excess, "over the threshold"], [row.threshold, "threshold"]];
   const button = make("button", { type: "button", className: "copy", textContent: "Copy" });
-  button.dataset.copy = row.command;
+  button.dataset.copy = command;
   return make("article", { className: "event", id: `event-${row.id}` },
-    make("p", { className: "badges" }, make("span", { className: `badge ${row.verdict.replaceAll(" ", "_")}`, textContent: row.verdict }), make("span", { textContent: `Step ${row.step}` }), make("span", { textContent: row.id })),
-    make("h2", { className: "headline", textContent: row.headline }),
-    make("p", { className: "text passage", dir: "ltr" }, row.before, make("mark", { className: "tok u hit", textContent: row.marked }), row.after),
+    make("p", { className: "badges" }, make("span", { className: `badge ${row.verdict.replaceAll(" ", "_")}`, textContent: row.verdict }), make("span", { textContent: row.id })),
+    make("h2", { className: "headline", textContent: `Step ${row.step}: ${row.cause}` }),
+    make("p", { className: "text passage", dir: "ltr" }, make("mark", { className: "tok u hit", textContent: row.token || "no token" })),
     make("dl", { className: "figures" }, ...figures.map(([value, what]) => make("div", {}, make("dd", { textContent: value }), make("dt", { textContent: what })))),
     make("p", { textContent: "Its tokens and numbers are not in this page. This command shows them:" }),
-    make("div", { className: "copyline" }, make("code", { textContent: row.command }), button));
+    make("div", { className: "copyline" }, make("code", { textContent: command }), button));
+}
+
+// ---- a small table that sorts by the column whose head is pressed
+
+function sortTable(head) {
+  const [table, column] = [head.closest("table"), [...head.parentElement.children].indexOf(head)];
+  const isDown = head.getAttribute("aria-sort") !== "descending";
+  all(table, "th").forEach((other) => other.setAttribute("aria-sort", "none"));
+  head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+  const value = (row) => row.children[column].textContent.replaceAll(",", "");
+  const lines = [...table.tBodies[0].rows].sort((a, b) => value(a).localeCompare(value(b), "en", { numeric: true }));
+  table.tBodies[0].replaceChildren(...(isDown ? lines.reverse() : lines));
 }
 
 async function show(id) {

@@ -6,6 +6,7 @@ document.addEventListener("click", (event) => {
   else if (target.matches(".copy")) copy(target);
   else if (target.id === "more-events") { numShown += PAGE; list(); }
   else if (target.closest("#events th")) sort(target.closest("th"));
+  else if (target.closest(".sortable th")) sortTable(target.closest("th"));
   else if (target.matches(".tok[data-p]")) describe(target);
   else if (target.id === "help-button") document.getElementById("help").showModal();
   else if (target.closest("a")) {

@@ -10,7 +10,7 @@ from rich.table import Table
 from ...words.text import one_line
 from .. import output
 from ..pages import page, terminal
-from ..pages.exports import escape
+from ..pages.markdown import escape
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from . import add_log_arguments

@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.table import Table
 
 from ...record import Cured, Event
+from ...words.next_step import next_step
 from ...words.text import one_line, plural
 from ..errors import ReportError
 from ..pages import terminal
-from ..pages.eventview import EventView
+from ..runs.events import read_actor
 from ..runs.run import RunFolder, read_run
 
 EPILOG = """\
@@ -69,7 +70,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
     """What people do about the causes of a run's events, each with its line; by how many events it is for."""
     found: Counter[tuple[str, str]] = Counter()
     for event in folder.events:
-        if (do := EventView(event, folder).next) is not None:
+        if (do := next_step(event, read_actor(folder.events_root or folder.path, event))) is not None:
             found.update((do.do, line) for line in do.lines.values())
     return found
 

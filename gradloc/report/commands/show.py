@@ -9,6 +9,7 @@ from .. import output
 from ..errors import ReportError
 from ..pages import exports, page, terminal
 from ..runs.diagnosis import diagnose
+from ..runs.events import Events
 from ..runs.health import judge
 from ..runs.run import RunFolder, read_logs, read_run
 from . import EXIT_CODES, add_fail_on, add_log_arguments, exit_code
@@ -47,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
         folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
     else:
         folder = read_logs(args.paths, args.metric, pattern=args.pattern)
-    events = [folder.find(name) for name in args.event] if args.event else folder.events
+    events = Events(map(folder.find, args.event)) if args.event else folder.events
     if args.list:
-        for event in events:
-            output.say(event.event_id)
+        for row in events.rows:
+            output.say(row.event_id)
     elif args.format == "csv" and not events:
         raise ReportError(f"{folder.path} has no event, and --format csv writes one line for each: use --json.")
     elif args.format or args.output:

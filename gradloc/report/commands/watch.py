@@ -92,8 +92,8 @@ def view(follower: Follower, width: int) -> Group:
         parts.append(Text.assemble(name, f": {reason.sentence}"))
     parts.append(Text())
     if run.events:
-        parts.append(event_table(run.events[-EVENTS:]))
-        parts.append(Text(run.show_command(run.events[-1].event_id), style="cyan"))
+        parts.append(event_table(run.events.rows[-EVENTS:]))
+        parts.append(Text(run.show_command(run.events.rows[-1].event_id), style="cyan"))
     elif run.runs:  # GradLoc may have been off: what the log says
         diagnosis = diagnose(run.runs[0])
         parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.kind else "green"))
@@ -107,9 +107,10 @@ def view(follower: Follower, width: int) -> Group:
 def news(run: RunFolder, known: set[str]) -> list[str]:
     """A line for each event that is not in ``known``; adds them to it."""
     lines = []
-    for event in run.events:
-        if event.event_id not in known:
-            known.add(event.event_id)
+    for at, row in enumerate(run.events.rows):
+        if row.event_id not in known:
+            known.add(row.event_id)
+            event = run.events[at]
             after, _ = bounded(event.certificate.norm_after, event.certificate.error_bound, 3)
             lines.append(f"{headline(event)}: {number(event.trigger.grad_norm, 3)} → {after}")
     return lines
@@ -118,7 +119,7 @@ def news(run: RunFolder, known: set[str]) -> list[str]:
 def _head(run: RunFolder, health: RunHealth) -> Text:
     line = Text(one_line(run.name), style="bold")
     norms, thresholds = run.metrics.logged(run.metrics.norm or MEAN), run.metrics.logged(THRESHOLD)
-    threshold = thresholds[-1][1] if thresholds else run.events[-1].trigger.threshold if run.events else None
+    threshold = thresholds[-1][1] if thresholds else run.events.rows[-1].threshold if run.events else None
     if run.metrics:
         norm = norms[-1][1] if norms else None
         line.append(f"  step {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
@@ -133,7 +134,7 @@ def _curve(run: RunFolder, width: int) -> list[Text]:
     """Plot the whole run, so that the steps which the text mentions are in the picture."""
     if run.runs and not run.events:
         return curve(diagnose(run.runs[0]).judged, width, run.metrics.own_norm)
-    metrics, spiked = run.metrics, {event.step.global_step for event in run.events}
+    metrics, spiked = run.metrics, {row.step for row in run.events.rows}
     limits = dict(metrics.logged(THRESHOLD))
     norms = metrics.logged(metrics.norm or MEAN)
     return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms]], width)
@@ -289,7 +290,7 @@ def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> No
     with site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
         console.print(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends.", soft_wrap=True)
-        known = {event.event_id for event in follower.run.events} if follower.run else set()
+        known = {row.event_id for row in follower.run.events.rows} if follower.run else set()
         try:
             _lines(follower, args.interval, console, known)
         finally:

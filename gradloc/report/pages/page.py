@@ -12,17 +12,17 @@ import base64
 import hashlib
 import json
 import zlib
+from collections import Counter
 from functools import cache
 from importlib import resources
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ...record import Event
 from ...words.hurt import Aftermath
-from ...words.numbers import bounded, number, percent
+from ...words.numbers import number, percent
 from ...words.text import one_line, plural, printable, spoken, visible
 from ..errors import ReportError
 from ..figures import drawings
@@ -31,11 +31,13 @@ from ..runs import tokens
 from ..runs.buckets import read_analyses
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis, aftermath, diagnose
+from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .eventview import EventPage, culprit_count, severity
-from .exports import issue
+from .document import EventDocument, culprit_count, document
+from .markdown import issue
+from .panel import Panel
 
 INLINE = 10
 """Up to so many events stand one below the other; of more, one is open at a time."""
@@ -51,7 +53,7 @@ SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
 
-def render(run: RunFolder, events: list[Event] | None = None) -> str:
+def render(run: RunFolder, events: Events | None = None) -> str:
     """The whole report of a run.
 
     Args:
@@ -60,19 +62,20 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
     """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
-    worst = sorted(chosen, key=severity, reverse=True)[:DETAILED]
+    order = sorted(range(len(chosen)), key=lambda at: chosen.rows[at].severity, reverse=True)[:DETAILED]
+    worst = [chosen[at] for at in order]
     size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
-    views: dict[str, EventPage] = {}
+    views: dict[str, View] = {}
     payload: dict[str, Any] = {}
     for event in worst:
-        views[event.event_id] = view = EventPage(event, run, size // len(worst), shown)
-        run.notes += [view.token_note] if view.token_note else []
+        views[event.event_id] = made, panel = View(document(event, run), Panel(event, run, size // len(worst), shown))
+        run.notes += [panel.note] if panel.note else []
         payload[event.event_id] = {
-            "issue": issue(view),
-            "s": [tokens.payload(s, i, view.shades) for i, s in enumerate(view.sequences)],
+            "issue": issue(made),
+            "s": [tokens.payload(s, i, panel.shades) for i, s in enumerate(panel.sequences)],
         }
-    in_order = [views[event.event_id] for event in chosen if event.event_id in views]
+    in_order = [views[row.event_id] for row in chosen.rows if row.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
     diagnosis = diagnose(run.runs[0]) if run.runs and not chosen else None
@@ -87,10 +90,12 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         {
             "labels": tokens.LABELS,
             "events": payload,
-            "rows": script_data.rows(chosen, run, set(views)) if len(chosen) > 1 else [],
+            "rows": [script_data.row(row) for row in chosen.rows] if len(chosen) > 1 else [],
+            "show": run.show_command(""),
         },
         run=run,
         lead=views[worst[0].event_id] if worst else None,
+        groups=run.groups if len(run.events) > 1 and events is None else [],
         views=in_order if is_inline else [],
         packed=packed,
         num_events=len(chosen),
@@ -101,6 +106,13 @@ def render(run: RunFolder, events: list[Event] | None = None) -> str:
         analyses=_analyses(run),
         show=run.show_command("ID"),
     )
+
+
+class View(NamedTuple):
+    """An event as the page shows it."""
+
+    doc: EventDocument
+    panel: Panel
 
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
@@ -123,7 +135,7 @@ def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], 
     return made, len(analyses) - len(made)
 
 
-def _packed(view: EventPage, payload: dict[str, Any]) -> str:
+def _packed(view: View, payload: dict[str, Any]) -> str:
     """An event's article and its tokens, compressed; the browser unpacks it with DecompressionStream."""
     html = _environment().get_template("event.html").module.event_article(view, True)
     document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -145,11 +157,12 @@ def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str,
         if diagnosis.worst is not None and diagnosis.worst.peak.threshold:
             made.append(("threshold there", number(diagnosis.worst.peak.threshold, 3)))
     if run.events:
-        explained = sum(event.certificate.verdict == "explained" for event in run.events)
+        rows = run.events.rows
+        explained = sum(row.verdict == "explained" for row in rows)
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
-        if causes := [label for _, label, _ in run.kinds if label]:
-            made.append(("commonest cause", spoken(max(sorted(set(causes)), key=causes.count))))
-        spent = sum(e.search.seconds for e in run.events if e.search.seconds is not None)
+        if causes := Counter(sorted(row.cause for row in rows if row.cause)):
+            made.append(("commonest cause", spoken(causes.most_common(1)[0][0])))
+        spent = sum(row.seconds for row in rows if row.seconds is not None)
         made.append(("spent searching", f"{number(spent, 3)} s"))
     if run.metrics:
         made.append(("steps", number(len(run.metrics.steps))))
@@ -167,9 +180,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters.update((used.__name__, used) for used in (number, percent, visible, one_line, plural, breakable))
-    made.filters["svg"] = Markup
-    made.globals.update(bounded=bounded, culprit_count=culprit_count, ranges=ranges)
+    made.filters.update(
+        (used.__name__, used) for used in (number, percent, visible, one_line, plural, spoken, breakable)
+    )
+    made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
+    made.globals.update(culprit_count=culprit_count, ranges=ranges)
     return made
 
 
@@ -178,7 +193,7 @@ def fill(template: str, chart: script_data.Chart | None = None, events: dict[str
 
     ``events``: the labels of their tokens' numbers, the events themselves, and a row for each of the list.
     """
-    payload = {"labels": {}, "events": {}, "rows": [], "charts": {"run": chart}} | (events or {})
+    payload = {"labels": {}, "events": {}, "rows": [], "show": "", "charts": {"run": chart}} | (events or {})
     style = asset("uPlot.min.css") + "\n" + asset("report.css")
     style = style.replace("/* LIGHT */", variables(LIGHT)).replace("/* DARK */", variables(DARK))
     parts = "".join(asset(f"{name}.js") for name in SCRIPTS)

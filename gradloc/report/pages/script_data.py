@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
-from ...record import Event
-from ...words.culprits import leader
-from ...words.numbers import bounded, number
-from ...words.story import cause_of, headline
-from ...words.text import one_line, spoken, times, visible
+from ...words.numbers import number
+from ...words.text import one_line, spoken, times
 from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
+from ..runs.events import EventRow
 from ..runs.health import RunHealth
 from ..runs.run import RunFolder
 from ..runs.spikes import KINDS
@@ -26,8 +24,6 @@ OTHERS = 6
 """Other runs of the same log that are drawn."""
 SPANS = 120
 """Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
-WORDS = 400
-"""Characters of an event's culprits that can be searched."""
 THRESHOLD = "gradloc/threshold"
 BELOW = {"reward": SCORES, "entropy": ENTROPY, "KL": (*REFERENCE_KL, "actor/ppo_kl")}
 """Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
@@ -41,7 +37,7 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
 
     ``diagnosis``: of a log alone, whose spikes are marked, and whose threshold is what the trigger's rule would have.
     """
-    metrics, events = run.metrics, [event for event in run.events if event.model != "critic"]  # its norms are others
+    metrics, events = run.metrics, [row for row in run.events.rows if row.model != "critic"]  # its norms are others
     if not metrics and not events:
         return None
     lines = []
@@ -122,13 +118,9 @@ def thin(points: Points, most: int = POINTS) -> Points:
     return kept
 
 
-def _threshold(metrics: Metrics, events: list[Event]) -> Points:
+def _threshold(metrics: Metrics, events: list[EventRow]) -> Points:
     """The threshold as far as the events know it, from the run's first step to its last."""
-    known = {
-        event.step.global_step: event.trigger.threshold
-        for event in events
-        if event.trigger.threshold is not None and math.isfinite(event.trigger.threshold)
-    }
+    known = {row.step: row.threshold for row in events if row.threshold is not None and math.isfinite(row.threshold)}
     points = sorted(known.items())
     if not points:
         return []
@@ -136,11 +128,11 @@ def _threshold(metrics: Metrics, events: list[Event]) -> Points:
     return [(min([first, *metrics.steps[:1]]), low), *points, (max([last, *metrics.steps[-1:]]), high)]
 
 
-def _marks(events: list[Event]) -> list[list[Any]]:
+def _marks(events: list[EventRow]) -> list[list[Any]]:
     """Step, norm, place and note of the events, the largest ones."""
-    placed = [(event.trigger.grad_norm, event) for event in events if event.trigger.grad_norm is not None]
+    placed = [(row.norm, row) for row in events if row.norm is not None]
     placed.sort(key=lambda entry: entry[0] if math.isfinite(entry[0]) else math.inf, reverse=True)
-    return [[e.step.global_step, _height(norm), f"event-{e.event_id}", "select to open"] for norm, e in placed[:LINKED]]
+    return [[row.step, _height(norm), f"event-{row.event_id}", "select to open"] for norm, row in placed[:LINKED]]
 
 
 def _height(norm: float) -> float | None:
@@ -148,42 +140,24 @@ def _height(norm: float) -> float | None:
     return float(f"{norm:.4g}") if math.isfinite(norm) else None
 
 
-def rows(events: list[Event], run: RunFolder, carried: set[str]) -> list[dict[str, Any]]:
-    """One record per event, in the order given; ``carried`` names the events that the page holds whole."""
-    return [_row(event) | ({} if event.event_id in carried else _outline(event, run)) for event in events]
-
-
-def _row(event: Event) -> dict[str, Any]:
-    norm, excess = event.trigger.grad_norm, times(event.trigger.grad_norm, event.trigger.threshold)
-    first = leader(event.culprits)
-    tokens = " ".join(dict.fromkeys(one_line(c.text, 24) for c in event.culprits))
-    mini = f".{event.step.mini_batch}" if event.step.mini_batch else ""
+def row(event: EventRow) -> dict[str, Any]:
+    """What the list tells of an event."""
+    excess = times(event.norm, event.threshold)
     return {
         "id": event.event_id,
-        "step": f"{event.step.global_step}{mini}",
-        "norm": number(norm),
-        "size": _sortable(norm),
-        "excess": number(norm) if excess is None else f"{number(excess, 3)}×",
-        "times": _sortable(norm if excess is None else excess),
-        "count": len(event.culprits),
-        "token": one_line(first.text, 24) if first else "",
-        "cause": spoken(cause_of(event)) or "–",
-        "verdict": spoken(event.certificate.verdict),
-        "action": event.action.taken,
-        "words": tokens[:WORDS],
-    }
-
-
-def _outline(event: Event, run: RunFolder) -> dict[str, str]:
-    first = leader(event.culprits)
-    return {
-        "headline": headline(event),
-        "before": visible((first and first.text_before) or "")[-100:],
-        "marked": visible(first.text)[:60] if first else "",
-        "after": visible((first and first.text_after) or "")[:60],
-        "without": bounded(event.certificate.norm_after, event.certificate.error_bound, 3)[0],
-        "threshold": number(event.trigger.threshold, 3),
-        "command": run.show_command(event.event_id),
+        "step": f"{event.step}.{event.mini_batch}" if event.mini_batch else f"{event.step}",
+        "norm": number(event.norm),
+        "size": _sortable(event.norm),
+        "threshold": number(event.threshold, 3),
+        "excess": number(event.norm) if excess is None else f"{number(excess, 3)}×",
+        "times": _sortable(event.norm if excess is None else excess),
+        "count": event.num_culprits,
+        "token": one_line(event.token, 24),
+        "fault": spoken(event.fault),
+        "cause": spoken(event.cause) or "–",
+        "verdict": spoken(event.verdict),
+        "action": event.action,
+        "words": event.words,
     }
 
 

@@ -15,17 +15,16 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ...record import Event
-from ...words.culprits import carried, leader
 from ...words.numbers import number
-from ...words.story import cause_of
-from ...words.text import one_line, plural, printable, span, spoken, times, visible
+from ...words.text import one_line, plural, printable, spoken, times, visible
 from ..output import say
 from ..runs.diagnosis import Diagnosis, diagnose
+from ..runs.events import EventRow, Events
 from ..runs.health import judge
-from ..runs.run import RunFolder
+from ..runs.run import EventGroup, RunFolder
 from ..runs.spikes import Judged
-from .eventview import EventView, severity
+from .document import Block, EventDocument, Facts, Fold, Heading, Lines, TokenCell, document
+from .document import Table as Cells
 
 HEIGHT = 12
 """Lines of the curve."""
@@ -56,25 +55,21 @@ def warn(notes: list[str]) -> None:
         say(note, sys.stderr)
 
 
-def summary(run: RunFolder, events: list[Event]) -> None:
-    """Prints a run's events; of one event alone, its culprits with their numbers as well."""
+def summary(run: RunFolder, events: Events) -> None:
+    """Prints a run's events; of one event alone, all that its document says."""
     out, where = console(), shlex.quote(str(run.path))
     out.print(one_line(run.name), style="bold")
     steps: dict[str, str] = {}
     if len(events) == 1:
-        view = EventView(events[0], run)
-        _print_event(out, view)
-        if do := view.next:
-            steps = {f"{do.do} ({label})" if label else do.do: line for label, line in do.lines.items()} | do.meanwhile
-        steps["the page of it, with every token"] = f"{run.show_command(events[0].event_id)} -o event.html"
-        if view.replay:
-            steps["the event again, on one machine"] = view.replay
+        _print_document(out, document(events[0], run))
+        steps["the page of it, with every token"] = f"{run.show_command(events.rows[0].event_id)} -o event.html"
     elif events:
-        out.print(event_table(events[-EVENTS:]))
+        out.print(event_table(events.rows[-EVENTS:]))
         if len(events) > EVENTS:
-            out.print(f"The last {EVENTS} of {len(events)} events; --list names all.", style="dim")
+            out.print(f"The last {EVENTS} of {len(events):,} events; --list names all.", style="dim")
+        out.print(_group_table(run.groups))
         steps["the whole report"] = f"gradloc-report {where} -o report.html"
-        steps["the worst event"] = run.show_command(max(events, key=severity).event_id)
+        steps["the worst event"] = run.show_command(max(events.rows, key=lambda row: row.severity).event_id)
     elif run.metrics:
         steps["was the run well?"] = f"gradloc-report health {where}"
     if norms := run.metrics.norms:
@@ -95,45 +90,79 @@ def _print_next(out: Console, steps: dict[str, str]) -> None:
         out.print(f"    {one_line(command)}", style="cyan", soft_wrap=True)
 
 
-def _print_event(out: Console, view: EventView) -> None:
-    out.print(view.verdict)
-    out.print(event_table([view.event]))
-    heads = ("token", "rank, micro-batch, position", "share", "norm", "advantage", "ratio", "cause")
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
-    for entry in view.culprits[:CULPRITS]:
-        culprit = entry.culprit
-        where = f"{number(culprit.rank)}, {number(culprit.micro_batch)}, {span(culprit.positions)}"
-        table.add_row(f'"{one_line(culprit.text, 24)}"', where, *entry.cells)
-    if view.culprits:
+def _print_document(out: Console, made: EventDocument) -> None:
+    out.print(one_line(made.headline), style="bold red")
+    out.print(f"{made.title}; {made.verdict}; {made.event.event_id}", style="dim")
+    out.print(one_line(made.lede))
+    if made.quote is not None:
+        before, token, after = made.quote
+        out.print(Text.assemble(before, (token, "reverse bold"), after))
+    for value, what, remark in made.figures:
+        out.print(Text.assemble((f"{value:>12}", "bold"), f"  {what}", (f", {remark}", "dim")))
+    if made.named:
+        out.print(one_line(made.named))
+    for section in made.sections:
+        out.print()
+        out.print(section.title, style="bold")
+        for part in section.blocks:
+            _print_block(out, part)
+
+
+def _print_block(out: Console, block: Block) -> None:
+    if isinstance(block, str):
+        out.print(one_line(block))
+    elif isinstance(block, Heading):
+        out.print(block.text, style="italic")
+    elif isinstance(block, Cells):
+        table = Table(*block.head, box=None, padding=(0, 2, 0, 0))
+        for row in block.rows[:CULPRITS]:
+            table.add_row(*(f'"{one_line(cell.text, 24)}"' if isinstance(cell, TokenCell) else cell for cell in row))
         out.print(table)
-    for sentence in (view.fault if view.event.culprits else "", view.shares):
-        if sentence:
-            out.print(sentence, style="dim")
-    if view.tried:
-        out.print(f"Tried, and no help: {' '.join(view.tried)}", style="dim")
-    if len(view.event.culprits) > CULPRITS:
-        out.print(f"And {len(view.event.culprits) - CULPRITS} more culprits.", style="dim")
+        if len(block.rows) > CULPRITS:
+            out.print(f"And {len(block.rows) - CULPRITS} more.", style="dim")
+    elif isinstance(block, Facts):
+        for name, text, odd in block.pairs:
+            out.print(Text.assemble((f"  {name}: ", "dim"), one_line(text), (f" {odd}" if odd else "", "red")))
+    elif isinstance(block, Lines):
+        for label, line in block.lines.items():
+            if label:
+                out.print(f"  {one_line(label)}", style="dim")
+            if line:
+                out.print(f"    {one_line(line)}", style="cyan", soft_wrap=True)
+    elif isinstance(block, Fold) and block.is_open:
+        for part in block.blocks:
+            _print_block(out, part)
+    elif isinstance(block, Fold) and not block.token:
+        out.print(f"  ({block.summary}: on the page, and in --format md)", style="dim")
 
 
-def event_table(events: list[Event]) -> Table:
+def event_table(rows: Sequence[EventRow]) -> Table:
     """A line for each event."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
-    widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "share": 5, "cause": 9, "certificate": 11}
+    widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "fault": 5, "cause": 9, "certificate": 11}
     for head, width in widths.items():
-        table.add_column(head, no_wrap=head in ("norm", "share"), min_width=width)
-    for event in events:
-        first = leader(event.culprits)
-        more = f" +{len(event.culprits) - 1}" if len(event.culprits) > 1 else ""
+        table.add_column(head, no_wrap=head == "norm", min_width=width)
+    for row in rows:
+        more = f" +{row.num_culprits - 1}" if row.num_culprits > 1 else ""
         table.add_row(
-            one_line(event.event_id),
-            number(event.trigger.grad_norm),
-            number(times(event.trigger.grad_norm, event.trigger.threshold), 3),
-            f'"{one_line(first.text, 16)}"{more}' if first else "none",
-            (carried(event, [first]) if first else None) or number(None),
-            spoken(cause_of(event)) or "–",
-            spoken(event.certificate.verdict),
+            one_line(row.event_id),
+            number(row.norm),
+            number(times(row.norm, row.threshold), 3),
+            f'"{one_line(row.token, 16)}"{more}' if row.num_culprits else "none",
+            spoken(row.fault) or "–",
+            spoken(row.cause) or "–",
+            spoken(row.verdict),
         )
+    return table
+
+
+def _group_table(groups: Sequence[EventGroup]) -> Table:
+    """A line for each kind of event."""
+    table = Table("fault", "cause", "events", "last at step", "the worst of them", box=None, padding=(0, 2, 0, 0))
+    for group in groups:
+        cells = (spoken(group.fault) or "–", spoken(group.cause) or "–", f"{group.count:,}", f"{group.last:,}")
+        table.add_row(*cells, one_line(group.worst.event_id))
     return table
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...words.culprits import leader
 from ...words.numbers import number
 from ...words.text import one_line, plural, spoken
 from ..logs.names import is_norm
@@ -53,7 +52,7 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     if not first.events and not second.events:  # logs alone: what is of events says nothing
         rows = [row for row in rows if not {*row[1:]} <= {"0", "–"}]
-    known = sorted({event.step.global_step for run in (first, second) for event in run.events})
+    known = sorted({row.step for run in (first, second) for row in run.events.rows})
     steps = [[str(step), _events_at(first, step), _events_at(second, step)] for step in known]
     return Comparison(names, rows, steps, _parted(first.metrics, second.metrics), _settings(first, second))
 
@@ -130,17 +129,17 @@ def _column(run: RunFolder) -> dict[str, str]:
     largest = number(max(top)) if top else "–"
     if top and max(every, default=0.0) > max(top):
         largest += f" ({number(max(every))} in what a resume has overwritten)"
-    causes = Counter(spoken(c.cause.label) for e in run.events for c in e.culprits)
-    seconds = [e.search.seconds for e in run.events if e.search.seconds is not None]
+    rows = run.events.rows
+    causes = Counter(spoken(row.cause) for row in rows if row.cause)
+    seconds = [row.seconds for row in rows if row.seconds is not None]
     column = {
         "steps": number(len(run.metrics.steps)) if run.metrics else "–",
         "gradient norm, median": number(median(mean)) if mean else "–",
         "gradient norm, largest": largest,
         "events": number(len(run.events)),
-        "explained": number(sum(e.certificate.verdict == "explained" for e in run.events)),
-        "culprits": number(sum(len(e.culprits) for e in run.events)),
+        "explained": number(sum(row.verdict == "explained" for row in rows)),
+        "culprits": number(sum(row.num_culprits for row in rows)),
         "causes": ", ".join(f"{label} {count}" for label, count in causes.most_common(4)) or "–",
-        "backward passes, searching": number(sum(e.search.backwards or 0 for e in run.events)),
         "seconds, searching": number(sum(seconds)) if seconds else "–",
     }
     for metric, label in {"critic/score/mean": "score, last", "actor/entropy": "entropy, last"}.items():
@@ -149,9 +148,6 @@ def _column(run: RunFolder) -> dict[str, str]:
 
 
 def _events_at(run: RunFolder, step: int) -> str:
-    told = []
-    for event in (event for event in run.events if event.step.global_step == step):
-        first = leader(event.culprits)
-        token = one_line(first.text, 20) if first else "no culprit"
-        told.append(f"{number(event.trigger.grad_norm)} ({token})")
-    return ", ".join(told) or "–"
+    at_step = (row for row in run.events.rows if row.step == step)
+    tokens = [f"{number(row.norm)} ({one_line(row.token, 20) or 'no culprit'})" for row in at_step]
+    return ", ".join(tokens) or "–"

@@ -1,48 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a run's folder holds, events and metrics, and reads both; says in sentences what could not be read.
+"""Finds what a run's folder holds, events and metrics, and reads both; says in sentences what could not be read."""
 
-A run that is still going, or that was killed while writing, leaves a cut-off last line of events.jsonl. That is a note,
-not an error: everything before it is whole.
-"""
-
-import gc
-import json
-import re
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...health import Reason
 from ...health.rules import ADVICE
-from ...record import SCHEMA_VERSION, Culprit, Event
-from ...record.bundle import Sequence as TokenSequence
-from ...record.bundle import SequenceFile
-from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
-from ...record.reading import read
+from ...record import Event
 from ...words.advice import actions_of, is_trl, supervised
-from ...words.culprits import leader
 from ...words.story import cause_of
-from ...words.text import first_of, plural
+from ...words.text import first_of, plural, spoken
 from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
+from .events import RECORDS, EventRow, Events, read_events, recover
 from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """How many folders down events are looked for."""
 MOST_RUNS = 400
 """Runs of a log that are looked into: those with the highest norms."""
-_IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
-_PNG = b"\x89PNG\r\n"
-_RECORDS = ("meta", "event")
-"""The files of an event's folder that hold its record: with a bundle, and without."""
+
+
+class EventGroup(NamedTuple):
+    """Events of one kind."""
+
+    fault: str
+    cause: str
+    count: int
+    last: int
+    """The last one's step."""
+    worst: EventRow
 
 
 @dataclass
@@ -52,7 +46,7 @@ class RunFolder:
     path: Path
     events_root: Path | None = None
     """The folder of events.jsonl."""
-    events: list[Event] = field(default_factory=list)
+    events: Events = field(default_factory=Events)
     runs: list[LoggedRun] = field(default_factory=list)
     """What the logs tell; the first is the one that the page is about."""
     notes: list[str] = field(default_factory=list)
@@ -67,7 +61,7 @@ class RunFolder:
     @property
     def trainer(self) -> str | None:
         """As an event says it, else by the log of the first run."""
-        told = (event.run.trainer for event in self.events if event.run.trainer)
+        told = (row.trainer for row in self.events.rows if row.trainer)
         return next(told, self.runs[0].trainer if self.runs else None)
 
     @property
@@ -90,16 +84,33 @@ class RunFolder:
     @property
     def name(self) -> str:
         """Project and experiment where an event says them, else the folder's name."""
-        for event in self.events:
-            parts = [part for part in (event.run.project, event.run.experiment) if part]
-            if parts:
-                return " / ".join(parts)
+        told = next((row.name for row in self.events.rows if row.name), "")
+        if told:
+            return told
         return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
-    @cached_property
-    def kinds(self) -> list[tuple[int, str, str]]:
-        """Each event's step, and what makes its kind: its cause, and the text of its largest culprit."""
-        return [(e.step.global_step, cause_of(e), (leader(e.culprits) or Culprit()).text) for e in self.events]
+    def seen(self, event: Event) -> str:
+        """How often this token with this cause, and how often this cause."""
+        cause, token, rows = cause_of(event), event.leader.text[:200] if event.leader else "", self.events.rows
+        alike = [row.step for row in rows if (row.cause, row.token) == (cause, token)]
+        same = sum(row.cause == cause for row in rows)
+        of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(rows), 'event')}"
+        if len(alike) < 2:
+            return f"once, at step {event.step.global_step}" + (f"; {of}" if len(rows) > 1 else "")
+        again = "this token" if event.culprits else "the same"
+        return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"
+
+    @property
+    def groups(self) -> list[EventGroup]:
+        """The kinds of events, the commonest first."""
+        found: dict[tuple[str, str], list[EventRow]] = {}
+        for row in self.events.rows:
+            found.setdefault((row.fault, row.cause), []).append(row)
+        groups = [
+            EventGroup(*kind, len(rows), max(row.step for row in rows), max(rows, key=lambda row: row.severity))
+            for kind, rows in found.items()
+        ]
+        return sorted(groups, key=lambda group: (-group.count, group.fault, group.cause))
 
     def show_command(self, event_id: str) -> str:
         """The command that shows one event with every token."""
@@ -107,9 +118,9 @@ class RunFolder:
 
     def find(self, event_id: str) -> Event:
         """The event of that name; raises ReportError with the names there are."""
-        known = {event.event_id: event for event in self.events}
+        known = {row.event_id: at for at, row in enumerate(self.events.rows)}
         if event_id in known:
-            return known[event_id]
+            return self.events[known[event_id]]
         guess = did_you_mean(event_id, known) or f": there are {first_of(list(known)) or 'none'}."
         raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
@@ -135,7 +146,7 @@ def read_run(
         path = path.parent
     if not path.is_dir() or pattern is not None:
         return read_logs([path], metric, pattern=pattern)
-    if path.parent.name == "events" and any((path / f"{name}.json").is_file() for name in _RECORDS):
+    if path.parent.name == "events" and any((path / f"{name}.json").is_file() for name in RECORDS):
         return _one_event(path, metrics_path, metric)
     events_file = _events_file(path)
     if events_file is None:
@@ -146,8 +157,9 @@ def read_run(
     recovered, notes = recover(events_file.parent, run.events)
     run.notes += notes
     if recovered:
-        run.events += recovered
-        run.events.sort(key=lambda event: (event.step.global_step, event.step.epoch, event.step.mini_batch))
+        for event in recovered:
+            run.events.add(event)
+        run.events = run.events.in_order()
     _add_metrics(run, metrics_path, metric)
     _check(run, events_file)
     return run
@@ -182,7 +194,8 @@ def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern
 def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> RunFolder:
     """The run of an event's folder, with that event alone."""
     run = read_run(folder.parent.parent, metrics_path, metric)
-    run.events = [event for event in run.events if event.folder and Path(event.folder).name == folder.name]
+    named = [at for at, row in enumerate(run.events.rows) if row.folder and Path(row.folder).name == folder.name]
+    run.events = Events(run.events[at] for at in named)
     if not run.events:
         raise ReportError(
             f"{folder} holds no event that can be read: its meta.json is cut off, and events.jsonl lacks it."
@@ -198,7 +211,7 @@ def _events_file(path: Path) -> Path | None:
         names = ", ".join(str(file.parent) for file in nearest[:4])
         raise ReportError(f"several runs lie under this folder: name one of {names}.")
     for folder in () if nearest else (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
-        if any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in _RECORDS):
+        if any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in RECORDS):
             return folder / "events.jsonl"
     return nearest[0] if nearest else None
 
@@ -221,7 +234,7 @@ def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None
 def _check(run: RunFolder, events_file: Path) -> None:
     """Notes what is missing; raises ReportError where there is nothing to show."""
     if run.events and not run.metrics:
-        trainer = run.events[0].run.trainer
+        trainer = run.events.rows[0].trainer
         way = "write norm, loss or reward of each step to a CSV"
         if is_trl(trainer):
             way = "save a checkpoint, whose trainer_state.json has them"
@@ -249,156 +262,3 @@ def _note_verdicts(run: RunFolder) -> None:
             "name the one that gradloc.dump_dir named."
         )
         run.notes += verdicts[-3:]
-
-
-# ---- events, and the per-token files beside them
-
-
-def read_events(path: Path) -> tuple[list[Event], list[str]]:
-    """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
-    events: dict[str, Event] = {}
-    notes: list[str] = []
-    if not is_inside(path, path.parent):
-        return [], [f"{path.name} is a link out of the run's folder, and was not followed."]
-    counts: Counter[str] = Counter()
-    with path.open("rb") as lines, _uncollected():
-        for number, line in enumerate(iter(lambda: lines.readline(DOCUMENT), b""), start=1):
-            if not line.strip():
-                continue
-            event, note = _read_line(line, number, is_last=not line.endswith(b"\n"))
-            if note:
-                notes.append(note)
-            if event is not None:
-                name = event.event_id or f"line-{number}"
-                while (unique := f"{name}-{counts[name]}" if counts[name] > 1 else name) in events:
-                    counts[name] += 1
-                events[unique] = replace(event, event_id=unique)
-    return list(events.values()), notes
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from going through 100,000 events again and again: they stay, and form no cycle."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
-    where = f"Line {number} of events.jsonl"
-    try:
-        raw = parse_json(line.decode("utf-8", errors="replace"))
-    except json.JSONDecodeError:
-        if is_last:
-            return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
-        return None, f"{where} is not JSON and was left out."
-    except ValueError as error:
-        return None, f"{where} was left out: {error}."
-    if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
-        return None, f"{where} is no event record and was left out."
-    version = raw.get("schema_version")
-    is_known = version == SCHEMA_VERSION
-    try:
-        event = read(Event, raw)
-    except ValueError as error:
-        of = "" if is_known else f" is of schema version {version!r} (known: {SCHEMA_VERSION}) and"
-        return None, f"{where}{of} cannot be read ({error}); it was left out."
-    reads = f"is of schema version {version!r}, and this reader knows version {SCHEMA_VERSION}"
-    return event, None if is_known else f"{where} {reads}: it is shown as far as it could be read."
-
-
-def recover(root: Path, listed: list[Event]) -> tuple[list[Event], list[str]]:
-    """The events whose folders are there and that events.jsonl does not list, and sentences about them.
-
-    A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl, or all of it; the
-    record is in the event's own folder as well.
-    """
-    known = {event.folder for event in listed} | {event.event_id for event in listed}
-    recovered: list[Event] = []
-    lost: list[str] = []
-    for folder in sorted((root / "events").glob("[!.]*/")):
-        place = f"events/{folder.name}"
-        if known & {place, folder.name}:
-            continue
-        try:
-            event = read(Event, _read_record(folder, root).get("event") or _read_record(folder, root, "event") or None)
-        except ValueError:
-            lost.append(folder.name)
-            continue
-        recovered.append(replace(event, event_id=event.event_id or folder.name, folder=place))
-    notes = []
-    if recovered:
-        events = plural(len(recovered), "event")
-        read_from = "its folder" if len(recovered) == 1 else "their folders"
-        names = first_of([event.event_id for event in recovered])
-        notes.append(f"{events} that events.jsonl does not list: read from {read_from} ({names}).")
-    if lost:
-        folders = plural(len(lost), "event folder")
-        notes.append(f"{folders} without a whole meta.json, and not in events.jsonl: {first_of(lost)}.")
-    return recovered, notes
-
-
-def _read_record(folder: Path | None, root: Path, name: str = "meta") -> dict[str, Any]:
-    """A JSON file of an event's folder; empty where it cannot be read, or leads out of the run's folder."""
-    with suppress(OSError, ValueError):
-        record = read_json(folder / f"{name}.json", root) if folder else {}
-        return record if isinstance(record, dict) else {}
-    return {}
-
-
-def read_actor(root: Path, event: Event) -> dict[str, Any]:
-    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
-    actor = _read_record(bundle_folder(root, event), root).get("actor")
-    return actor if isinstance(actor, dict) else {}
-
-
-def read_sequences(root: Path, event: Event) -> tuple[list[TokenSequence], str | None]:
-    """The culprits' sequences token by token, and a sentence when they cannot be had.
-
-    ``root`` is the folder of events.jsonl; an event's ``folder`` is relative to it, and may be null.
-    """
-    missing = "its token view is missing."
-    folder = bundle_folder(root, event)
-    if folder is None:
-        return [], f"Event {event.event_id} was written without a bundle: {missing}"
-    path = folder / "sequences.json"
-    if not path.is_file():
-        return [], f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: {missing}"
-    try:
-        return list(read(SequenceFile, read_json(path, root)).sequences), None
-    except (OSError, ValueError):
-        return [], f"sequences.json of event {event.event_id} cannot be read: {missing}"
-
-
-def read_pictures(
-    root: Path, event: Event, sequences: list[TokenSequence], limit: int
-) -> tuple[dict[str, bytes], str | None]:
-    """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
-
-    From the first on with which all would have more than ``limit`` bytes, none is read.
-    """
-    names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
-    folder = bundle_folder(root, event)
-    pictures: dict[str, bytes] = {}
-    for name in names if folder is not None else ():
-        content = b""
-        with suppress(OSError, ValueError):  # the record is not trusted: only what the writer would have written
-            content = read_bytes(folder / name, root) if _IS_PICTURE.fullmatch(name) else b""
-        if not content.startswith(_PNG):
-            return pictures, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
-        if sum(map(len, pictures.values())) + len(content) > limit:
-            left = plural(len(names) - len(pictures), "picture")
-            return pictures, f"{left} of event {event.event_id} would make this page too large: see {event.folder}."
-        pictures[name] = content
-    return pictures, None
-
-
-def bundle_folder(root: Path, event: Event) -> Path | None:
-    """The event's bundle folder, or None when it names none, or one outside the run's folder."""
-    # The record is not trusted: "../.." must not make the report read somebody else's files.
-    if not event.folder or "\0" in event.folder or not is_inside(root / event.folder, root):
-        return None
-    return root / event.folder

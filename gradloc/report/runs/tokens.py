@@ -19,6 +19,7 @@ import numpy as np
 
 from ...record import Culprit, turns_in
 from ...record.bundle import Sequence
+from ...record.columns import COLUMNS, SHOWN, Column
 from ...words.numbers import number, percent, with_error
 from ...words.text import visible
 
@@ -28,36 +29,12 @@ NOT_FINITE = "z"
 NOT_KNOWN = "-"
 
 
-@dataclass(frozen=True)
-class Shading:
-    name: str
-    label: str
-    meaning: str
-    least_scale: float
-    """The full shade stands for at least this much: noise is not blown up to full colour."""
-    is_diverging: bool = True
-
-
-MEASURES = (
-    Shading("share", "share of the spike", "orange adds to the spike, blue pulls the other way", 1e-6),
-    Shading(
-        "coefficient",
-        "loss coefficient",
-        "d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it",
-        1e-12,
-    ),
-    Shading("ratio", "ratio to the old policy", "log of new / old; orange above 1, blue below", 0.2),
-    Shading("advantage", "advantage", "orange positive, blue negative", 1.0),
-    Shading("entropy", "entropy", "of the distribution the token was drawn from, in nats", 1.0, False),
-    Shading("gap", "log-prob gap", "trainer minus rollout engine; orange above, blue below", 0.1),
-)
-
-
 @dataclass
 class Shades:
     """One measure over an event's sequences."""
 
-    measure: Shading
+    name: str
+    column: Column
     levels: list[str]
     """Per sequence one character per token."""
     scale: float
@@ -66,40 +43,37 @@ class Shades:
     @property
     def ends(self) -> tuple[str, str]:
         """What the two ends of the scale stand for, as text."""
-        if self.measure.name == "ratio":
+        if self.column.is_ratio:
             return number(float(np.exp(-self.scale)), 3), number(float(np.exp(self.scale)), 3)
-        show = percent if self.measure.name == "share" else number
-        return (show(-self.scale) if self.measure.is_diverging else "0"), show(self.scale)
-
-
-_DIFFERENCES = {"ratio": ("log_prob", "old_log_prob"), "gap": ("log_prob", "rollout_log_prob")}
-"""Measures that are the first recorded list minus the second."""
+        show = percent if self.column.is_summed else number
+        is_diverging = self.column.shade is not None and self.column.shade.is_diverging
+        return (show(-self.scale) if is_diverging else "0"), show(self.scale)
 
 
 def values(sequence: Sequence, name: str) -> np.ndarray | None:
-    """One measure's numbers over the tokens (T,), NaN where one is null; None when not recorded."""
-    lists = [getattr(sequence, recorded) for recorded in _DIFFERENCES.get(name, (name,))]
-    if any(numbers is None for numbers in lists):
-        return None
-    num = min(map(len, lists))
-    first, *second = (np.array(numbers[:num], dtype=float) for numbers in lists)
-    with np.errstate(invalid="ignore"):
-        return first - second[0] if second else first
+    """A column's numbers over the tokens (T,); None when it is not known."""
+    found = sequence.column(name)
+    return None if found is None else np.array(found, dtype=float)
 
 
 def shade(sequences: list[Sequence]) -> list[Shades]:
-    """Every measure that is recorded for at least one of the sequences, the default one first.
+    """Every column that shades and is known of at least one of the sequences, the default one first.
 
     The default is the share; where the strategy did not measure it, the loss coefficient.
     """
     shades = []
-    for measure in MEASURES:
-        columns = [values(sequence, measure.name) for sequence in sequences]
+    for name, measure in COLUMNS.items():
+        if measure.shade is None:
+            continue
+        columns = [values(sequence, name) for sequence in sequences]
+        if measure.is_ratio:
+            with np.errstate(divide="ignore"):
+                columns = [None if c is None else np.log(c) for c in columns]
         known = [np.abs(c[np.isfinite(c)]) for c in columns if c is not None]
         if known:
-            scale = max([measure.least_scale, *(float(c.max()) for c in known if len(c))])
+            scale = max([measure.shade.least, *(float(c.max()) for c in known if len(c))])
             levels = [_levels(c, scale, len(s)) for c, s in zip(columns, sequences, strict=True)]
-            shades.append(Shades(measure, levels, scale))
+            shades.append(Shades(name, measure, levels, scale))
     return shades
 
 
@@ -119,22 +93,8 @@ SHORT = 240
 """Sequences up to this length are shown whole."""
 BYTES_PER_TOKEN = 85
 """What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
-LABELS = {
-    "share": "share of the spike",
-    "share_error": "its standard error",
-    "coefficient": "d loss / d log-prob",
-    "log_prob": "log-prob, trainer",
-    "old_log_prob": "log-prob, old policy",
-    "rollout_log_prob": "log-prob, rollout",
-    "ref_log_prob": "log-prob, reference",
-    "ratio": "ratio new / old",
-    "advantage": "advantage",
-    "is_weight": "rollout-correction weight",
-    "entropy": "entropy",
-    "value": "value",
-    "value_target": "return",
-    "teacher_log_prob": "log-prob, teacher",
-}
+LABELS = {name: column.label for name, column in SHOWN.items()}
+"""Of the columns that a page can tell of a token."""
 Interval = tuple[int, int]
 """Positions [start, end)."""
 
@@ -188,13 +148,13 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
 
     Args:
         sequence: T tokens.
-        culprits: all culprits of the event; those of this sequence are found by their address.
+        culprits: those of this sequence.
         limit: how many tokens the page can carry of this sequence.
         shown: how many it can show at first.
     """
     num = len(sequence)
-    mine = sorted({p for c in culprits if is_same(c, sequence) for p in c.positions if p < num})
-    turns = turns_in(sequence.response_mask or ())
+    mine = sorted({p for c in culprits for p in c.positions if p < num})
+    turns = turns_in(sequence.columns.get("response_mask", ()))
     made = TokenView(sequence, mine)
     if len(turns) > 1:
         made.turns = {turn.start: at for at, turn in enumerate(turns, 1)}
@@ -206,9 +166,20 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
     return made
 
 
-def is_same(culprit: Culprit, sequence: Sequence) -> bool:
-    """Whether the culprit is in that sequence."""
-    return all(getattr(culprit, of) == getattr(sequence, of) for of in ("rank", "micro_batch", "micro_batch_row"))
+Place = tuple[int | None, int | None, int | None]
+
+
+def place(of: Culprit | Sequence) -> Place:
+    """Rank, micro-batch and row in it."""
+    return of.rank, of.micro_batch, of.micro_batch_row
+
+
+def by_sequence(culprits: Iterable[Culprit]) -> dict[Place, list[Culprit]]:
+    """The culprits of each sequence, by its place."""
+    found: dict[Place, list[Culprit]] = {}
+    for culprit in culprits:
+        found.setdefault(place(culprit), []).append(culprit)
+    return found
 
 
 def around(anchors: list[int], num: int, limit: int, reach: int) -> list[Interval]:
@@ -247,8 +218,8 @@ def _pieces(made: TokenView, windows: list[Interval]) -> Iterator[Piece]:
         cuts = sorted({at, start, *(c for pair in made.carried for c in pair if at < c < start)})
         for first, last in pairwise(cuts):
             is_carried = any(a <= first and last <= b for a, b in made.carried)
-            share = _sum(made.sequence.share, first, last)
-            variance = _sum(made.sequence.share_error, first, last, power=2)
+            share = _sum(made.sequence.columns.get("share"), first, last)
+            variance = _sum(made.sequence.columns.get("share_error"), first, last, power=2)
             error = None if variance is None else variance**0.5
             yield Piece("fold" if is_carried else "absent", first, last, share, error)
         if start < end:
@@ -269,9 +240,6 @@ def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]
     A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
     """
     columns = {name: values(made.sequence, name) for name in LABELS}
-    if columns["ratio"] is not None:
-        with np.errstate(over="ignore"):
-            columns["ratio"] = np.exp(columns["ratio"])
     parts = []
     for start, end in made.carried:
         numbers: dict[str, Any] = {}
@@ -279,7 +247,7 @@ def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]
             if column is not None:
                 packed = [_json_number(value) for value in column[start:end].tolist()]
                 numbers[name] = packed[0] if packed and (column[start:end] == column[start]).all() else packed
-        levels = {s.measure.name: s.levels[index][start:end] for s in shades}
+        levels = {s.name: s.levels[index][start:end] for s in shades}
         texts = [made.text(position) for position in range(start, end)]
         ids = (made.sequence.token_ids or [])[start:end]
         parts.append({"a": start, "t": texts, "i": ids, "v": numbers, "l": levels})

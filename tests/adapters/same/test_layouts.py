@@ -201,8 +201,8 @@ def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_cr
     (event,) = read_events(dump_dir)
     (culprit,) = event["culprits"]
     assert event["model"] == "critic" and (culprit["row"], culprit["positions"]) == (row, [position])
-    assert culprit["cause"]["label"] == "value_outlier" and culprit["value_target"] == 1e4
-    assert abs(culprit["value"]) < 1 and culprit["log_prob"] is None
+    assert culprit["cause"]["label"] == "value_outlier" and culprit["values"]["value_target"] == 1e4
+    assert abs(culprit["values"]["value"]) < 1 and "log_prob" not in culprit["values"]
     assert culprit["grad_norm"] == pytest.approx(found[0]["culprit_norm"], rel=half)
     assert event["trigger"]["grad_norm"] == pytest.approx(found[0]["norm"], rel=half)
     assert event["certificate"]["verdict"] == "explained"

@@ -141,6 +141,18 @@ class OwnLoss:
         return (losses * kept).sum() / kept.sum() / self.current_gradient_accumulation_steps
 
 
+class OfLogits:
+    """A loss of the user's own that asks the model for its logits."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        kept = inputs["completion_mask"]
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, -kept.shape[1] - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        return -(inputs["advantages"] * log_probs * kept).sum() / kept.sum() / self.current_gradient_accumulation_steps
+
+
 class Noting(Planted):
     """Notes where the planted tokens came to lie."""
 
@@ -200,7 +212,7 @@ def make(
     dtype: str = "float32",
     experts: bool = False,
     lora: bool = False,
-    own_loss: bool = False,
+    own_loss: Any = None,
     gradloc: Any = None,
     health: Any = None,
     sharded: bool = False,
@@ -209,7 +221,7 @@ def make(
 ) -> Any:
     """A trainer, ready to train; see :func:`kind_of`."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    kind = kind_of(name, *([OwnLoss] if own_loss else []), getattr(trl, base))
+    kind = kind_of(name, *([own_loss] if own_loss else []), getattr(trl, base))
     torch.manual_seed(7)
     made = save_model(f"{folder}-model", getattr(torch, dtype), dropout, experts)
     if dist.is_initialized():

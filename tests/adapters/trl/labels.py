@@ -9,7 +9,7 @@ import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 
-from gradloc.adapters.trl.trainer import WatchedLabels, attach
+from gradloc.adapters.trl.trainer import WatchedTrainer, attach
 from tests.adapters.trl import harness
 from tests.detached import let_through
 
@@ -44,11 +44,21 @@ class Spoiling:
 
 
 class Own:
-    """A loss that asks the model for its logits, and for no log-probs as TRL's own does."""
+    """A loss of the logits and smoothed labels, with one token's weight spoiled at a step."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+    num_calls = 0
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        self.num_calls += 1
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none", label_smoothing=0.1
+        )
+        weights = torch.ones_like(losses)
+        row, position = (labels[:, 1:] != -100).nonzero()[3].tolist()
+        if self.num_calls == 1 + 2 * (harness.SPIKE - 1):
+            self.where = [(harness.SPIKE, row, position)]
+            weights[row, position] = WORTH
+        return (losses * weights).sum() / num_items_in_batch
 
 
 def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = False, **config: Any) -> dict[str, Any]:
@@ -56,16 +66,18 @@ def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = F
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(7)
     made = harness.save_model(f"{folder}-model")
-    fronts = (WatchedLabels,) if kind == "watched" else ()
-    loss = Own if is_own else Spoiling
-    trainer_type = type(f"Own{base}", (*fronts, loss, getattr(trl, base)), {"is_cut": kind == "without"})
+    fronts = (WatchedTrainer,) if kind == "watched" else ()
+    own = Own() if is_own else None
+    spoiling = () if is_own else (Spoiling,)
+    trainer_type = type(f"Own{base}", (*fronts, *spoiling, getattr(trl, base)), {"is_cut": kind == "without"})
     columns = {"text": TEXTS}
     if base == "DPOTrainer":
         columns = {"prompt": [t[:5] for t in TEXTS], "chosen": TEXTS, "rejected": TEXTS[::-1]}
     kind_of_args = {"SFTTrainer": trl.SFTConfig, "DPOTrainer": trl.DPOConfig}[base]
     noted = harness.Noted()
     settings = {"trigger": {"tau": 60.0}, **(gradloc or {})}
-    more = {"gradloc": settings} if kind == "watched" else {}
+    more: dict[str, Any] = {"gradloc": settings} if kind == "watched" else {}
+    more |= {"compute_loss_func": own} if own else {}
     trainer = trainer_type(
         model=transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32),
         args=kind_of_args(**{"output_dir": folder, "max_length": 32, **harness.SMALL, "use_cpu": True, **config}),
@@ -78,4 +90,4 @@ def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = F
         attach(trainer, settings)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    return harness.left_behind(trainer, noted.logs) | {"where": getattr(trainer, "where", [])}
+    return harness.left_behind(trainer, noted.logs) | {"where": getattr(own or trainer, "where", [])}

@@ -15,4 +15,4 @@ def test_a_healthy_step_reads_twice_and_adds_no_collective(world, tmp_path):
         assert with_it["spikes"] == 0
         assert with_it["reads"] <= without["reads"] + 2, "how the norm grew, and the coefficients of a token"
         assert with_it["collectives"] == without["collectives"]
-        assert with_it["ops"] < 1.05 * without["ops"]
+        assert with_it["ops"] < 1.06 * without["ops"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's SFT and DPO trainers: harmless, named, masked; and what they refuse."""
+"""TRL's SFT and DPO trainers: harmless, named, masked, under their own losses and others."""
 
 import pytest
 import trl
@@ -29,23 +29,29 @@ def test_observing_changes_nothing_and_masking_is_training_without_the_token(tmp
     assert sum(log.get("gradloc/spikes", 0) for log in observed["logs"]) == 1
 
 
-def test_a_loss_that_asks_for_no_log_probs_trains_as_without_it(tmp_path):
+def test_the_token_is_named_where_a_loss_of_the_users_own_smooths_labels(tmp_path):
     stock, watched = (
         labels.run(kind, str(tmp_path / kind), "SFTTrainer", is_own=True) for kind in ("stock", "watched")
     )
-    assert [watched[key] for key in SAME] == [stock[key] for key in SAME] and not events_in(tmp_path / "watched")
+    assert [watched[key] for key in SAME] == [stock[key] for key in SAME]
+    (event,) = events_in(tmp_path / "watched")
+    assert named_in([event]) == watched["where"] and event["certificate"]["verdict"] == "explained"
 
 
-@pytest.mark.parametrize(
-    "config, said",
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0 with gradloc"),
-        ({"optim": "lomo"}, "optim must be an optimizer that steps once"),
-    ],
-)
-def test_what_no_search_could_look_into_is_refused(tmp_path, config, said):
-    with pytest.raises(ValueError, match=said):
-        labels.run("watched", str(tmp_path), "SFTTrainer", **config)
+def test_label_smoothing_is_no_part_that_a_search_lacks(tmp_path):
+    low = {"trigger": {"tau": 1e-3}}
+    stock, watched = (
+        labels.run(kind, str(tmp_path / kind), "SFTTrainer", gradloc=low, label_smoothing_factor=0.1, max_steps=1)
+        for kind in ("stock", "watched")
+    )
+    assert [watched[key] for key in SAME] == [stock[key] for key in SAME]
+    (event,) = events_in(tmp_path / "watched")
+    assert "cannot" not in event["verdict"] and event["shares"]["closure"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_no_search_could_look_into_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="optim must be an optimizer that steps once"):
+        labels.run("watched", str(tmp_path), "SFTTrainer", optim="lomo")
 
 
 def test_the_trainers_and_their_configs_stand_beside_the_others(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from gradloc.core.step import has_finite_loss, kl_coefficients
-from tests.adapters.trl.conftest import check_harmless, events_in, named_in
-from tests.adapters.trl.harness import make
+from tests.adapters.trl.conftest import SAME, check_harmless, events_in, named_in
+from tests.adapters.trl.harness import OfLogits, OwnLoss, make
 
 TOKEN = {"what": "token", "factor": 1e3}
 SEQUENCE = {"what": "sequence", "factor": 1e3}
@@ -16,7 +16,7 @@ LOSSES = {
     "sequence ratios": {"loss_type": "grpo", "importance_sampling_level": "sequence", "plant": SEQUENCE},
     "RLOO": {"base": "RLOOTrainer", "plant": SEQUENCE},
     "RLOO, KL and two iterations": {"base": "RLOOTrainer", "plant": SEQUENCE, "beta": 0.05, "num_iterations": 2},
-    "a loss of the user's own": {"own_loss": True},
+    "a loss of the user's own": {"own_loss": OwnLoss},
     "high entropies alone": {"top_entropy_quantile": 0.8},
     "KL": {"beta": 0.05},
     "KL with its correction": {"beta": 0.05, "use_bias_correction_kl": True},
@@ -59,6 +59,15 @@ def test_observing_changes_nothing_and_masking_is_training_without_the_token(run
     assert event["cause"]["label"] == "extreme_advantage"
     low, high = (0.85, 1.15) if case.get("bf16") or "dtype" in case else (0.97, 1.03)
     assert low <= event["shares"]["closure"] <= high
+
+
+def test_a_loss_that_asks_for_no_log_probs_as_trls_does_is_looked_into(run, tmp_path):
+    given = {"plant": TOKEN, "own_loss": OfLogits}
+    stock, observed = run("stock", **given), run("watched", **given)
+    assert [observed[key] for key in SAME] == [stock[key] for key in SAME]
+    (event,) = events_in(tmp_path / "watched")
+    assert named_in([event]) == [tuple(place) for place in observed["where"]] and event["cures"] is None
+    assert event["certificate"]["verdict"] == "explained" and event["cause"]["label"] == "extreme_advantage"
 
 
 def stepped(folder, **given):
@@ -110,7 +119,7 @@ def test_a_replay_leaves_nothing_behind_in_the_trainer(tmp_path):
     step.details(0), kl_coefficients(step, 1), has_finite_loss(step, 0), step.forward(1)
     assert {name: vars(trainer)[name] for name in before} == before
     assert {name: len(values) for name, values in trainer._metrics["train"].items()} == counts
-    assert set(vars(trainer.accelerator)) == own and not step.is_asking
+    assert set(vars(trainer.accelerator)) == own
 
 
 def test_generation_is_no_part_of_what_a_step_takes(tmp_path):

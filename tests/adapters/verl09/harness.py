@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.links import Plant
 from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.harness import (
@@ -320,36 +321,64 @@ def train_with_an_engine_of_its_own(overrides: list[str], model_dir: str) -> dic
     return dict(calls)
 
 
-def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bool = False) -> dict[str, Any]:
-    """Updates of which one is at fault, and the one after it; the harness' batches are alike enough to be healthy.
+HEALTHY = 23
+BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), "batch": (slice(None), 1e3)}
+"""Of a fault of the batch: whose advantages are multiplied, and by what."""
 
-    ``fault``: ``weight_decay`` and ``second_moments`` are the optimizer's, ``norm_scale`` the final norm's weight,
-    ``batch`` the next batch's advantages.
-    """
+
+def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0) -> Plant:
+    """A fault of :mod:`benchmarks.links` in this trainer's engine."""
+    ends = ("model.norm.weight", "lm_head.weight")
+    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends)
+    planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more
+    return planted
+
+
+def update_with(made: Trainer, fault: Plant, step: int, batch: Any) -> dict[str, Any]:
+    """One update, ``step`` counted from the fault's first; returns the trainer's metrics."""
+    part, take = fault.part(step), made.engine.optimizer_step
+    if part == 0:
+        return made.update(batch)
+    fault.before_forward()
+    if fault.name in BATCH:
+        rows, factor = BATCH[fault.name]
+        batch.batch["advantages"][rows] *= factor**part
+
+    def optimizer_step() -> Any:
+        fault.after_backward(part)
+        with fault.optimizer_at_fault():
+            return take()
+
+    with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
+        return made.update(batch)
+
+
+def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bool = False) -> dict[str, Any]:
+    """Healthy updates, one with a fault, and the one after it; the harness' batches are alike enough to be healthy."""
     made = make_trainer(overrides, model_dir, stock=stock)
-    optimizer, norms, num_steps = made.engine.optimizer, [], 24
-    for step in range(1, num_steps + 1):
-        batch, (group,) = make_batch(seed=step % 7), optimizer.param_groups
-        is_last, decay = step == num_steps, group["weight_decay"]
-        if is_last and fault == "batch":
-            batch.batch["advantages"] *= 1e3
-        if is_last and fault == "norm_scale":
-            with torch.no_grad():
-                _final_norm(made.engine.module).mul_(50.0)
-        if step == num_steps - 1 and fault == "weight_decay":
-            group["weight_decay"] = 5 / group["lr"]  # weights change sign, and grow
-        if step == num_steps - 1 and fault == "second_moments":
-            for state in optimizer.state.values():
-                state["exp_avg_sq"].mul_(1e-12)
-        norms.append(float(made.update(batch)["actor/grad_norm"]))
-        group["weight_decay"] = decay
+    planted, norms = plant(made, fault), []
+    for step in range(HEALTHY + 2):
+        metrics = update_with(made, planted, step - HEALTHY, make_batch(seed=(step + 1) % 7))
+        norms.append(float(metrics["actor/grad_norm"]))
     return {"weights": made.weights_hash(), "norms": norms}
 
 
-def _final_norm(module: torch.nn.Module) -> torch.Tensor:
-    """This rank's part of the final norm's weight."""
-    (found,) = (param for name, param in module.named_parameters() if name.endswith("model.norm.weight"))
-    return found._local_tensor if hasattr(found, "_local_tensor") else found
+def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[float]:
+    """Healthy updates of two epochs; between the last two the head goes far, against its first moment."""
+    made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
+    (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
+    norms = [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY)]
+    take, factors = made.engine.optimizer_step, iter((-1500.0, 1.0))
+
+    def optimizer_step() -> Any:
+        made.engine.optimizer.state[head]["exp_avg"].mul_(next(factors))
+        return take()
+
+    with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
+        return [*norms, float(made.update(make_batch(seed=HEALTHY % 7))["actor/grad_norm"])]
+
+
+UNCLIPPED = [f"{ACTOR}.clip_ratio_{name}=1e9" for name in ("low", "high", "c")]
 
 
 CYCLE = [

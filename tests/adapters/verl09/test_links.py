@@ -3,23 +3,20 @@
 
 import pytest
 
+from benchmarks.links import FAULTS as TRUTH
+from tests.adapters.verl09.harness import HEALTHY
 from tests.adapters.verl09.test_localization import ACTOR, half
 from tests.world.events import read_events
 
 ON = ["+gradloc=on", f"{ACTOR}.optim.weight_decay=0.01"]
-TRUTH = {
-    "batch": "batch",
-    "weight_decay": "last_update",
-    "second_moments": "last_update",
-    "norm_scale": "weights",
-}
+FAULTS = ("batch", "weight_decay", "second_moments", "norm_scale")
 LAYOUTS = {"fsdp2": [], "fsdp1": [f"{ACTOR}.strategy=fsdp"], "bf16": half("bfloat16", "bf16")}
 
 
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
-        *(("fsdp2", fault) for fault in TRUTH),
+        *(("fsdp2", fault) for fault in FAULTS),
         ("fsdp1", "weight_decay"),
         *(
             pytest.param(layout, fault, marks=pytest.mark.slow)
@@ -33,9 +30,20 @@ def test_the_link_is_named_and_the_run_stays_what_it_was(call, layout, fault, tm
     watched = call("train_with_fault", [*ON, *given, f"{ACTOR}.gradloc.dump_dir={tmp_path}"], fault=fault)
     assert [one["weights"] for one in stock] == [one["weights"] for one in watched]
     assert (tmp_path / "events.jsonl").exists(), stock[0]["norms"][-4:]
-    *_, event = read_events(tmp_path)
+    event = next(each for each in read_events(tmp_path) if each["step"]["global_step"] > HEALTHY)
     found = event["fault"]
     assert found["at"] == TRUTH[fault], (found, stock[0]["norms"])
     assert not event["culprits"] or fault == "batch"
     if fault == "norm_scale" and layout == "fsdp2":
         assert found["parameters"] == ["model.norm.weight"]
+
+
+def test_undone_between_epochs_a_step_has_the_norm_of_the_epoch_before(call, tmp_path):
+    """Importance ratios follow the weights: the loss is verl's own at the log-probs that they then give."""
+    (norms, _) = call("train_until_ratios_run_away", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
+    *_, event = read_events(tmp_path)
+    found, spike = event["fault"], event["trigger"]["grad_norm"]
+    assert (event["step"]["global_step"], event["step"]["epoch"]) == (HEALTHY + 1, 1)
+    first_epoch = 2 * norms[-1] - spike  # verl has their mean
+    assert found["evidence"]["norm_without_update"] == pytest.approx(first_epoch, rel=1e-2)
+    assert found["at"] == "last_update" and found["parameters"][0] == "lm_head.weight"

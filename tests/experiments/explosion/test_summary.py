@@ -24,7 +24,7 @@ EVENT = {
         {
             "positions": [5],
             "sequence_id": "u:2",
-            "ratios": {"current_over_old": 93_000.4},
+            "values": {"log_prob": 0.0, "old_log_prob_used": -math.log(93_000.4)},
             "cause": {"label": "token_mismatch"},
         }
     ],

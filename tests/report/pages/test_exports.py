@@ -11,7 +11,9 @@ import pytest
 from gradloc.record import Culprit, Event, Step
 from gradloc.record.reading import read
 from gradloc.report.pages import exports
-from gradloc.report.pages.eventview import CulpritView, EventView, context
+from gradloc.report.pages.document import context, document
+from gradloc.report.pages.markdown import escape, issue, to_markdown
+from gradloc.report.runs.events import Events
 from gradloc.report.runs.run import RunFolder, read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
 from tests.report.long_run import MADE_BY
@@ -32,7 +34,7 @@ def test_csv_has_a_line_per_culprit_and_one_for_an_event_without_and_no_cell_sta
 def test_a_hostile_token_stays_in_its_block(tmp_path, token):
     event = make_event(culprits=[make_culprit(token=token, text_after="\nafter")])
     found = read_run(write_run(tmp_path, [event]))
-    lines = exports.to_markdown(found, found.events).splitlines()
+    lines = to_markdown(found, found.events).splitlines()
     row = next(line for line in lines if "rank 1" in line)
     assert row.count("|") - row.count("\\|") == 8
     start = next(at for at, line in enumerate(lines) if line.endswith("text") and set(line[:-4]) == {"`"})
@@ -40,7 +42,7 @@ def test_a_hostile_token_stays_in_its_block(tmp_path, token):
 
 
 def test_markdown_text_is_literal():
-    assert exports.escape("<img> *x* [a](b)") == r"\<img\> \*x\* \[a\]\(b\)"
+    assert escape("<img> *x* [a](b)") == r"\<img\> \*x\* \[a\]\(b\)"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_markdown_text_is_literal():
 def test_advice_is_of_the_search_that_was_made(tmp_path, strategy, line):
     search = {"strategy": strategy, "status": "budget_exhausted"}
     run = read_run(write_run(tmp_path, [make_event(certificate={"verdict": "undecided"}, search=search)]))
-    text = exports.to_markdown(run, run.events)
+    text = to_markdown(run, run.events)
     assert line in text and ("max_steps" in text) == (strategy == "auto")
 
 
@@ -72,7 +74,7 @@ def event(step: int, token: str = " is", cause: str = "extreme_advantage") -> di
 def test_how_often_its_like_came_is_counted_by_token_and_cause(steps, seen):
     others = [event(40, token=" 7"), event(50, cause="kl_term")] if len(steps) > 1 else []
     events = [read(Event, document) for document in [*map(event, steps), *others]]
-    known = dict(context(events[0], RunFolder(Path(), events=events).kinds))
+    known = dict(context(events[0], RunFolder(Path(), events=Events(events))))
     assert known["seen"].startswith(seen) and known["commit"] == MADE_BY["commit"]
 
 
@@ -87,13 +89,14 @@ def test_how_often_its_like_came_is_counted_by_token_and_cause(steps, seen):
 )
 def test_the_page_says_which_weights_sampled_the_culprit_and_how_far_they_lag(versions, context_says, fact):
     event = Event(step=Step(global_step=6), culprits=(Culprit(positions=(1,), versions=versions),))
-    assert dict(context(event, [])).get("sampled") == context_says
-    assert dict(CulpritView(event, event.culprits[0]).rest).get("sampled by the weights of") == fact
+    made = document(event, RunFolder(Path(), events=Events([event])))
+    assert dict(context(event, RunFolder(Path()))).get("sampled") == context_says
+    assert (f"sampled by the weights of: {fact}" in issue(made)[0]) == (fact is not None)
 
 
 def test_an_issue_has_the_numbers_and_its_text_is_apart(tmp_path):
     run = read_run(write_run(tmp_path, [event(5)], metrics=make_metrics()))
-    made, text = exports.issue(EventView(run.events[0], run))
+    made, text = issue(document(run.events[0], run))
     assert "| id 1003 | rank 1, micro-batch 2, row 0, position 3 | 75% |" in made and "python -m gradloc.replay" in made
     assert "the answer" not in made and '" is"' not in made and "What is 20+40?" not in made
     assert "the answer⟦ is⟧ 60." in text

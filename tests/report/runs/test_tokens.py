@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page shows, carries, leaves out and shades of a sequence; and of a search the tree that it walked."""
+"""What a page shows, carries, leaves out and shades of a sequence."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from gradloc.record import Culprit, PathEntry, Search
+from gradloc.record import Culprit
 from gradloc.record.bundle import Sequence
 from gradloc.record.reading import read
-from gradloc.report.pages.eventview import LIMIT, tree
 from gradloc.report.runs import tokens
 from gradloc.report.runs.tokens import shade
-from tests.report.builder import make_culprit, make_path, make_sequence
+from tests.report.builder import make_culprit, make_sequence
 
 
 def sequence(num: int = 8, **changes) -> Sequence:
-    made = make_sequence(num)
-    made.update(changes)
-    return read(Sequence, made)
+    made = make_sequence(num, **{name: values for name, values in changes.items() if name != "tokens"})
+    return read(Sequence, made | {name: changes[name] for name in {"tokens"} & {*changes}})
 
 
 def culprit(position: int) -> Culprit:
@@ -36,7 +33,8 @@ def culprit(position: int) -> Culprit:
 )
 def test_a_sequence_is_shown_around_its_own_culprit(num, place, pieces):
     stranger = read(Culprit, make_culprit(5, rank=0))
-    made = tokens.view(sequence(num), [culprit(place), stranger], limit=5000, shown=500)
+    own = tokens.by_sequence([culprit(place), stranger])[tokens.place(sequence(num))]
+    made = tokens.view(sequence(num), own, limit=5000, shown=500)
     assert ", ".join(f"{piece.kind} {piece.start}-{piece.end}" for piece in made.pieces) == pieces
     assert made.culprits == [place]
 
@@ -71,8 +69,8 @@ def test_a_sequence_without_tokens_or_text_is_no_obstacle():
 
 
 def test_the_share_shades_when_measured_and_the_coefficient_when_not():
-    assert shade([sequence()])[0].measure.name == "share"
-    assert shade([sequence(share=None)])[0].measure.name == "coefficient"
+    assert shade([sequence()])[0].name == "share"
+    assert shade([sequence(share=None)])[0].name == "coefficient"
 
 
 def test_levels_keep_sign_scale_what_is_not_a_number_and_the_sequence_s_length_and_do_not_blow_up_noise():
@@ -81,7 +79,7 @@ def test_levels_keep_sign_scale_what_is_not_a_number_and_the_sequence_s_length_a
     assert found.levels == ["uapkzzlk--", "----"]
     assert found.ends == ("-100%", "100%")
     noise = shade([sequence(4, log_prob=[-1.0] * 4, rollout_log_prob=[-1.0001] * 4)])
-    assert next(s for s in noise if s.measure.name == "gap").levels == ["kkkk"]
+    assert next(s for s in noise if s.name == "gap").levels == ["kkkk"]
 
 
 def test_the_payload_holds_what_the_script_needs_and_packs_constant_arrays():
@@ -100,35 +98,3 @@ def test_turns_are_marked_and_what_a_tool_answered_is_told_apart():
     assert made.turns == {0: 1, 6: 2} and made.left_out == {3, 4, 5}
     whole = tokens.view(sequence(8, response_mask=(1, 1, 1, 0, 1, 1, 0, 0)), [], 100, 100)
     assert whole.turns == {} and not whole.left_out, "a single token that is left out, and padding, are no answer"
-
-
-def outline(nodes):
-    return [(node.label, outline(node.children)) for node in nodes]
-
-
-def test_parts_stand_under_the_part_that_holds_them():
-    assert outline(tree(Search(path=make_path()))[0]) == [
-        ("micro-batch 0", []),
-        (
-            "micro-batch 2",
-            [
-                ("rank 0", []),
-                ("rank 1", [("tokens 0 to 2", []), ("tokens 3 to 5", [("token 3", []), ("tokens 4 to 5", [])])]),
-            ],
-        ),
-    ]
-
-
-def test_a_norm_that_is_not_finite_is_over_its_threshold():
-    first, *others = make_path()
-    roots, _ = tree(Search(path=(replace(first, norm=float("nan")), *others)))
-    assert [root.is_over for root in roots] == [True, True]
-
-
-def test_a_long_path_is_cut_and_counted():
-    roots, hidden = tree(Search(path=make_path()[:1] * (LIMIT + 5)))
-    assert (len(roots), hidden) == (LIMIT, 5)
-
-
-def test_a_path_of_an_unknown_phase_is_shown_by_its_name():
-    assert outline(tree(Search(path=(PathEntry("closure", norm=1.0),)))[0]) == [("closure", [])]

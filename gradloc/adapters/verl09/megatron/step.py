@@ -31,11 +31,11 @@ from ....core.precise import precise_linear
 from ....core.ranks import LostRank
 from ....core.step import Numerics, Outputs, Recorded, RngState, Scheduled
 from ....touched import replaced
-from ...verl_common.precise import ROWS_PART
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
 
 _NUMBER = "gradloc_micro_batch"
+_ROWS_PART = 512  # positions whose logits are held at a time
 _PLACE = "gradloc_place"
 """A micro-batch's number in the step, and its place in a pass."""
 
@@ -159,9 +159,9 @@ class MegatronStep(EngineStep, Scheduled):
         return 1.0 / parallel_state.get_context_parallel_world_size()
 
     @property
-    def backward_factor(self) -> float:
+    def loss_factor(self) -> float:
         if self._num_tokens is None:
-            return super().backward_factor
+            return super().loss_factor
         # not the number that the gradient is divided by: that is a sum of halves (of context-parallel ranks), rounded
         data = self.micro_batches[0]
         return tu.get_non_tensor_data(data, key="routed_num_tokens", default=int(self._num_tokens)) / self.dp_size
@@ -298,7 +298,7 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _precise_readout(engine: Any) -> Iterator[None]:
-    """Log-probs in float32 from the last hidden state, see :func:`~....precise.precise_readout`."""
+    """Log-probs in float32 from the last hidden state, since rounded ones would hide small moves."""
     head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
     if head is None or engine.param_dtype == torch.float32:
         yield
@@ -319,8 +319,8 @@ def _fused_log_probs(
     """In place of verl's fused kernel, whose weight is this process' part of the vocabulary: log-probs and entropies,
     float32 in the labels' shape, with the logits of a few positions at a time."""
     log_probs, entropies = [], []
-    rows = hidden.reshape(-1, hidden.shape[-1]).split(ROWS_PART)
-    for part, chosen in zip(rows, labels.reshape(-1).split(ROWS_PART), strict=True):
+    rows = hidden.reshape(-1, hidden.shape[-1]).split(_ROWS_PART)
+    for part, chosen in zip(rows, labels.reshape(-1).split(_ROWS_PART), strict=True):
         logits = precise_linear(part, weight, None) / temperature
         entropies.append(vocab_parallel_entropy(logits))
         log_probs.append(vocab_parallel_log_probs_from_logits(logits, chosen))

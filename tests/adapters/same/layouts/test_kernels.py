@@ -61,17 +61,3 @@ def test_masking_is_training_without_the_culprit_and_observing_changes_nothing(w
     layout = [setting for setting in LAYOUTS[name] if "entropy" not in setting]
     spikes = 1 if name == "Liger" else 2
     check_training(UnderKernels(world, name), dump_dir, mode, spikes=spikes, layout=layout)
-
-
-PACKED = [f"{MODEL}.use_remove_padding=true"]
-IN_PARTS = {"padded": [], "packed": PACKED, "packed, FSDP1": PACKED + FSDP1}
-
-
-@pytest.mark.parametrize("settings", IN_PARTS.values(), ids=IN_PARTS.keys())
-def test_log_probs_read_a_few_positions_at_a_time_are_those_of_all_logits(world, dump_dir, settings):
-    """Without a graph and in half precision, where a search asks for them in float32."""
-    given = {"overrides": [*BF16, *settings, f"{ACTOR}.entropy_coeff=0.05"], "dump_dir": dump_dir}
-    for found in world.run("identities.read_in_parts", **given):
-        assert len(found["distances"]) == 2 and max(found["distances"]) < 2e-6
-    in_parts, whole = found["bytes"]
-    assert 0 < in_parts < whole, "seven positions of some fifty"

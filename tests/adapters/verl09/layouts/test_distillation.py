@@ -19,12 +19,13 @@ def test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause(wor
     (event,) = read_events(dump_dir)
     check_oracle(event, found, closure=2e-3)
     for culprit in event["culprits"]:
-        gap = culprit["teacher_log_prob"] - culprit["log_prob"]
-        assert culprit["advantage"] is None and culprit["cause"]["label"] == "teacher_gap"
+        values = culprit["values"]
+        gap = values["teacher_log_prob"] - values["log_prob"]
+        assert "advantage" not in values and culprit["cause"]["label"] == "teacher_gap"
         assert culprit["cause"]["numbers"]["gap_over_typical"] == pytest.approx(-gap / event["batch"]["teacher_gap"])
         assert gap == pytest.approx({row: size for row, _, size in PLANTS}[culprit["row"]], rel=1e-3)
         # of k1 as a reward, where the ratio is 1, and of k2 the derivative is the distance, times the token's weight
-        assert culprit["coefficients"]["log_prob"] == pytest.approx(-gap * culprit["loss_weight"], rel=1e-5)
+        assert values["coefficient"] == pytest.approx(-gap * values["loss_weight"], rel=1e-5)
     assert "Student and teacher disagree about a token" in event["verdict"]
 
 

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One event as a document: what is said of it, as data, made once. Page, terminal and Markdown only lay it out."""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from ...record import Culprit, Event, PartShare, PathEntry, Search
+from ...record.columns import COLUMNS, OF_A_TOKEN
+from ...words.advice import replay_line
+from ...words.causes import Meaning, meaning_of
+from ...words.culprits import carried, shares_sentence
+from ...words.cures import tried
+from ...words.faults import LINKS, fault_sentences, step_before
+from ...words.hurt import did_it_hurt
+from ...words.next_step import next_step
+from ...words.numbers import bounded, number, percent, with_error
+from ...words.story import (
+    ACTIONS,
+    CERTIFICATES,
+    became,
+    figures,
+    headline,
+    lede,
+    named,
+    odd_number,
+    pronoun,
+    quote_of,
+    step_cause,
+)
+from ...words.text import one_line, plural, span, spoken
+from ..runs.events import bundle_folder, read_actor
+from ..runs.run import RunFolder
+
+CULPRITS = 40
+"""Culprits written out; the rest are counted."""
+_DETAILED = 4
+"""Culprits of each cause that are told number by number."""
+_PARTS = 6
+"""Of the rows, prompts and data sources each."""
+_LISTED = ("advantage", "ratio")
+"""Numbers of a culprit in the table of them all."""
+_REPLAYED = {
+    "none": "the step",
+    "subtract": "the culprits alone",
+    "swap": "the culprits' micro-batches",
+    "recompute": "a micro-batch without the culprits",
+}
+"""What a certificate replayed, by its method."""
+
+
+class TokenCell(NamedTuple):
+    """A cell that is a culprit's text; where no text is wanted its numbers stand for it."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class Heading(NamedTuple):
+    """What the next blocks are about."""
+
+    text: str
+
+
+class Table(NamedTuple):
+    """Rows of cells."""
+
+    head: tuple[str, ...]
+    rows: list[tuple[str | TokenCell, ...]]
+
+
+class Facts(NamedTuple):
+    """Numbers by name; what is odd about one, where it is."""
+
+    pairs: list[tuple[str, str, str]]
+
+
+class Lines(NamedTuple):
+    """Lines to copy, each under what it is for."""
+
+    lines: dict[str, str]
+
+
+class Fold(NamedTuple):
+    """What a reader may want, and the token that it is about; a terminal has the summary alone of one that is shut."""
+
+    summary: str
+    blocks: "list[Block]"
+    is_open: bool = False
+    token: TokenCell | None = None
+
+
+Block = str | Heading | Table | Facts | Lines | Fold
+"""A part of a section; text is a paragraph."""
+
+
+class Section(NamedTuple):
+    """Blocks under a title; one without blocks is left out."""
+
+    name: str
+    title: str
+    blocks: list[Block]
+
+
+class EventDocument(NamedTuple):
+    """What is said of one event, in the order in which a reader wants it."""
+
+    event: Event
+    title: str
+    """Where in training it was."""
+    verdict: str
+    headline: str
+    lede: str
+    quote: tuple[str, str, str] | None
+    """The largest culprit's token, between the text before and after it."""
+    named: str
+    """Where no token made it: the parameters or tensors of the batch that did."""
+    figures: list[tuple[str, str, str]]
+    """Three of value, what it is, and a remark."""
+    sections: list[Section]
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name; one without blocks where there is none."""
+        return next((section for section in self.sections if section.name == name), Section(name, "", []))
+
+
+def document(event: Event, run: RunFolder) -> EventDocument:
+    """Say everything of an event that its record, its run and its run's settings tell."""
+    root = run.events_root or run.path
+    actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
+    sections = [
+        _hurt(event, run, became(event, _clip(event, actor))),
+        _todo(event, actor),
+        Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
+        _culprits(event, shown),
+        _why(event, shown),
+        _where(event),
+        _proof(event, run, root),
+    ]
+    told, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
+    says = headline(event), lede(event), quote_of(event), named(event), figures(event)
+    return EventDocument(event, _title(event), verdict, *says, told)
+
+
+def _title(event: Event) -> str:
+    title = f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
+    if event.step.stage:
+        title += f", Lopti's {event.step.stage} stage"
+    return title + ", the critic" if event.model == "critic" else title
+
+
+def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
+    """The norm that gradients were clipped to, as the event says, else its bundle; None where it is not known."""
+    if event.consequence is not None:
+        return event.consequence.grad_clip
+    try:
+        clip = float(actor["grad_clip"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return clip if 0 < clip < float("inf") else None
+
+
+# ---- the first screen
+
+
+def _hurt(event: Event, run: RunFolder, given: list[str]) -> Section:
+    hurt = did_it_hurt(event, run.metrics.known)
+    return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *given])
+
+
+def _todo(event: Event, actor: Mapping[str, Any]) -> Section:
+    do, others = next_step(event, actor), tried(event)
+    blocks: list[Block] = []
+    if do is not None:
+        grounds = [("Why", do.why, ""), ("Fixed when", do.check, "")]
+        blocks = [do.do, Lines(do.lines), Facts([fact for fact in grounds if fact[1]])]
+        blocks += [Lines(do.meanwhile)] if do.meanwhile else []
+    if others:
+        blocks.append(Fold(f"{plural(len(others), 'setting')} tried that would not have helped", [*others]))
+    return Section("todo", "What to do now", blocks)
+
+
+def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
+    """An event's origin by name, and how many of its run's events are like it."""
+    made, first = event.run, event.leader
+    made_by = (made.trainer, made.torch and f"torch {made.torch}", made.gradloc and f"gradloc {made.gradloc}")
+    row = "" if first is None or first.data_row is None else f"row {first.data_row}"
+    known = {
+        "when": _when(event.time),
+        "made by": ", ".join(filter(None, made_by)),
+        "model": made.model and one_line(made.model, 90, keep="end"),
+        "commit": made.commit,
+        "config": made.config,
+        "data": ", ".join(filter(None, (first and first.data_source, row))),
+        "sampled": first and first.versions and _sampled(first.versions, event.step.global_step),
+        "seen": run.seen(event),
+    }
+    return [(name, one_line(value)) for name, value in known.items() if value]
+
+
+def _sampled(versions: tuple[int, int], step: int | None) -> str:
+    """By which weights, and by how many updates they lag: step n's own rollout has those of step n - 1."""
+    behind = 0 if step is None else max(step - 1 - versions[1], 0)
+    return f"by the weights of {_each('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
+
+
+def _when(time: str | None) -> str | None:
+    try:
+        at = datetime.fromisoformat((time or "").replace("Z", "+00:00"))
+        return f"{at.day} {at:%b %Y, %H:%M} UTC"
+    except ValueError:
+        return time
+
+
+# ---- the culprits, and why
+
+
+def culprit_count(event: Event) -> str:
+    """``2 tokens``, ``1 sequence``; spans of several kinds are counted as culprits."""
+    spans = {culprit.span for culprit in event.culprits}
+    return plural(len(event.culprits), spans.pop() if len(spans) == 1 else "culprit")
+
+
+def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
+    if not shown:
+        return Section("tokens", "The tokens", [])
+    head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in _LISTED), "cause")
+    blocks: list[Block] = [Table(head, [_row(event, culprit) for culprit in shown])]
+    hidden = len(event.culprits) - len(shown)
+    blocks += [f"And {plural(hidden, 'culprit')} more in events.jsonl."] if hidden else []
+    return Section("tokens", "The tokens", blocks)
+
+
+def _row(event: Event, culprit: Culprit) -> tuple[str | TokenCell, ...]:
+    numbers = (number(culprit.at(name)) for name in _LISTED)
+    return (
+        _token(culprit),
+        _place(culprit),
+        _share(event, culprit),
+        _norm(culprit),
+        *numbers,
+        spoken(culprit.cause.label),
+    )
+
+
+def _token(culprit: Culprit) -> TokenCell:
+    return TokenCell(one_line(culprit.text, 60) or "(no text)", culprit.token_ids or ())
+
+
+def _place(culprit: Culprit) -> str:
+    place = (
+        f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, "
+        f"row {number(culprit.micro_batch_row)}, position {span(culprit.positions)}"
+    )
+    return place + (f", turn {culprit.turn.number} of {culprit.turn.num_turns}" if culprit.turn else "")
+
+
+def _share(event: Event, culprit: Culprit) -> str:
+    return carried(event, [culprit]) or number(None)
+
+
+def _norm(culprit: Culprit) -> str:
+    return ("" if culprit.is_exact else "at least ") + number(culprit.grad_norm)
+
+
+def _why(event: Event, shown: Sequence[Culprit]) -> Section:
+    blocks: list[Block] = []
+    other = step_cause(event)
+    if other:
+        meaning = meaning_of(other.label)
+        numbers = [(_in_words(name), number(value), "") for name, value in other.numbers.items()]
+        blocks += [Heading(meaning.title), meaning.means]
+        blocks += [f"{', '.join(one_line(name, 200) for name in other.names)}."] if other.names else []
+        places = (f"row {row}, position {at}" if row is not None else f"position {at}" for row, at in other.places)
+        blocks += [f"At {'; '.join(places)}."] if other.places else []
+        blocks += [Facts([fact for fact in numbers if not fact[0].endswith(" / run")])] if numbers else []
+        blocks += _advice(event, meaning)
+    by_cause: dict[str, list[Culprit]] = {}
+    for culprit in shown:
+        by_cause.setdefault(culprit.cause.label, []).append(culprit)
+    for label, members in by_cause.items():
+        meaning = meaning_of(label)
+        blocks += [Heading(meaning.title), meaning.means]
+        for at, culprit in enumerate(members[:_DETAILED]):
+            first, rest = _facts(event, culprit)
+            more = [Fold(plural(len(rest), "more number"), [Facts(rest)])] if rest else []
+            blocks.append(Fold(_place(culprit), [Facts(first), *more], not at, _token(culprit)))
+        if len(members) > _DETAILED:
+            blocks.append(f"And {plural(len(members) - _DETAILED, 'culprit')} more with this cause.")
+        blocks += _advice(event, meaning)
+    if not blocks:
+        blocks = ["No token was named, so there is no cause to give."]
+    over_run = [f"{name} {number(value, 3)}×" for name, value in (event.batch.over_run or {}).items()]
+    blocks += [f"Against the run's usual: {', '.join(over_run)}."] if over_run else []
+    return Section("why", "Why", blocks)
+
+
+def _advice(event: Event, meaning: Meaning) -> list[Block]:
+    found = meaning.advice(event.run.trainer, event.search.strategy, event.is_distilled)
+    return [Fold("What people do about it", [Lines(dict(found))])] if found else []
+
+
+def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """A culprit's numbers that are known: those to look at first, and the others.
+
+    The one that its cause is about comes first, with what is odd about it.
+    """
+    facts = {name: (column.label, culprit.at(name)) for name, column in OF_A_TOKEN.items()} | {
+        "sequence_ratio": ("ratio of the sequence", culprit.sequence_ratio),
+        "reward": ("reward of the sequence", culprit.reward),
+        "token_norm": ("largest token's own norm", max(culprit.token_norms or (), default=None)),
+    }
+    facts |= {name: (_in_words(name), value) for name, value in culprit.cause.numbers.items() if name not in COLUMNS}
+    known = {name: (label, number(value), "") for name, (label, value) in facts.items() if value is not None}
+    if culprit.versions is not None:
+        known["versions"] = ("sampled by the weights of", _each("step", *culprit.versions), "")
+    meaning, odd = meaning_of(culprit.cause.label), odd_number(culprit)
+    about = meaning.column
+    if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
+        about = f"{meaning.factor}_over_typical"
+    first = [name for name, column in OF_A_TOKEN.items() if column.is_essential] + ["reward"]
+    essential = [(*known.pop(about)[:2], odd or "the odd one")] if about in known else []
+    essential += [known.pop(name) for name in first if name in known]
+    span_numbers = [("share of the spike", _share(event, culprit), ""), ("gradient norm", _norm(culprit), "")]
+    return span_numbers + essential, [*known.values()]
+
+
+def _in_words(name: str) -> str:
+    """``advantage_over_typical`` as ``advantage / typical``."""
+    return name.replace("_over_", " / ").replace("_", " ")
+
+
+def _each(noun: str, first: int, last: int) -> str:
+    """``step 3``, ``steps 3 to 5``."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
+# ---- where it is, and what proves it
+
+
+def _where(event: Event) -> Section:
+    shares, search = shares_sentence(event), event.search
+    blocks: list[Block] = [shares] if shares else []
+    found = event.shares
+    kinds = () if found is None else (("row", found.rows), ("prompt", found.prompts), ("data source", found.sources))
+    blocks += [
+        Table((kind, "share of the spike", "rows", "tokens"), [_part(part) for part in parts[:_PARTS]])
+        for kind, parts in kinds
+        if parts
+    ]
+    highest = event.layer_history.excess if event.layer_history else {}
+    if highest:
+        listed = Counter(highest).most_common(3)
+        names = ", ".join(f"{one_line(layer, 40)} {number(excess, 3)}×" for layer, excess in listed)
+        steps = number(event.layer_history.num_steps if event.layer_history else None)
+        blocks.append(f"Layers against their own median over {steps} steps: {names}.")
+    parts = filter(None, (search.strategy, cost(search)))
+    status = search.status.replace("_", " ") + (f": {search.stop_reason}" if search.stop_reason else "")
+    blocks.append(f"The search: {', '.join(parts)}; {status}.")
+    if search.path:
+        hidden = len(search.path) - LIMIT
+        rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden > 0 else []
+        path = Table(("part", "norm", "threshold", "outcome"), [_probe(probe) for probe in search.path[:LIMIT]])
+        blocks.append(Fold("Its path: each part's norm and threshold", [path, *rest]))
+    return Section("where", "Where it is", blocks)
+
+
+def _part(part: PartShare) -> tuple[str, ...]:
+    share = with_error(part.share, part.share_error, 3, percent)
+    return one_line(part.name or "–", 40), share, number(part.num_rows), number(part.num_tokens)
+
+
+def cost(search: Search) -> str:
+    """What a search took."""
+    passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
+    parts = [plural(count, kind) for count, kind in passes if count is not None]
+    return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))
+
+
+def _proof(event: Event, run: RunFolder, root: Any) -> Section:
+    certificate, action, them = event.certificate, event.action, pronoun(event)
+    doubt = f" ({certificate.reason})" if certificate.reason and certificate.verdict != "explained" else ""
+    norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
+    without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3)) + " without, "
+    norms = f"Norm {norm} with {them if event.culprits else 'all'}, {without if event.culprits else ''}"
+    blocks: list[Block] = [
+        f"Certificate: {CERTIFICATES.get(certificate.verdict, certificate.verdict)}{doubt}. {norms}"
+        f"threshold {number(certificate.threshold, 3)}.",
+    ]
+    if event.fault is not None and event.fault.at in LINKS:
+        there = (place for place, row in enumerate(run.events.rows) if row.step == event.fault.step)
+        before = step_before(event, [run.events[place] for place in there])
+        blocks.append(
+            " ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event), before]).strip()
+        )
+    blocks += _again(event)
+    reason = f" ({action.reason})" if action.reason else ""
+    blocks.append(f"Action: {ACTIONS.get(action.taken, action.taken)}{reason}.")
+    folder = bundle_folder(root, event)
+    if folder is not None and (folder / "meta.json").is_file():
+        replay = replay_line(shlex.quote(one_line(str(folder))))
+        blocks.append(Lines({"Run this event's localization again on one machine:": replay}))
+    else:
+        blocks.append("The event's bundle is missing, so it cannot be replayed from here.")
+    return Section("proof", "Proof and replay", blocks)
+
+
+def _again(event: Event) -> Iterator[str]:
+    """What came of running parts of the step again; sentences."""
+    rerun, difference = event.rerun, event.certificate.replay_difference
+    if rerun is not None:
+        outcome = "it came back" if rerun.is_reproduced else "it did not come back"
+        apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
+        yield f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {outcome}."
+    if difference is not None:
+        apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
+        yield f"Two replays of {_REPLAYED[event.certificate.method]} were {apart}."
+    if event.head_grad_norm is not None:
+        yield f"The output head's part of the gradient has norm {number(event.head_grad_norm)}."
+
+
+LIMIT = 160
+"""Parts of a path that are told; the rest are counted."""
+STAGES = {
+    "share": "shares of all tokens",
+    "coefficients": "loss coefficients",
+    "verify": "candidate, measured alone",
+    "residual": "what is left without the culprits",
+    "sketch": "norms by random directions",
+    "bisect": "bisection",
+}
+"""What the phases measure that are about no part of the batch."""
+
+
+def _probe(probe: PathEntry) -> tuple[str, ...]:
+    """A measured part: what it was, its norm and threshold, what came of it."""
+    places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
+    places += [_each("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
+    places += [_each("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
+    part = STAGES.get(probe.phase) or ", ".join(places) or probe.phase
+    note = f" ({one_line(probe.note, 200)})" if probe.note else ""
+    return part, number(probe.norm, 3), number(probe.threshold, 3), spoken(probe.verdict) + note

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page has of an event beyond its document: the sequences token by token, pictures, drawings."""
+
+import base64
+from dataclasses import replace
+
+from ...record import Event
+from ...record.bundle import Sequence
+from ...record.columns import COLUMNS
+from ...words.hurt import did_it_hurt
+from ...words.numbers import number
+from ...words.text import one_line
+from ..figures import drawings
+from ..runs import tokens
+from ..runs.events import read_pictures, read_sequences
+from ..runs.run import RunFolder
+from .document import Table
+
+PICTURE_BYTES = 3_000_000
+"""Of the pictures of one event in a page."""
+
+
+class Panel:
+    """An event's sequences and drawings; ``note`` says why there are no sequences.
+
+    Args:
+        event: as the page shows it.
+        run: its run.
+        budget: tokens that the page can carry of the event.
+        shown: tokens that it can show at first.
+    """
+
+    def __init__(self, event: Event, run: RunFolder, budget: int, shown: int):
+        root = run.events_root or run.path
+        sequences, self.note = read_sequences(root, event)
+        sequences = [_with_trusted_shares(event, sequence) for sequence in sequences]
+        self.shades, count = tokens.shade(sequences), max(len(sequences), 1)
+        placed = tokens.by_sequence(event.culprits)
+        self.sequences = [
+            tokens.view(sequence, placed.get(tokens.place(sequence), ()), budget // count, max(shown // count, 20))
+            for sequence in sequences
+        ]
+        with_culprits = [view.sequence for view in self.sequences if view.culprits]
+        pictures, self.picture_note = read_pictures(root, event, with_culprits, PICTURE_BYTES)
+        self.pictures = {
+            name: f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+            for name, content in pictures.items()
+        }
+        self.siblings = _siblings(event, sequences)
+        self.heat, self.is_heat_whole = drawings.heat_map(event)
+        self.layers = drawings.layer_bars(event)
+        parts = did_it_hurt(event, run.metrics.known).parts
+        self.sparks = [(part, drawings.spark(part, event.step.global_step)) for part in parts]
+
+    @property
+    def default(self) -> str:
+        """Name of the column that shades at first."""
+        return self.shades[0].name if self.shades else ""
+
+    def level(self, sequence: int, position: int) -> str:
+        """The letter that shades a token at first."""
+        return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
+
+
+def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
+    """The sequence with the shares that the page shows: none that is not trusted, and a culprit's own as measured."""
+    if "share" not in sequence.columns:
+        return sequence
+    columns = {name: values for name, values in sequence.columns.items() if not COLUMNS[name].is_summed}
+    if event.shares is not None and not event.shares.is_trusted:
+        return replace(sequence, columns=columns)
+    shares = list(sequence.columns["share"])
+    errors = list(sequence.columns.get("share_error", [0.0] * len(shares)))
+    for culprit in tokens.by_sequence(event.culprits).get(tokens.place(sequence), ()):
+        at = culprit.positions[0] if len(culprit.positions) == 1 else len(shares)
+        if at < min(len(shares), len(errors)) and culprit.share is not None:
+            shares[at], errors[at] = culprit.share, culprit.share_error or 0.0
+    known = {"share": tuple(shares)} | ({"share_error": tuple(errors)} if "share_error" in sequence.columns else {})
+    return replace(sequence, columns=known | columns)
+
+
+def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, Table]]:
+    """Prompt by prompt, its rollouts. The culprit's own comes first."""
+    made = []
+    for culprit in {culprit.sequence_id: culprit for culprit in event.culprits if culprit.siblings}.values():
+        own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)
+        lines = [(culprit.sequence_id, culprit.reward, culprit.at("advantage"), len(own) if own else None)]
+        lines += [(s.sequence_id, s.reward, s.advantage, s.num_tokens) for s in culprit.siblings or ()]
+        cells = [((name or "").rpartition(":")[2] or "–", *map(number, numbers)) for name, *numbers in lines]
+        # A chat's question is at its end.
+        prompt = one_line(culprit.prompt or "a prompt", 80, keep="end")
+        made.append((prompt, Table(("rollout", "reward", "advantage", "tokens"), [*cells])))
+    return made

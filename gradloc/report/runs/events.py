@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's events: a row each in memory, the whole record when it is asked for; and the files of an event's folder.
+
+A run that is still going, or that was killed while writing, leaves a cut-off last line of events.jsonl. That is a note,
+not an error: everything before it is whole.
+"""
+
+import functools
+import gc
+import json
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from ...record import EVENT_VERSION, Event
+from ...record.bundle import Sequence as TokenSequence
+from ...record.bundle import SequenceFile
+from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
+from ...record.reading import read
+from ...words.story import cause_of
+from ...words.text import first_of, one_line, plural
+
+KEPT = 256
+"""Whole events that stay in memory; others are read again."""
+WORDS = 24
+"""Different texts of an event's culprits that can be searched."""
+_IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
+_PNG = b"\x89PNG\r\n"
+RECORDS = ("meta", "event")
+"""The files of an event's folder that hold its record: with a bundle, and without."""
+
+
+class EventRow(NamedTuple):
+    """What a list of events tells of one."""
+
+    event_id: str
+    step: int
+    epoch: int
+    mini_batch: int
+    model: str
+    norm: float | None
+    threshold: float | None
+    verdict: str
+    action: str
+    fault: str
+    """The link that broke; empty where it was not looked for."""
+    cause: str
+    token: str
+    """The largest culprit's text; empty where there is none."""
+    num_culprits: int
+    words: str
+    """The culprits' texts."""
+    seconds: float | None
+    """That its search took."""
+    trainer: str
+    name: str
+    """The run's, as the event says it."""
+    folder: str
+
+    @property
+    def severity(self) -> float:
+        """How bad the spike is: its norm over its threshold; one that is not finite is worst."""
+        if self.norm is None:
+            return 0.0
+        if self.norm != self.norm:
+            return float("inf")
+        return self.norm / self.threshold if self.threshold else self.norm
+
+
+_same = functools.cache(str)
+"""One object for each text: 100,000 rows have few."""
+
+
+def row_of(event: Event) -> EventRow:
+    """Return an event's row."""
+    first, step, trigger, run = event.leader, event.step, event.trigger, event.run
+    words: dict[str, None] = {}
+    for culprit in event.culprits:
+        words[one_line(culprit.text, 24)] = None
+        if len(words) > WORDS:
+            break
+    return EventRow(
+        *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
+        *(trigger.grad_norm, trigger.threshold, _same(event.certificate.verdict), _same(event.action.taken)),
+        *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
+        *(_same(first.text[:200] if first else ""), len(event.culprits), _same(" ".join(words))),
+        *(event.search.seconds, _same(run.trainer or "")),
+        *(_same(" / ".join(part for part in (run.project, run.experiment) if part)), event.folder or ""),
+    )
+
+
+class Events(Sequence[Event]):
+    """A run's events in order. Each has a row; its record is read from the file again once it is no longer kept."""
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self.rows: list[EventRow] = []
+        self._places: list[tuple[Path, int] | None] = []
+        self._kept: OrderedDict[int, Event] = OrderedDict()
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event, place: tuple[Path, int] | None = None) -> None:
+        """Append an event; ``place`` is its file and the byte that its line begins at, None: it stays in memory."""
+        self._keep(len(self.rows), event, place)
+        self.rows.append(row_of(event))
+        self._places.append(place)
+
+    def _keep(self, number: int, event: Event, place: tuple[Path, int] | None) -> None:
+        self._kept[number] = event
+        if place is None:
+            return
+        while len(self._kept) > KEPT:
+            oldest = next((at for at in self._kept if self._place(at)), None)
+            if oldest is None or oldest == number:
+                return
+            del self._kept[oldest]
+
+    def _place(self, number: int) -> tuple[Path, int] | None:
+        return self._places[number] if number < len(self._places) else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Event: ...
+    @overload
+    def __getitem__(self, at: slice) -> "list[Event]": ...
+    def __getitem__(self, at: int | slice) -> "Event | list[Event]":
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        if number not in self._kept:
+            path, start = self._places[number] or (Path(), 0)
+            with path.open("rb") as file:
+                file.seek(start)
+                event = read(Event, parse_json(file.readline(DOCUMENT).decode("utf-8", errors="replace")))
+            self._keep(number, replace(event, event_id=self.rows[number].event_id), self._places[number])
+        return self._kept[number]
+
+    def in_order(self) -> "Events":
+        """The same by step, epoch and mini-batch."""
+        made = Events()
+        order = sorted(range(len(self)), key=lambda at: (*self.rows[at][1:4], at))
+        made.rows, made._places = [self.rows[at] for at in order], [self._places[at] for at in order]
+        made._kept = OrderedDict((new, self._kept[old]) for new, old in enumerate(order) if old in self._kept)
+        return made
+
+
+def read_events(path: Path) -> tuple[Events, list[str]]:
+    """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
+    events, notes = Events(), list[str]()
+    if not is_inside(path, path.parent):
+        return events, [f"{path.name} is a link out of the run's folder, and was not followed."]
+    names, counts = set[str](), Counter[str]()
+    with path.open("rb") as lines, _uncollected():
+        start = 0
+        for number, line in enumerate(iter(lambda: lines.readline(DOCUMENT), b""), start=1):
+            place, start = (path, start), start + len(line)
+            if not line.strip():
+                continue
+            event, note = _read_line(line, number, is_last=not line.endswith(b"\n"))
+            if note:
+                notes.append(note)
+            if event is not None:
+                name = event.event_id or f"line-{number}"
+                while (unique := f"{name}-{counts[name]}" if counts[name] > 1 else name) in names:
+                    counts[name] += 1
+                names.add(unique)
+                events.add(event if unique == event.event_id else replace(event, event_id=unique), place)
+    return events, notes
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from going through 100,000 rows again and again: they stay, and form no cycle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
+    where = f"Line {number} of events.jsonl"
+    try:
+        raw = parse_json(line.decode("utf-8", errors="replace"))
+    except json.JSONDecodeError:
+        if is_last:
+            return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
+        return None, f"{where} is not JSON and was left out."
+    except ValueError as error:
+        return None, f"{where} was left out: {error}."
+    if not isinstance(raw, dict) or not raw.keys() & {"event_id", "step", "culprits"}:
+        return None, f"{where} is no event record and was left out."
+    version = raw.get("schema_version")
+    is_known = version in (1, EVENT_VERSION)
+    try:
+        event = read(Event, raw)
+    except ValueError as error:
+        of = "" if is_known else f" is of schema version {version!r} (known: 1, {EVENT_VERSION}) and"
+        return None, f"{where}{of} cannot be read ({error}); it was left out."
+    reads = f"is of schema version {version!r}, and this reader knows versions 1 and {EVENT_VERSION}"
+    return event, None if is_known else f"{where} {reads}: it is shown as far as it could be read."
+
+
+def recover(root: Path, listed: Events) -> tuple[list[Event], list[str]]:
+    """The events whose folders are there and that events.jsonl does not list, and sentences about them.
+
+    A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl, or all of it; the
+    record is in the event's own folder as well.
+    """
+    known = {row.folder for row in listed.rows} | {row.event_id for row in listed.rows}
+    recovered: list[Event] = []
+    lost: list[str] = []
+    for folder in sorted((root / "events").glob("[!.]*/")):
+        place = f"events/{folder.name}"
+        if known & {place, folder.name}:
+            continue
+        try:
+            event = read(Event, _read_record(folder, root).get("event") or _read_record(folder, root, "event") or None)
+        except ValueError:
+            lost.append(folder.name)
+            continue
+        recovered.append(replace(event, event_id=event.event_id or folder.name, folder=place))
+    notes = []
+    if recovered:
+        events = plural(len(recovered), "event")
+        read_from = "its folder" if len(recovered) == 1 else "their folders"
+        names = first_of([event.event_id for event in recovered])
+        notes.append(f"{events} that events.jsonl does not list: read from {read_from} ({names}).")
+    if lost:
+        folders = plural(len(lost), "event folder")
+        notes.append(f"{folders} without a whole meta.json, and not in events.jsonl: {first_of(lost)}.")
+    return recovered, notes
+
+
+def _read_record(folder: Path | None, root: Path, name: str = "meta") -> dict[str, Any]:
+    """A JSON file of an event's folder; empty where it cannot be read, or leads out of the run's folder."""
+    with suppress(OSError, ValueError):
+        record = read_json(folder / f"{name}.json", root) if folder else {}
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def read_actor(root: Path, event: Event) -> dict[str, Any]:
+    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
+    actor = _read_record(bundle_folder(root, event), root).get("actor")
+    return actor if isinstance(actor, dict) else {}
+
+
+def read_sequences(root: Path, event: Event) -> tuple[list[TokenSequence], str | None]:
+    """The culprits' sequences token by token, and a sentence when they cannot be had.
+
+    ``root`` is the folder of events.jsonl; an event's ``folder`` is relative to it, and may be null.
+    """
+    missing = "its token view is missing."
+    folder = bundle_folder(root, event)
+    if folder is None:
+        return [], f"Event {event.event_id} was written without a bundle: {missing}"
+    path = folder / "sequences.json"
+    if not path.is_file():
+        return [], f"The bundle of event {event.event_id} has no sequences.json under {event.folder}: {missing}"
+    try:
+        return list(read(SequenceFile, read_json(path, root)).sequences), None
+    except (OSError, ValueError):
+        return [], f"sequences.json of event {event.event_id} cannot be read: {missing}"
+
+
+def read_pictures(
+    root: Path, event: Event, sequences: list[TokenSequence], limit: int
+) -> tuple[dict[str, bytes], str | None]:
+    """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
+
+    From the first on with which all would have more than ``limit`` bytes, none is read.
+    """
+    names = list(dict.fromkeys(name for sequence in sequences for name in sequence.pictures or ()))
+    folder = bundle_folder(root, event)
+    pictures: dict[str, bytes] = {}
+    for name in names if folder is not None else ():
+        content = b""
+        with suppress(OSError, ValueError):  # the record is not trusted: only what the writer would have written
+            content = read_bytes(folder / name, root) if _IS_PICTURE.fullmatch(name) else b""
+        if not content.startswith(_PNG):
+            return pictures, f"{name} of event {event.event_id} cannot be read, so not all pictures are shown."
+        if sum(map(len, pictures.values())) + len(content) > limit:
+            left = plural(len(names) - len(pictures), "picture")
+            return pictures, f"{left} of event {event.event_id} would make this page too large: see {event.folder}."
+        pictures[name] = content
+    return pictures, None
+
+
+def bundle_folder(root: Path, event: Event) -> Path | None:
+    """The event's bundle folder, or None when it names none, or one outside the run's folder."""
+    # The record is not trusted: "../.." must not make the report read somebody else's files.
+    if not event.folder or "\0" in event.folder or not is_inside(root / event.folder, root):
+        return None
+    return root / event.folder

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a step as the driver reads them: all ranks' as one batch, or in brief.
+
+Shapes: B rows of a micro-batch, T positions.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from ..loop.batch import BatchView, Rows, joined
+from ..loop.driver import sequence_ids
+
+
+def shown(mask: torch.Tensor) -> torch.Tensor:
+    """Return 1 up to the last token that is trained on, 0 behind it: what follows is padding."""
+    positions = torch.arange(mask.shape[1]) * mask
+    return (torch.arange(mask.shape[1]) <= positions.amax(1, keepdim=True)).long()
+
+
+def brief_of(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
+    """Pairs for :func:`brief_view`, of micro-batches' bool (B, T) and values (B, T)."""
+    rows = [
+        row[kept]
+        for row_values, mask in zip(values, masks, strict=True)
+        for row, kept in zip(row_values, mask, strict=True)
+    ]
+    return [(len(row), float(row.median()) if len(row) else 0.0) for row in rows]
+
+
+def view_of(by_rank: Sequence[Rows]) -> BatchView:
+    """All ranks' rows, one rank after the other; names that come more than once are those of prompts."""
+    shared = set.intersection(*(set(rows) for rows in by_rank))
+    rows = joined([{name: part[name] for name in by_rank[0] if name in shared} for part in by_rank])
+    names = rows.pop("names")
+    rows["input_ids"] = rows["responses"]
+    rows["loss_weights"] = rows["loss_weights"] * int(rows["response_mask"].sum())
+    if "advantages" in rows:
+        del rows["loss_weights"]
+    labels = {"sequence_id": names} if any(names) else {}
+    if max(Counter(names).values()) > 1 and any(names):
+        labels = {"uid": names, "sequence_id": sequence_ids(names)}
+    return BatchView(rows, labels)
+
+
+def brief_view(by_rank: Sequence[list[tuple[int, float]]], signal: str) -> BatchView:
+    """A batch of rows of these lengths, whose tokens have this signal each: enough to learn what is typical.
+
+    Args:
+        by_rank: pairs of a row's number of tokens and its signal.
+        signal: the tensor's name, such as ``advantages``.
+    """
+    lengths, values = torch.tensor([row for rows in by_rank for row in rows]).T
+    mask = torch.tensor(range(int(lengths.max()))) < lengths.unsqueeze(1)
+    return BatchView({"response_mask": mask, signal: values.unsqueeze(1).expand_as(mask)}, {})
