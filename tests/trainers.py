@@ -131,7 +131,6 @@ BY_DEFAULT: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     "test_layouts::a_return": (NONE, ("FSDP2",)),
     "experts::the_planted": (NONE, ("Qwen3-MoE, FSDP2",)),
     "kernels::the_planted": (("fused, FSDP1, bf16",), NONE),
-    "kernels::log_probs_read": (("packed",), ("packed, FSDP1",)),
     "turns::masking": (("mask",), NONE),
     "ulysses::shares": (NONE, ("fsdp2",)),
     "localization::planted": (

@@ -77,7 +77,7 @@ def named(culprits: list[dict]) -> str:
     num_tokens = sum(len(culprit["positions"]) for culprit in culprits)
     answers = len({culprit["sequence_id"] for culprit in culprits})
     worst = largest(culprits)
-    return f"{num_tokens} in {answers}: {text(worst)!r}, advantage {number(worst['advantage'])}"
+    return f"{num_tokens} in {answers}: {text(worst)!r}, advantage {number(worst['values'].get('advantage'))}"
 
 
 def largest(culprits: list[dict]) -> dict:

@@ -14,7 +14,7 @@ import torch
 
 from verl import DataProto
 from verl.workers.actor import BasePPOActor
-from verl.workers.critic import dp_critic
+from verl.workers.critic import BasePPOCritic, dp_critic
 
 from ...analysis.parts import Analysed, measure
 from ...config import GradLocConfig
@@ -115,7 +115,7 @@ class ActorHook(ActorWatch):
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
 
 
-class WatchedCritic:
+class WatchedCritic(BasePPOCritic):
     """Goes in front of verl's critic: an update that comes with a policy is watched, any other is verl's alone."""
 
     _watch: "CriticWatch | None" = None

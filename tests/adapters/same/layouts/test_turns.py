@@ -18,7 +18,7 @@ def test_a_culprit_is_placed_in_its_turn_and_a_tools_answer_is_none(world, dump_
     assert "in turn 2 " in event["verdict"]
     document = json.loads((Path(dump_dir) / event["folder"] / "sequences.json").read_text())
     (held,) = (sequence for sequence in document["sequences"] if sequence["row"] == 12)
-    assert held["response_mask"] == [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1] and len(held["tokens"]) == 12
+    assert held["columns"]["response_mask"] == [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1] and len(held["tokens"]) == 12
 
 
 @MODES
