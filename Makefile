@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint docs test-slow test-browser test-verl09 test-trl mutants figures check
+.PHONY: demo quick test lint docs dist test-slow test-browser test-verl09 test-trl test-trainers test-newest mutants figures check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -16,6 +16,9 @@ lint:          ## ruff, format, shellcheck, types, and that patches/ is what its
 docs:          ## the site of docs/, strictly; makes an environment of its own under .gradloc/
 	scripts/docs.sh
 
+dist:          ## a wheel and an sdist in dist/, built without a network; the wheel is tried
+	scripts/dist.sh
+
 test-slow:     ## the others: more layouts and arms, benchmarks, real runs; hours
 	scripts/test.sh slow
 
@@ -27,6 +30,12 @@ test-verl09:   ## what runs on verl 0.9; makes another environment under .gradlo
 
 test-trl:      ## what runs on TRL; makes another environment under .gradloc/
 	scripts/test.sh trl
+
+test-trainers: ## other trainers by their own commands, each in an environment of its own under .gradloc/
+	scripts/test.sh trainers
+
+test-newest:   ## the tests of any loop on the newest torch, transformers and accelerate
+	scripts/test.sh newest
 
 mutants:       ## which changes of the code would the tests not notice; an hour on two cores, a run that was stopped goes on
 	scripts/test.sh mutants

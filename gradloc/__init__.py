@@ -8,7 +8,7 @@ import logging
 import os
 from typing import Any
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 """The one place that names the version: the patch, the installed package and its commands read it here."""
 
 logging.getLogger(__name__).setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))  # of all loggers in here, as verl's own

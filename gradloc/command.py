@@ -10,7 +10,11 @@ import sys
 from .report import cli
 from .report.commands import EXIT_CODES
 
-OTHERS = {"replay": ("gradloc.replay.__main__",), "patch": ("gradloc.patchkit.apply", "patchkit.apply")}
+OTHERS = {
+    "run": ("gradloc.adapters.hf.run",),
+    "replay": ("gradloc.replay.__main__",),
+    "patch": ("gradloc.patchkit.apply", "patchkit.apply"),
+}
 """Subcommands with a command line of their own: installed, and in a clone."""
 HELP = f"""\
 usage: gradloc FILE|FOLDER [OPTION ...]
@@ -20,6 +24,7 @@ What spiked in a run, which tokens did it, why, and what to do.
 
   gradloc train.log                         report, the default for a path: any run's log, or its folder of events
   gradloc report runs/demo-1 -o page.html   the same by its name
+  gradloc run llamafactory-cli train x.yaml  a training command, with each transformers.Trainer in it watched
   gradloc watch runs/demo-1                 a run that is going on
   gradloc health train.log                  healthy, warning or danger, step by step
   gradloc check run.sh                      before a run: what is on, what is refused, how long a search may take

@@ -10,27 +10,43 @@
 #   scripts/test.sh browser    opens the report in headless Chromium
 #   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more
 #   scripts/test.sh trl        the tests on TRL, likewise
+#   scripts/test.sh trainers   other trainers by their own commands, each in an environment of its own
+#   scripts/test.sh newest     tests/watch and tests/recipes on the newest torch, transformers and accelerate
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
 #   scripts/test.sh verl09 --environment    makes that environment, and tests nothing
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 tier=default
-case "${1:-}" in lint | quick | slow | browser | mutants | verl09 | trl) tier=$1; shift ;; esac
+case "${1:-}" in lint | quick | slow | browser | mutants | verl09 | trl | trainers | newest) tier=$1; shift ;; esac
 
 unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
 
-if [[ $tier == verl09 || $tier == trl ]]; then
+if [[ $tier == verl09 || $tier == trl || $tier == trainers ]]; then
     environment=${tier^^}
-    files=("requirements/$tier.txt" requirements/test.txt)
+    [[ $tier != trainers ]] || environment=DEEPSPEED
+    files=("requirements/${environment,,}.txt" requirements/test.txt)
     packages=(-c requirements/test.txt jsonschema pytest pytest-xdist)
 else
     environment=DEMO
     files=(requirements/demo.txt requirements/report.txt requirements/test.txt) # trackers.txt is for an environment of its own
     packages=()
     for file in "${files[@]}"; do packages+=(-r "$file"); done
+fi
+
+if [[ $tier == newest ]]; then # made anew each time: what is newest changes
+    newest=.gradloc/venv-newest
+    stage "environment" && rm -rf "$newest" && "${PYTHON:-python3}" -m venv "$newest"
+    "$newest/bin/python" -m pip install --disable-pip-version-check --no-input -q torch
+    "$newest/bin/python" -m pip install --disable-pip-version-check --no-input -q transformers accelerate peft lightning \
+        jinja2 matplotlib rich pytest pytest-xdist jsonschema
+    "$newest/bin/python" -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|peft|lightning)=='
+    stage "tests on the newest"
+    PYTHONPATH=. "$newest/bin/python" -m pytest -n 2 --dist loadgroup -o faulthandler_timeout=900 -m "not slow and not browser" \
+        tests/watch tests/recipes --deselect tests/watch/test_price.py "$@"
+    exit
 fi
 
 stage "environment"
@@ -80,6 +96,7 @@ case $tier in
     slow) stage "slow tests" && LONGEST=7200 tests "slow and not browser and not verl09" "$@" ;;
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
+    trainers) stage "tests on other trainers" && GRADLOC_TRAINERS=1 "$python" -m pytest tests/recipes "$@" ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
         shared=(tests/adapters/same)
         if [[ $tier == verl09 ]]; then # features that work there, too

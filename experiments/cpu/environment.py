@@ -86,6 +86,29 @@ TRL = Environment(
     imports=("trl", "torch.distributed.run"),
 )
 LOOP = Environment("venv-loop", _requirements("loop.txt"), "half a minute, 1 GB", variable="LOOP_PYTHON")
+_TRANSFORMERS = ("transformers.trainer", "transformers.models.llama.modeling_llama")
+DEEPSPEED = Environment(
+    "venv-deepspeed",
+    _requirements("deepspeed.txt"),
+    "a minute, 1 GB",
+    variable="DEEPSPEED_PYTHON",
+    imports=("deepspeed", *_TRANSFORMERS),
+)
+LLAMAFACTORY = Environment(
+    "venv-llamafactory",
+    _requirements("llamafactory.txt"),
+    "two minutes, 2 GB",
+    beside=_requirements("llamafactory-alone.txt"),
+    variable="LLAMAFACTORY_PYTHON",
+    imports=_TRANSFORMERS,
+)
+SWIFT = Environment(
+    "venv-swift",
+    _requirements("swift.txt"),
+    "two minutes, 2 GB",
+    variable="SWIFT_PYTHON",
+    imports=("swift.pipelines", *_TRANSFORMERS),
+)
 VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
 
 
@@ -145,6 +168,8 @@ def _ensure_gradloc(environment: Environment) -> None:
     if stamp.is_file() and stamp.read_text().strip() == digest:
         return
     report("  gradloc itself")
+    before = [str(environment.python), "-m", "pip", "uninstall", "-y", "-q", "gradloc-verl"]  # its name before 0.5.0
+    subprocess.run(before, capture_output=True, check=False)
     _install(environment, "--no-deps", "-e", str(REPO))
     stamp.write_text(digest + "\n")
 

@@ -144,6 +144,8 @@ class GradientSpace:
     """Before the step's first forward."""
     model: Any = None
     """The model whose plain attributes a forward may move; None where an engine keeps it in parts."""
+    is_mirrored = False
+    """Whether the model holds copies of the weights that are moved here, in a precision of their own."""
     shift: Shift | None = None
     """How far weights that are cast for a forward are moved (:func:`.precision.cast_weights`)."""
 

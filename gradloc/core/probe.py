@@ -69,7 +69,7 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
-        self.is_wide = self.step.numerics.dtype in HALVES and not self.step.is_scheduled
+        self.is_wide = self.step.numerics.dtype in HALVES and not space.is_mirrored
         """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""

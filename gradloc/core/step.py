@@ -78,6 +78,7 @@ class OwnAttributes:
     _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
     _CONTAINERS = (list, dict, set)
     _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+    _OF_ENGINES = ("ds_", "applied_pre_backward")  # DeepSpeed's own, on each module of the model
     _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
     def __init__(self, model: torch.nn.Module):
@@ -92,6 +93,7 @@ class OwnAttributes:
         kind = type(owner).__module__
         for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
             is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
+            is_state = is_state and not name.startswith(cls._OF_ENGINES)
             if is_state and not (kind.startswith("torch.") and name.startswith("_")) and not cls._is_freed(value):
                 yield name, value
 

@@ -70,7 +70,7 @@ class AnewStep(LoopStep):
 
     def __init__(self, tap: ModelTap, num_ranks: int, made: Sequence[AnewMicroBatch], factor: float = 1.0):
         super().__init__(tap.outer, num_ranks, lambda: 1.0 / factor)
-        self.tap, self._made = tap, made
+        self.tap, self._made, self.around_pass = tap, made, tap.around_pass
 
     @property
     def num_micro_batches(self) -> int:

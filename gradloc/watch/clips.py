@@ -81,6 +81,10 @@ class ClipTap:
             there = [local_shard(grad) for grad in space.counted(space.current()) if grad is not None]
             self._raw = squared_norms(there).sum() if there else None
 
+    def take_engine(self, limit: float) -> None:
+        """Take the step for one that its engine clips to this limit, behind our look."""
+        self.pending, self._raw, self._own_limit, self.limit = [], None, None, limit
+
     def norm(self, space: GradientSpace, given: torch.Tensor | None = None) -> torch.Tensor:
         """Take the clips of a step, and return its gradient's norm before them: from these, else from the gradient.
 

@@ -28,6 +28,9 @@ class LoopStep:
         scale: gives what the loss was multiplied by (fp16).
     """
 
+    around_pass: Callable[[bool], AbstractContextManager[None]] | None = None
+    """An engine's own, around a micro-batch of a pass; called with whether it is the last."""
+
     def __init__(self, module: torch.nn.Module, num_ranks: int, scale: Callable[[], float]):
         self.module, self.num_ranks, self._scale = module, num_ranks, scale
 
@@ -35,6 +38,8 @@ class LoopStep:
     """Whether ranks sum the gradient after the last micro-batch alone."""
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
+        if self.around_pass is not None:
+            return self.around_pass(is_last)
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
 

@@ -99,6 +99,7 @@ class TapStep(LoopStep):
 
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap.outer, ranks.size, lambda: 1.0)
+        self.around_pass = tap.around_pass
         self.tap, self.ranks, self.form = tap, ranks, FORMS[1]
         self.micro_batches: list[TapMicroBatch] = []
         self.first_row = 0

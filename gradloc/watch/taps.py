@@ -20,6 +20,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from ..core.sharding import compute_dtype, is_reduction_deferred
 from ..core.step import MovingState, Recorded, RngState, generators_in, record
 from .head import typical_size
 from .step import autocast_now, auxiliary_loss, returned_log_probs
+from .zero import is_engine
 
 _SAMPLE = 64  # positions
 
@@ -239,6 +241,10 @@ class ModelTap:
         self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
+        self.around_pass: Any = None
+        """See :attr:`.step.LoopStep.around_pass`."""
+        self.whole: Callable[[Sequence[torch.nn.Module]], AbstractContextManager[None]] = lambda heads: nullcontext()
+        """Around a read of the heads' weights, where an engine shards them."""
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
@@ -580,7 +586,10 @@ class ModelTap:
             for head in self.heads:
                 if isinstance(head, FSDPModule):  # sharded by itself, it would be whole in its own forward alone
                     head.unshard()
-            with torch.autocast(self.device.type, enabled=False):  # the training forward's may be on
+            with (
+                self.whole(self.heads),
+                torch.autocast(self.device.type, enabled=False),
+            ):  # the training forward's may be on
                 self._reader(hidden.detach(), self.heads)
             return hidden
         assert self._graph is not None
@@ -677,7 +686,7 @@ def _is_in_backward() -> bool:
 
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP's, FSDP1's and torch.compile's wrappers."""
+    """Return the model inside DDP's, FSDP1's, DeepSpeed's and torch.compile's wrappers."""
     while True:
         if isinstance(model, FSDP1):
             model = model._fsdp_wrapped_module
@@ -685,6 +694,8 @@ def innermost(model: torch.nn.Module) -> torch.nn.Module:
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
+        elif is_engine(model):
+            model = model.module
         else:
             return model
 

@@ -10,6 +10,7 @@ the loop's loss, its clip and its scaler are its own. Shapes: B rows of a micro-
 import logging
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,12 +44,12 @@ from ..words.text import plural
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .curve import Curve
+from .notes import Notes
 from .replay import hold_against
 from .rows import brief_view, view_of
-from .said import check_outputs, said
-from .step import Forward, frozen, outputs_of
 from .tap_step import TapStep
-from .taps import ModelTap, StageTokens, add_to, innermost
+from .taps import ModelTap, StageTokens, innermost
+from .zero import ZeroEngine, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class _Counts(NamedTuple):
     """1 where all forwards returned the log-probs that the loss is made of."""
 
 
-class Watch:
+class Watch(Notes):
     """Looks into the optimizer steps of one model, in every process.
 
     Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange two
@@ -146,6 +147,8 @@ class Watch:
         self.stage_name = ""
         """Of Lopti's, which the step that is being made is of."""
         self.ranks, self.settings = ranks, kept
+        self.zero: ZeroEngine | None = None
+        """DeepSpeed's engine, once there is one."""
         self.localizer = None if kept is None else Localizer(self, ranks, kept)
         self.driver = None
         if kept is None or self.localizer is None:
@@ -161,10 +164,13 @@ class Watch:
         _watches[innermost(model)] = weakref.ref(self)
         if is_compiled(model):  # code that was compiled before has no hooks of ours, and is taken for any such model
             torch.compiler.reset()
+        engine, model = (model, innermost(model)) if is_engine(model) else (None, model)
         self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
         self.clips = ClipTap(self._owns)
         self._listen()
+        if engine is not None:
+            self._take_engine(engine)
 
     def _device_of(self, model: torch.nn.Module) -> torch.device:
         return compute_device(next(model.parameters()))
@@ -186,90 +192,7 @@ class Watch:
             handle.remove()
         self._handles.clear()
 
-    # ---- what a loop may say
-
-    def note(
-        self,
-        *,
-        mask: torch.Tensor | None = None,
-        ids: torch.Tensor | None = None,
-        rows: Sequence[Any] | None = None,
-        log_probs: torch.Tensor | None = None,
-        old_log_probs: torch.Tensor | None = None,
-        advantages: torch.Tensor | None = None,
-        rewards: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-        step: int | None = None,
-    ) -> None:
-        """Add to the event's record what the loop knows about the last forward. All of it is optional.
-
-        Args:
-            mask: (B, T), true or 1 where a token is trained on; default: where dL/dh is not 0.
-            ids: (B, T) the tokens that these positions predict; given together with ``mask``.
-            rows: names of the documents or rollouts; equal ones are of one prompt.
-            log_probs: (B, T), as the loss takes them.
-            old_log_probs: (B, T), as the loss takes them.
-            advantages: (B, T) or (B,).
-            rewards: (B,).
-            weights: (B, T) or (B,), how much a token weighs in the step's loss.
-            step: the trainer's number of the step that is being made.
-
-        Raises:
-            ValueError: one sentence, where shapes do not fit.
-        """
-        if self.localizer is None:
-            return
-        self._next_number = self._next_number if step is None else int(step)
-        last = self.tap.forwards[-1] if self.tap.forwards else None
-        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights, "rewards": rewards}
-        known = said(None if last is None else last.size, mask, ids, rows, given)
-        if last is not None and torch.is_grad_enabled():
-            last.known |= known | {"tensors": last.known.get("tensors", {}) | known.get("tensors", {})}
-            if log_probs is not None and log_probs.requires_grad:
-                log_probs.register_hook(partial(add_to, last, "coefficient"))
-
-    def log_probs(
-        self,
-        forward: Forward,
-        mask: torch.Tensor,
-        ids: torch.Tensor,
-        rows: Sequence[Any] | None = None,
-        *,
-        entropy: bool = False,
-        **known: Any,
-    ) -> Any:
-        """Run a micro-batch's forward, and call :meth:`note` with its outputs.
-
-        Args:
-            forward: gives log-probs (B, T); or a tuple: these, entropies (B, T) or None, and a tensor of what else the
-                loss is made of and that passes through no hidden state, such as a router's loss.
-            mask: as of :meth:`note`.
-            ids: as of :meth:`note`.
-            rows: as of :meth:`note`.
-            entropy: whether ``forward`` gives entropies, too; it may be left out where a tuple says so.
-            known: what else :meth:`note` takes.
-
-        Returns:
-            What ``forward`` gave, to compute the loss from.
-
-        Raises:
-            ValueError: one sentence, where shapes do not fit.
-        """
-        require(callable(forward), "Watch.log_probs' first argument", "a function", type(forward).__name__)
-        if self.localizer is None or not torch.is_grad_enabled():
-            return forward()
-        for name, value in (("mask", mask), ("ids", ids)):
-            require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor (B, T)", type(value).__name__)
-        before = self.tap.num_seen
-        given = forward()
-        outputs = outputs_of(given)
-        self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
-        check_outputs(outputs, mask, entropy)
-        if self.tap.num_seen > before and outputs.beside is not None and outputs.beside.requires_grad:
-            last = self.tap.forwards[-1]
-            last.again = frozen(forward)
-            outputs.beside.register_hook(partial(add_to, last, "declared"))
-        return given
+    # ---- what a loop may call
 
     @contextmanager
     def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
@@ -370,7 +293,7 @@ class Watch:
 
     def _begin_step(self) -> None:
         """Before the first micro-batch's forward."""
-        self.step, self.space = self.make_step(), GradientSpace(self.tap.outer, self.ranks)
+        self.step, self.space = self.make_step(), self._make_space()
         self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
@@ -388,6 +311,10 @@ class Watch:
         self.takes_what_is_not_finite = not self.scales_loss
         self._settle_outer()
         with torch.no_grad():
+            if isinstance(self.space, ZeroSpace):
+                self.space.show()
+                self.clips.take_engine(self.space.zero.clip_limit)
+                norm, self.is_unclipped = torch.tensor(self.space.norm()), True  # it clips in its step
             norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number, self._before = None, None
@@ -407,6 +334,8 @@ class Watch:
             is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
             if self._before is not None and not is_other:
                 self.space.put(self._before)
+            if isinstance(self.space, ZeroSpace):
+                self.space.give()
             self.step, self._before, self.stage_name = None, None, ""
         self._write_metrics(norm)
         return taken if is_other else norm
@@ -428,6 +357,8 @@ class Watch:
 
     def _objection_to_analysis(self, norm: float) -> str:
         """Run the gradient again from the taps, unless a spike had that done; a sentence where there is no analysis."""
+        if self.zero is not None:
+            return "an analysis does not run on DeepSpeed"
         if not math.isfinite(norm):
             return "the gradient of this step is not finite"
         if self._before is None and not self.step.is_open:
@@ -613,7 +544,7 @@ class Watch:
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
-        if self.ranks.num_processes > 1 and not is_wrapped:
+        if (self.ranks.num_processes > 1 or "deepspeed" in sys.modules) and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
     def follow(self, optimizer: Any) -> None:
@@ -628,8 +559,39 @@ class Watch:
         logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
         self.step = None
 
+    def _take_engine(self, engine: Any) -> None:
+        """From here on DeepSpeed's engine runs the passes, and its optimizer's step is the one that is looked into."""
+        self.zero, reference = ZeroEngine(engine), weakref.ref(self)
+        if why := self.zero.refusal():
+            self._tell_once(f"{why}. Nothing is watched")
+            self.localizer.num_failures = 3  # type: ignore[union-attr]
+            self.close()
+            return
+        self.tap.whole = self.zero.whole
+        self.tap.around_pass = partial(_to, reference, "_in_pass")
+        self.zero.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
+
+    @contextmanager
+    def _in_pass(self, is_last: bool) -> Iterator[None]:
+        with self.zero.in_pass(is_last):  # type: ignore[union-attr]
+            yield
+        if is_last:
+            self.space.show()  # type: ignore[attr-defined]
+
+    def _make_space(self) -> GradientSpace:
+        """Make the trained parameters of a step; all ranks make theirs together."""
+        if self.zero is None:
+            return GradientSpace(self.tap.outer, self.ranks)
+        if self._zero_space is None:
+            self._zero_space = ZeroSpace(self.zero, self.ranks)
+        return self._zero_space
+
+    _zero_space: ZeroSpace | None = None
+
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
-        """Take DDP's or FSDP1's calls for training's, where the model was wrapped after this was made."""
+        """Take a wrapper's calls for training's, where the model was wrapped after this was made."""
+        if self.zero is None and is_engine(module) and innermost(module) is innermost(self.tap.outer):
+            self._take_engine(module)
         is_wrapper = isinstance(module, DistributedDataParallel | FSDP1)
         if is_wrapper and innermost(module) is innermost(self.tap.outer) and module is not self.tap.outer:
             self.tap.attach(module)
@@ -660,7 +622,7 @@ class Watch:
             )
 
     def _after_backward(self) -> None:
-        if self.step is None or self.localizer is None:
+        if self.step is None or self.localizer is None or self.zero is not None:
             return
         done = [each for each in self.tap.forwards if each.is_done]
         if done and not done[-1].is_deferred:
@@ -669,7 +631,7 @@ class Watch:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tap on the optimizer. Of a step with a closure the look follows the closure."""
-        if self.is_analysing or not self._is_ours(optimizer):
+        if self.zero is not None or self.is_analysing or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:
@@ -690,7 +652,10 @@ class Watch:
         return None
 
     def _look_before_step(self, optimizer: Any) -> None:
-        self.follow(optimizer)
+        if self.zero is not None:
+            self._num_steps += 1
+        else:
+            self.follow(optimizer)
         if not self._has_looked:  # else the ranks would meet once more, for nothing
             self.look()
         self._has_looked = False
@@ -732,7 +697,7 @@ class Watch:
         outer = self.tap.outer
         is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)
         why = ""
-        if self.ranks.num_processes > 1 and not is_wrapped:
+        if self.zero is None and self.ranks.num_processes > 1 and not is_wrapped:
             why = (
                 f"with {self.ranks.num_processes} processes the model has to be in DDP or FSDP, found a "
                 f"{type(outer).__name__}"
@@ -754,7 +719,7 @@ class Watch:
         is_elsewhere = isinstance(self.tap.outer, FSDP1) or (
             isinstance(self.tap.outer, FSDPModule) and any(each.is_deferred for each in done)
         )
-        if done and not is_elsewhere and all(param.grad is None for param in self.space.params):
+        if done and not is_elsewhere and self.zero is None and all(param.grad is None for param in self.space.params):
             self._drop()
 
     def _write_metrics(self, norm: torch.Tensor) -> None:

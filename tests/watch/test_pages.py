@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/any-loop.md: its code runs as it is printed, and so does the README's line."""
+"""docs/any-loop.md and docs/trainers.md: their code runs as it is printed, and so does the README's line."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import gradloc
 from tests.watch.test_harmless import events_in
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "any-loop.md").read_text(encoding="utf-8"), re.S)
+TEXTS = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("any-loop.md", "trainers.md")]
+BLOCKS = re.findall(r"```python\n(.*?)```", "\n".join(TEXTS), re.S)
 V = 48
 
 
@@ -144,3 +146,14 @@ def test_the_readme_has_the_one_line(tmp_path, monkeypatch):
     model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
     optimizer.step()
     assert (tmp_path / "runs" / "x" / "metrics.jsonl").exists()
+
+
+def test_the_notebook_runs_and_names_the_token(tmp_path, monkeypatch):
+    cells = json.loads((ROOT / "examples" / "spike.ipynb").read_text(encoding="utf-8"))["cells"]
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    (event,) = events_in(tmp_path / "runs" / "notebook")
+    assert [(culprit["row"], culprit["positions"]) for culprit in event["culprits"]] == [(2, [5])]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import param_is_not_shared
 
-from ....core.gradients import Gradient, GradientSpace
+from ....core.engines import EngineSpace, WeightView
 from ....core.ranks import Ranks
 
 _KEPT = (
@@ -65,10 +65,10 @@ def chunks_of(module: Any) -> list[Any]:
     return chunks
 
 
-class _Decoupled(torch.nn.Parameter):
+class _Decoupled(WeightView):
     """A parameter of the precision-aware optimizer: in 16 bits, with a float32 gradient under another name.
 
-    A view, to write through; ``of`` is the optimizer's own.
+    ``of`` is the optimizer's own.
     """
 
     of: torch.Tensor
@@ -88,7 +88,7 @@ class _Decoupled(torch.nn.Parameter):
         return torch.float32.itemsize
 
 
-class MegatronSpace(GradientSpace):
+class MegatronSpace(EngineSpace):
     """The parameters of verl's Megatron engine; all processes make theirs together.
 
     Args:
@@ -120,9 +120,6 @@ class MegatronSpace(GradientSpace):
         self.counts = [part.is_original and part.place not in held for _, part in named]
         self._places = [part.place for _, part in named]
 
-    def reshard(self) -> None:
-        """Nothing is gathered but by :meth:`publish`."""
-
     @torch.no_grad()
     def publish(self) -> None:
         for leaf in self._leaves:
@@ -144,20 +141,12 @@ class MegatronSpace(GradientSpace):
         for place in self._places:
             yield generator.manual_seed(1_000_003 * (seed + 1) + zlib.crc32(place.encode()))
 
-    def take(self) -> Gradient:
-        buffers = {
+    def buffers(self) -> set[int]:
+        return {
             buffer.grad_data.untyped_storage().data_ptr()
             for chunk in self.engine.module
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         }
-
-        def own(grad: torch.Tensor | None) -> torch.Tensor | None:
-            is_view = grad is not None and grad.untyped_storage().data_ptr() in buffers
-            return grad.clone() if grad is not None and is_view else grad
-
-        gradient = self.agree(lambda: [own(param.grad) for param in self.params])
-        self.clear()
-        return gradient
 
 
 def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Shard]]:

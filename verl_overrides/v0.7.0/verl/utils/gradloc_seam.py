@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from omegaconf import OmegaConf
 
-VERSION = "0.4.0"  # of the package that this patch was made for
+VERSION = "0.5.0"  # of the package that this patch was made for
 _SWITCHES = ["trainer.health.enable", "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"]
 _SWITCHES += ["algorithm.advantage_reweighting.alpha", "algorithm.lopti.enable"]
 _SWITCHES += ["actor_rollout_ref.actor." + name for name in ("spike_detection", "gradloc.enable", "gradloc.critic")]

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ZeRO, stages 1 to 3: the gradient that its optimizer is about to take, and passes of its own engine.
+
+Each process holds a part of the float32 weights, and at the optimizer's step the same part of the gradient. A pass runs
+the model, then what the engine runs behind a backward: its own reduction. So a masked gradient is the one that training
+without the token would have had. DeepSpeed is not imported: the engine comes from the loop.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.engines import EngineSpace, WeightView
+from ..core.ranks import Ranks
+from ..core.step import OwnBuffers
+
+
+def is_engine(module: Any) -> bool:
+    """Return whether this is DeepSpeed's engine around a model."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in kinds)
+
+
+class ZeroEngine:
+    """One engine with ZeRO: its passes, and its optimizer's gradient.
+
+    Args:
+        engine: DeepSpeed's, as ``deepspeed.initialize`` returns it.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine, self.optimizer, self.module = engine, engine.optimizer, engine.module
+        self.is_sharded = hasattr(self.optimizer, "fp16_partitioned_groups_flat")
+        """Whether the model's weights are sharded, too (stage 3)."""
+        self.num_groups = len(getattr(self.optimizer, "fp16_groups" if self.is_sharded else "bit16_groups", ()))
+        self._held: dict[int, Any] = {}
+        """The optimizer's gradient while a step is looked into."""
+
+    def refusal(self) -> str:
+        """Return why this engine cannot be watched, in a sentence; empty where it can."""
+        optimizer, engine = self.optimizer, self.engine
+        stage, kind = engine.zero_optimization_stage(), type(optimizer).__name__
+        offloads = [getattr(engine, f"zero_offload_{what}", lambda: None)() for what in ("optimizer", "param")]
+        is_offloaded = any(getattr(each, "device", None) not in (None, "none") for each in offloads)
+        is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+        refused = {
+            f"ZeRO's stage {stage}: put the model into DistributedDataParallel": stage not in (1, 2, 3),
+            f"{kind}: leave data_types.grad_accum_dtype out": not hasattr(optimizer, "averaged_gradients"),
+            "fp16: train in bf16": engine.fp16_enabled(),
+            "offload: leave offload_optimizer and offload_param out": is_offloaded,
+            "ZenFlow": getattr(optimizer, "zenflow", False),
+            "its own experts": getattr(engine, "has_moe_layers", False),
+            "its pipeline": getattr(engine, "pipeline_parallelism", False),
+            "managed_gradient_accumulation=false": not is_managed,
+        }
+        found = next((what for what, is_there in refused.items() if is_there), "")
+        return found and f"gradloc does not look into DeepSpeed with {found}"
+
+    @property
+    def clip_limit(self) -> float:
+        """What the optimizer's step clips the norm to; inf: it does not."""
+        return float(self.optimizer.clip_grad) or float("inf")
+
+    # ---- the optimizer's step
+
+    def on_step(self, look: Callable[[], None]) -> None:
+        """Call this before each step that the optimizer takes; where it leaves no gradient, none is taken."""
+        take_step = self.optimizer.step
+
+        def step(*args: Any, **given: Any) -> Any:
+            look()
+            if any(gradients is not None for gradients in self.optimizer.averaged_gradients.values()):
+                return take_step(*args, **given)
+            self.reset()
+            if self.is_sharded:
+                self.optimizer._pre_step()
+            return None
+
+        self.optimizer.step = step
+
+    def hold(self) -> list[Sequence[torch.Tensor]]:
+        """Return by group the gradients of this process' parts, in the optimizer's order."""
+        there = self.optimizer.averaged_gradients
+        self._held = {group: entries for group, entries in there.items() if entries is not None}
+        return [_entries(self._held.get(group, ())) for group in range(self.num_groups)]
+
+    @torch.no_grad()
+    def give(self, gradients: list[list[torch.Tensor | None]]) -> None:
+        """Write these gradients where the optimizer's step reads them; all None: leave none there."""
+        held, self._held = self._held, {}
+        if held and all(each is None for group in gradients for each in group):
+            self.reset()
+            return
+        for group, entries in held.items():
+            for entry, part in zip(_entries(entries), gradients[group], strict=False):
+                flat = entry.view(-1)
+                if part is None:
+                    flat.zero_()
+                elif part.data_ptr() != entry.data_ptr():
+                    flat[: part.numel()].copy_(part.view(-1))
+            self.optimizer.averaged_gradients[group] = entries
+
+    def reset(self) -> None:
+        """Drop what the backwards so far have left."""
+        optimizer = self.optimizer
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+        if self.is_sharded:
+            optimizer.grad_partitions_flat_buffer.zero_()
+        else:
+            optimizer.micro_step_id = -1
+            optimizer.all_grad_tensors = dict.fromkeys(optimizer.all_grad_tensors)
+        optimizer.zero_grad()
+
+    # ---- a pass
+
+    @contextmanager
+    def in_pass(self, is_last: bool) -> Iterator[None]:
+        """Surround the forward and the backward of a micro-batch with what the engine does around training's."""
+        engine, optimizer = self.engine, self.optimizer
+        boundary = engine._is_gradient_accumulation_boundary
+        optimizer.clear_backward_seen_flag()
+        engine.set_gradient_accumulation_boundary(is_last)
+        try:
+            yield
+            engine.allreduce_gradients()
+            optimizer.backward_epilogue()
+        finally:
+            engine._is_gradient_accumulation_boundary = boundary
+
+    @contextmanager
+    def whole(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """In here these modules' weights can be read on each process."""
+        missing = [
+            param
+            for module in modules
+            for param in module.parameters()
+            if self.is_sharded and param.ds_status.name == "NOT_AVAILABLE"
+        ]
+        if missing:
+            missing[0].all_gather(param_list=missing)
+        try:
+            yield
+        finally:
+            if missing:
+                missing[0].partition(param_list=missing, has_been_updated=False)
+
+    def abandon(self) -> None:
+        """Make the engine fit for its next forward after one that was cut off."""
+        optimizer = self.optimizer
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        already = optimizer.params_already_reduced
+        for param in already if isinstance(already, dict) else range(len(already)):
+            already[param] = False
+        if self.is_sharded:
+            optimizer._partition_all_parameters()
+        else:
+            optimizer._release_ipg_buffers()
+        self.reset()
+
+
+class ZeroSpace(EngineSpace):
+    """The gradient of :class:`ZeroEngine`; all processes make theirs together.
+
+    Args:
+        zero: the engine.
+        ranks: as of :class:`~..core.gradients.GradientSpace`.
+    """
+
+    def __init__(self, zero: ZeroEngine, ranks: Ranks | None = None):
+        self.zero, self.module, self.model = zero, zero.module, zero.module
+        self._buffers = [OwnBuffers(owner) for owner in self.model.modules() if owner._buffers]
+        optimizer = zero.optimizer
+        parts = {id(param): part for group in _parts(zero) for param, part in group}
+        self._order = [[id(param) for param, _ in group] for group in _parts(zero)]
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        nothing = next(iter(parts.values())).detach()[:0]
+        named = [
+            (name, parts[id(param)] if id(param) in parts else WeightView.over(nothing)) for name, param in trained
+        ]
+        self._places = {id(param): index for index, (_, param) in enumerate(trained)}
+        group = optimizer.dp_process_group
+        dtypes = getattr(optimizer, "gradient_accumulation_dtype", None), optimizer.communication_data_type
+        self._hold(named, [] if dist.get_world_size(group) == 1 else [group], dtypes, ranks)
+        self.is_mirrored = any(param.dtype != torch.float32 for _, param in trained)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.zero.engine.device)
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
+
+    def buffers(self) -> set[int]:
+        sharded = [self.zero.optimizer.grad_partitions_flat_buffer] if self.zero.is_sharded else []
+        return {buffer.untyped_storage().data_ptr() for buffer in sharded}
+
+    def clear(self) -> None:
+        super().clear()
+        self.zero.reset()
+
+    def show(self) -> None:
+        """Let :meth:`current` be what the optimizer is about to take."""
+        for ids, entries in zip(self._order, self.zero.hold(), strict=True):
+            for each, entry in zip(ids, entries, strict=False):
+                param = self.params[self._places[each]]
+                param.grad = entry.view(-1)[: param.numel()]
+
+    def give(self) -> None:
+        """Let the optimizer take what :meth:`current` is."""
+        self.zero.give([[self.params[self._places[each]].grad for each in ids] for ids in self._order])
+        super().clear()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        optimizer = self.zero.optimizer
+        if not self.zero.is_sharded:
+            optimizer.update_lp_params()
+            for group in range(len(optimizer.bit16_groups)):
+                optimizer._update_model_bit16_weights(group)
+            return
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def abandon_pass(self) -> None:
+        self.zero.abandon()
+
+
+def _entries(gradients: Any) -> list[torch.Tensor]:
+    """Return a group's gradients without what fills the partition up."""
+    return [each for each in gradients if not getattr(each, "_zero_padding", False)]
+
+
+def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]]:
+    """Return, by group and in the gradients' order, the parameters that this process has a part of, and that part."""
+    optimizer = zero.optimizer
+    if zero.is_sharded:
+        return [[(param, _sharded_part(optimizer, param)) for param in group] for group in optimizer.fp16_groups]
+    found = []
+    for group, params in enumerate(optimizer.params_in_partition):
+        weights = optimizer.single_partition_of_fp32_groups[group]
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        parts = []
+        for param in params:
+            number = optimizer.get_param_id(param)
+            start = int(optimizer.grad_partition_insertion_offset[group][rank][number])
+            size = int(param.numel() - optimizer.grad_start_offset[group][rank][number])
+            parts.append((param, WeightView.over(weights[start : start + min(size, len(weights) - start)])))
+        found.append(parts)
+    return found
+
+
+def _sharded_part(optimizer: Any, param: Any) -> WeightView:
+    """Return this process' part, without the elements that fill the last process' up."""
+    group, start, size = optimizer.grad_position[optimizer.get_param_id(param)]
+    rank = dist.get_rank(param.ds_process_group)
+    real = min(max(param.ds_numel - rank * size, 0), size)
+    return WeightView.over(optimizer.fp32_partitioned_groups_flat[group][start : start + real])
