@@ -142,6 +142,8 @@ class _AutoSearch:
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             if shares.is_exact and abs(left) + error < most**2:
                 break
+            if has_named and not candidate.norm and shares.is_exact and abs(left) <= 2 * error:
+                break  # what is named accounts for all that was read: the certificate says whether it does
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
             if len(others) >= self.task.max_culprits or num_misses == _MAX_MISSES:
@@ -301,10 +303,7 @@ class _AutoSearch:
         self._note("others", "measured", source.reason, norm)
 
     def _trace_non_finite(self, goes_on: bool) -> bool:
-        """Name what made a NaN or inf; returns whether the gradient without it is finite, and is to be searched.
-
-        A coefficient that is not finite names its token, with no forward at all.
-        """
+        """Name what made a NaN or inf; returns whether the gradient without it is finite, and is to be searched."""
         candidates, most, result = non_finite(self.task), self.task.max_culprits, self.result
         if not candidates:
             self._bisect("all coefficients are finite, so it was the backward that made the gradient non-finite")
