@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's driver does for us in a healthy step, in seconds of its processor: on a batch in memory.
+"""Measures what a healthy step costs verl's driver, in seconds of processor time, on a batch in memory.
 
     python -m benchmarks.driver        # 4,096 rows of up to 32k tokens: half a minute, 4 GB
 

@@ -101,6 +101,11 @@ class BatchView:
         return RowFacts.from_padded(mask, self.signal()[1] if has_signal else torch.zeros_like(mask), scores)
 
     @property
+    def num_tokens(self) -> torch.Tensor:
+        """int (R,): response tokens of each row; no other column is read for them."""
+        return self.facts.num_tokens if self.known is not None else self.tensors["response_mask"].sum(-1)
+
+    @property
     def signal_name(self) -> str:
         """What the loss pulls a token with."""
         if self.is_critics:

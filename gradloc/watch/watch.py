@@ -462,7 +462,7 @@ class Watch(Notes):
 
     @property
     def signal(self) -> str:
-        """What :meth:`.tap_step.TapStep.brief` tells beside the number of tokens, by the batch's names."""
+        """Name what :meth:`.tap_step.TapStep.brief` has of a row, with its number of tokens."""
         return "advantages" if self.step.has_advantages else "loss_weights"
 
     def view(self, by_rank: Sequence[Rows]) -> BatchView:

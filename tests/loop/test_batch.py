@@ -56,3 +56,8 @@ def test_a_large_batch_is_known_by_tokens_that_are_evenly_spread():
     found = RowFacts.from_padded(mask, advantages)
     assert len(found.sample) < mask.numel() / 2
     assert float(found.sample.abs().median()) == pytest.approx(float(advantages.abs().median()), rel=0.01)
+
+
+def test_how_long_rows_are_is_known_whatever_shape_another_column_has():
+    view = BatchView({"response_mask": torch.ones(3, 4, dtype=torch.long), "advantages": torch.ones(2, 9)})
+    assert view.num_tokens.tolist() == [4, 4, 4]

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks: what differs between them, and what ends or fails on one of them."""
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import gradloc
 from gradloc.loop.driver import AbortedBySpike
+from gradloc.record.store import EventStore
 from tests.watch.loops import SPIKE, TAU, Loop, flat, model_of
 from tests.watch.test_harmless import events_in
 
@@ -25,13 +28,22 @@ class Failing(Loop):
             raise RuntimeError("out of memory, say")
 
 
-def run(folder: str, action: str = "observe", uneven: bool = False, failing: bool = False) -> dict[str, Any]:
-    """What came of four steps on this rank; ``uneven``: the first rank makes its rows in one micro-batch."""
+def run(
+    folder: str, action: str = "observe", uneven: bool = False, failing: bool = False, late_s: float = 0.0
+) -> dict[str, Any]:
+    """What came of four steps on this rank; ``uneven``: the first rank makes its rows in one micro-batch; ``late_s``:
+    seconds that the folder's disk takes."""
+    write = EventStore.write_folder
+    with mock.patch.object(EventStore, "write_folder", lambda *given: (time.sleep(late_s), write(*given))[1]):
+        return _run(folder, action, uneven, failing)
+
+
+def _run(folder: str, action: str, uneven: bool, failing: bool) -> dict[str, Any]:
     made, ended = (Failing if failing else Loop)(folder, action, "ddp-once", **TAU), ""
     try:
         made.run(each=4 if uneven and made.rank == 0 else 2)
     except AbortedBySpike as error:
-        ended = str(error)
+        ended = f"{error} {len(events_in(Path(folder)))} events on disk"
     return {"weights": flat(made.model), "trained": len(made.norms), "ended": ended, "metrics": made.watch.metrics}
 
 
@@ -49,6 +61,11 @@ def test_abort_reaches_every_rank_before_the_step(bare_world, tmp_path):
     first, second = on(bare_world, tmp_path, action="abort")
     assert first["trained"] == second["trained"] == 2
     assert "(action=abort). One token made the step-3 spike" in first["ended"] and "first process" in second["ended"]
+
+
+def test_abort_ends_no_rank_before_the_event_is_on_disk(bare_world, tmp_path):
+    _, second = on(bare_world, tmp_path, action="abort", late_s=3.0)
+    assert second["ended"].endswith("1 events on disk"), "a launcher would end the first process, which writes it"
 
 
 def test_a_search_that_fails_on_one_rank_leaves_the_step_as_it_was(bare_world, tmp_path):

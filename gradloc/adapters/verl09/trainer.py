@@ -8,7 +8,7 @@ Shapes: R rows, P prompt and T response positions.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -277,7 +277,9 @@ class _Watched(Checkpointed):
         return super()._balance_batch(batch, metrics, *args, **given)
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        with self.gradloc.seen.watching(batch, self.gradloc.critic is not None):
+        parts = self.gradloc
+        is_read = bool(parts.drivers) or parts.monitor is not None
+        with parts.seen.watching(batch, parts.critic is not None) if is_read else nullcontext():
             batch = super()._compute_advantage(batch, metrics)
         self.gradloc.reweight(KVUpdate(self, _ACTOR, batch), metrics)
         return batch
@@ -409,17 +411,17 @@ class SeenRows:
         try:
             self._known = {is_critics: _facts(rows, is_critics) for is_critics in (False, True)[: 1 + has_critic]}
             self._keys, self._uids = list(batch.keys), list(rows["uid"])
-        except (KeyError, AttributeError, TypeError) as error:  # another verl computes them in another way
+        except Exception as error:  # another verl computes them in another way
             logger.info("gradloc: what a healthy step is known by is fetched from verl's queue: %r", error)
             self.forget()
 
     def facts(self, batch: Any, is_critics: bool) -> RowFacts | None:
-        """What is known of these rows; None where they were not seen."""
+        """Return the facts of these rows, in their order; None for rows that verl did not read."""
         places = self._places(batch)
         return None if places is None or is_critics not in self._known else self._known[is_critics].chosen(places)
 
     def uids(self, batch: Any) -> list[str] | None:
-        """Their prompts; None where they were not seen."""
+        """Return the rows' prompts; None for rows that verl did not read."""
         places = self._places(batch)
         return None if places is None else [self._uids[place] for place in places.tolist()]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer of verl's holds of GradLoc on the driver, whatever its version calls when."""
 
+import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ...config import GradLocConfig, settings_in
+from ...core.step import Groups
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
 from ...loop.driver import Driver
@@ -24,6 +26,8 @@ from ...stabilize.memory import StabilizerMemory
 from .losses import estimator_of, groups_of
 from .needs import health_in, refused_cures
 from .watch import reports_of
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 """verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
@@ -286,10 +290,9 @@ class TrainerParts:
         if driver is None:
             policy = self._silent_policy(update)
         else:
-            policy = driver.before_batch(view.facts.num_tokens, step, update.dp_size, stage)
+            policy = driver.before_batch(view.num_tokens, step, update.dp_size, stage)
             if driver.settings.search.max_cures > 0 and not stage:  # which has a part of the advantages
-                groups = groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
-                policy = replace(policy, groups=groups)
+                policy = replace(policy, groups=self._groups_of(view))
         learned = None if memory is None else memory.to_send
         policy = replace(policy, stage=stage or None, learned=learned, keeps_lr_schedule=keeps_lr_schedule)
         metrics = update.run(policy)
@@ -304,6 +307,14 @@ class TrainerParts:
             metrics.update(ours)
             _restore_peak(metrics, reports)
         return metrics
+
+    def _groups_of(self, view: BatchView) -> Groups | None:
+        """How the advantages were made; None, and training goes on, where the batch cannot be read."""
+        try:
+            return groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
+        except Exception:
+            logger.exception("gradloc: how this batch's advantages were made is not known; fewer settings are measured")
+            return None
 
     def _silent_policy(self, update: WorkersUpdate) -> Policy:
         """Of an update in which no spike is looked for."""

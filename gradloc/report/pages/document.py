@@ -127,7 +127,7 @@ class EventDocument(NamedTuple):
 
 
 def document(event: Event, run: RunFolder) -> EventDocument:
-    """Say everything of an event that its record, its run and its run's settings tell."""
+    """Make the document of an event from its record, its run and the run's settings."""
     root = run.events_root or run.path
     actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
     sections = [
@@ -139,9 +139,9 @@ def document(event: Event, run: RunFolder) -> EventDocument:
         _where(event),
         _proof(event, run, root),
     ]
-    told, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
+    filled, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
     says = headline(event), lede(event), quote_of(event), named(event), figures(event)
-    return EventDocument(event, _title(event), verdict, *says, told)
+    return EventDocument(event, _title(event), verdict, *says, filled)
 
 
 def _title(event: Event) -> str:

@@ -35,7 +35,7 @@ RECORDS = ("meta", "event")
 
 
 class EventRow(NamedTuple):
-    """What a list of events tells of one."""
+    """One event's row in a list."""
 
     event_id: str
     step: int
