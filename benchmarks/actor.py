@@ -162,8 +162,8 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         for module in (gradients, tracker):
             stack.enter_context(mock.patch.object(module, "is_slow", lambda device: False))
         stack.enter_context(within("pass", probe.Prober, "_together"))
-        stack.enter_context(within("loss", step.OwnLoss, "recorded_under"))  # verl's reads its metrics
-        for name in ("gather", "gather_first", "sent_by"):
+        stack.enter_context(within("loss", step.LossReplay, "recorded_under"))  # verl's reads its metrics
+        for name in ("gather", "gather_first", "broadcast_from"):
             stack.enter_context(within("sent", ranks.Ranks, name))
         yield
 

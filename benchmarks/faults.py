@@ -40,8 +40,8 @@ import torch.distributed as dist
 from benchmarks.actor import is_engine
 from benchmarks.run import Progress, Record, digest, parser, table, write
 from gradloc.core import ranks
-from tests.bare.faults import memory_is
 from tests.core.card import Card
+from tests.toy_model.faults import memory_is
 from tests.world import World
 from tests.world import harness as of_world
 from tests.world.spikes import plant
@@ -58,14 +58,14 @@ PLACES = {
     "ride along": ("core.gradients", "GradientSpace.local_squares"),
     "set aside": ("loop.localizer", "Localizer._set_aside"),
     "make room": ("loop.localizer", "Localizer._make_room"),
-    "agreement": ("core.ranks", "Ranks.agree"),
+    "agreement": ("core.ranks", "Ranks.run_local_synced"),
     "forward": ("core.step", "HostStep.forward"),
     "forward with a graph": ("core.step", "HostStep.forward_with_graph"),
     "backward": ("core.probe", "run_backward"),
     "certificate": ("search.task", "Task.certify"),
     "act": ("loop.localizer", "Localizer._act"),
     "gather": ("loop.localizer", "Localizer._gather"),
-    "take back": ("core.memory", "Room.close"),
+    "take back": ("core.memory", "SearchMemory.close"),
     "report": ("loop.localizer", "median_size"),
     "event's folder": ("record.store", "EventStore.write_folder"),
     "event's line": ("record.store", "EventStore.append"),
@@ -221,7 +221,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
             stack.enter_context(_megatron(TRAINERS[name]))
         if fault.place in COPIES:  # as where memory is short
             places = PLACES | COPIES
-            stack.enter_context(mock.patch("gradloc.core.forecast.Need.least_way", lambda *_: 2))
+            stack.enter_context(mock.patch("gradloc.core.forecast.MemoryNeed.least_way", lambda *_: 2))
         if fault.place in SAVES:
             places = PLACES | SAVES
             overrides.append(f"{_ACTOR}.gradloc.evidence.checkpoint=before_step")

@@ -15,6 +15,8 @@ from statistics import mean, median
 import numpy as np
 from rich.table import Table
 
+from gradloc.explain.numbers import percent
+from gradloc.explain.text import plural
 from gradloc.record.store import plain
 from gradloc.report.logs import LoggedRun, Segment
 from gradloc.report.logs.segments import surviving
@@ -22,8 +24,6 @@ from gradloc.report.pages import terminal
 from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.health import HealthConfig, judge
 from gradloc.report.runs.run import read_logs
-from gradloc.words.numbers import percent
-from gradloc.words.text import plural
 
 EXPLOSION = 10.0
 """Times normal."""

@@ -4,23 +4,23 @@
     python -m benchmarks.mixtures
     python -m benchmarks.mixtures --seeds 100
 
-What is planted and counted is in tests/bare/mixtures.py. Writes mixtures.json and mixtures.md.
+What is planted and counted is in tests/toy_model/mixtures.py. Writes mixtures.json and mixtures.md.
 """
 
 import sys
 from collections.abc import Sequence
 
 from benchmarks.run import Record, digest, exit_code, finish, on_two_ranks, parser, table
-from tests.bare.mixtures import problems
+from tests.toy_model.mixtures import problems
 
 LAYOUTS = ("fsdp2", "fsdp1")
 COLUMNS = ("seed", "culprits", "tokens", "norm", "over", "named", "missed", "weak", "innocent", "status", "verdict")
 
 
 def measure(seeds: int, layouts: Sequence[str] = LAYOUTS) -> list[Record]:
-    """What ``tests.bare.mixtures.mixture`` returns for each layout and seed, and the layout."""
+    """What ``tests.toy_model.mixtures.mixture`` returns for each layout and seed, and the layout."""
     cells = [{"layout": layout, "seed": seed} for layout in layouts for seed in range(seeds)]
-    return on_two_ranks("tests.bare.mixtures.mixture", cells)
+    return on_two_ranks("tests.toy_model.mixtures.mixture", cells)
 
 
 def markdown(rows: list[Record]) -> str:

@@ -31,7 +31,7 @@ from benchmarks.localization import pretrained
 from benchmarks.localization.published import descend
 from benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
 from benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table, write
-from tests.bare import Batch
+from tests.toy_model import Batch
 from tests.world import World, harness
 
 _ANY = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 1.5, "batch_alone": 2.0}

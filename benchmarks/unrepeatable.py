@@ -5,7 +5,8 @@
     python -m benchmarks.unrepeatable --seeds 5
 
 A bare model on two gloo ranks. In every backward each attention output's gradient, and the embedding's, is rounded to
-bfloat16 and a share of its elements a unit off, fresh each time (tests/bare/noise.py); the truth is recomputed without.
+bfloat16 and a share of its elements a unit off, fresh each time (tests/toy_model/noise.py); the truth is
+recomputed without.
 Writes unrepeatable.json and unrepeatable.md.
 """
 
@@ -32,10 +33,10 @@ HEAD = [
 
 
 def measure(seeds: int) -> list[Record]:
-    """One row for each cell and seed: what ``tests.bare.scenarios.certify_unrepeatable`` returns, and the cell."""
+    """One row for each cell and seed: what ``tests.toy_model.scenarios.certify_unrepeatable`` returns, and the cell."""
     values = itertools.product(LAYOUTS, DTYPES, SHARES, SIZES, range(seeds))
     cells = [dict(zip(KEYS, cell, strict=True)) for cell in values]
-    rows = on_two_ranks("tests.bare.scenarios.certify_unrepeatable", cells)
+    rows = on_two_ranks("tests.toy_model.scenarios.certify_unrepeatable", cells)
     return [{**row, "planted_size": cell["size"]} for row, cell in zip(rows, cells, strict=True)]
 
 

@@ -133,7 +133,7 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
     from gradloc.core.tracker import NormTracker
     from gradloc.core.trigger import Spike
     from gradloc.search.find import localize
-    from tests.bare import BareStep, Loss, Oracle, shard
+    from tests.toy_model import Loss, Oracle, ToyStep, shard
 
     plan, draw, started = plan_of(seed, precision), random.Random(seed + 1), time.perf_counter()
     passes, kept_in = getattr(torch, plan.precision), getattr(torch, plan.weights)
@@ -143,7 +143,7 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
 
     def step_of(batch: Any) -> tuple[Any, Any, Any]:
         model = _model(plan, seed, plain).to(kept_in)
-        step = BareStep(shard(model, plan.layout, passes), batch, plan.micro_batches, passes, loss)
+        step = ToyStep(shard(model, plan.layout, passes), batch, plan.micro_batches, passes, loss)
         tracker = NormTracker(0)
         tracker.begin_mini_batch()
         space = GradientSpace(step.model)
@@ -208,7 +208,7 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
 
 
 def _model(plan: Plan, seed: int, like: torch.nn.Module | None = None) -> Any:
-    from tests.bare.model import Decoder, ModelSize
+    from tests.toy_model.model import Decoder, ModelSize
 
     torch.manual_seed(seed % 2**31)
     model = Decoder(ModelSize(plan.vocabulary, plan.width, plan.layers, heads=2))
@@ -243,7 +243,7 @@ def _walk(plan: Plan, rows: int, length: int, generator: torch.Generator) -> tor
 
 
 def _batch(plan: Plan, model: Any, seed: int, draw: random.Random) -> Any:
-    from tests.bare.batch import _answered
+    from tests.toy_model.batch import _answered
 
     generator = torch.Generator().manual_seed(seed % 2**31 + 2)
     tokens = _walk(plan, plan.rows, 5 + plan.length - 1, generator)

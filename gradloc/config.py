@@ -14,10 +14,10 @@ from typing import Any
 
 from .checks import POSITIVE, SWITCH, Allowed, closed, integer, number, one_of, or_null, require, setting
 from .mismatch.config import MismatchConfig
+from .notify.config import NotifyConfig
 from .record import ACTIONS
 from .search.limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES
 from .stabilize.config import StabilizeConfig
-from .tell.config import NotifyConfig
 
 _KEY = "actor_rollout_ref.actor"
 _TAU = or_null(POSITIVE, "null (adaptive) or a positive number (the published per-token threshold)")

@@ -2,7 +2,7 @@
 """Under which names things travel from the trainer to the actor, with verl's own."""
 
 POLICY_KEY = "gradloc"
-"""Meta info of a batch: the update's :class:`~.loop.wire.Policy`."""
+"""Meta info of a batch: the update's :class:`~.loop.messages.Policy`."""
 ROW_KEY = "gradloc_row"
 """int (R,) in a batch: each row's number in the driver's batch."""
 SEQUENCE_KEY = "sequence_id"

@@ -16,8 +16,8 @@ from .analysis.config import BucketSettings, QuartileSettings
 from .checks import keys_in, refuse_unknown
 from .config import PUBLISHED, GradLocConfig
 from .health.config import HealthConfig
+from .notify.config import WEBHOOK_IS_NO_URL
 from .rollout_filter.config import FilterSettings
-from .tell.config import WEBHOOK_IS_NO_URL
 
 _ACTOR = "actor_rollout_ref.actor"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/advice.md from ``gradloc.words`` and the rules of health."""
+"""Make docs/advice.md from ``gradloc.explain`` and the rules of health."""
 
 import re
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gradloc.explain.advice import ACTIONS, VERLS  # noqa: E402
+from gradloc.explain.causes import CAUSE_INFO, RULES  # noqa: E402
+from gradloc.explain.cures import MILDEST_FIRST, is_measured  # noqa: E402
 from gradloc.health.rules import ADVICE  # noqa: E402
-from gradloc.words.advice import ACTIONS, VERLS  # noqa: E402
-from gradloc.words.causes import MEANINGS, RULES  # noqa: E402
-from gradloc.words.cures import MILDEST_FIRST, is_measured  # noqa: E402
 
 PAGE = """\
 # What to do now
@@ -20,7 +20,7 @@ PAGE = """\
 The page, the terminal and `--format md` give one thing to do: the first of these that an event's evidence fits.
 A setting that was [measured to heal the step](cures.md) comes before it. Settings already on, or missing from your
 verl, are skipped. Words in *italics* stand for the event's own.
-`python scripts/make_advice.py` makes this page from `gradloc/words`.
+`python scripts/make_advice.py` makes this page from `gradloc/explain`.
 
 {rules}
 
@@ -32,7 +32,7 @@ down) is a yes. Fewer than three steps after it are not yet an answer.
 
 ## Config lines
 
-Each is composed with that verl's own config, built, and held to be read by its code: `tests/words/test_advice.py` on
+Each is composed with that verl's own config, built, and held to be read by its code: `tests/explain/test_advice.py` on
 0.7, `tests/adapters/verl09/test_advice.py` on 0.9.
 
 {actions}
@@ -69,7 +69,7 @@ def _trainers_of(cure: str) -> str:
 
 
 def _causes_of(cure: str) -> str:
-    return ", ".join(f"`{label}`" for label, found in MEANINGS.items() if cure in found.cures)
+    return ", ".join(f"`{label}`" for label, found in CAUSE_INFO.items() if cure in found.cures)
 
 
 def pages() -> dict[Path, str]:
@@ -89,7 +89,7 @@ def pages() -> dict[Path, str]:
         actions.append(f"- {action.do} {known}".rstrip())
     causes = [
         f"- `{label}`: {found.title}. {found.means} {'' if found.why else 'People: ' + _all(found.do)}".rstrip()
-        for label, found in MEANINGS.items()
+        for label, found in CAUSE_INFO.items()
     ]
     reasons = [f"- `{name}`: {_all(names)}" for name, names in ADVICE.items()]
     cures = [f"- {ACTIONS[name].do} On {_trainers_of(name)}, for {_causes_of(name)}." for name in MILDEST_FIRST]

@@ -98,7 +98,7 @@ case $tier in
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trainers) stage "tests on other trainers" && GRADLOC_TRAINERS=1 "$python" -m pytest tests/recipes "$@" ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
-        shared=(tests/adapters/same)
+        shared=(tests/adapters/conformance)
         if [[ $tier == verl09 ]]; then # features that work there, too
             shared+=(tests/analysis/{test_split,quartiles/test_actor}.py tests/reweighting/test_stages.py)
             shared+=(tests/stabilize/{test_actor,test_ratios}.py)

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-pytest.register_assert_rewrite("tests.adapters.same.layouts.checks")
+pytest.register_assert_rewrite("tests.adapters.conformance.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
 from experiments.cpu.environment import CACHE, ensure_patched_copy  # noqa: E402
@@ -177,7 +177,7 @@ def doomed(world_settings: Callable[..., dict[str, Any]]) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def bare_world() -> Iterator[World]:
-    """Two ranks without any verl, for tests.bare."""
+    """Two ranks without any verl, for tests.toy_model."""
     with World(2, preloaded=()) as world:
         yield world
 

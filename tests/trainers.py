@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer that this environment has, and what of the tests for all of them it has nothing to show.
 
-tests/adapters/same, and what scripts/test.sh names beside it, run by the same code on each: on verl 0.7's actor, on
+tests/adapters/conformance, and what scripts/test.sh adds, run by the same code on each: on verl 0.7's actor, on
 verl 0.9's engine (`scripts/test.sh verl09`), and in part on TRL's trainer under DDP (`scripts/test.sh trl`).
 """
 
@@ -33,7 +33,7 @@ def _installed() -> tuple[str, str]:
 
 
 TRAINER, VERSION = _installed()
-SHARED = ("adapters/same/", "adapters/verl07/test_harmless.py", "analysis/", "reweighting/", "stabilize/")
+SHARED = ("adapters/conformance/", "adapters/verl07/test_harmless.py", "analysis/", "reweighting/", "stabilize/")
 """The rooms with tests for several trainers."""
 INSTALLED = {
     "TRL": ("trl", "gradloc.trl"),

@@ -22,17 +22,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.counter import PACKAGE, DeviceCounter
 from benchmarks.localization.memory import peak_memory, wait
 from benchmarks.run import REPO
-from gradloc.core.forecast import WAYS, Way
+from gradloc.core.forecast import WAYS, SearchPlan
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.memory import Room, StepPeak
+from gradloc.core.memory import SearchMemory, StepPeak
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.task import SearchResult
-from tests.bare import BareStep, Batch, Decoder, ModelSize, Place, log_prob_of, shard
-from tests.bare.model import SIZES, Block, _attend
+from tests.toy_model import Batch, Decoder, ModelSize, Place, ToyStep, log_prob_of, shard
+from tests.toy_model.model import SIZES, Block, _attend
 
 MODELS = {
     "tiny": SIZES["tiny"],
@@ -89,10 +89,10 @@ class Bench:
                 self.step, self.seconds = _timed(device, self.update)
         self.healthy = self.space.norm()
 
-    def update(self) -> BareStep:
+    def update(self) -> ToyStep:
         """A healthy step, its norms noted as in training."""
         self.space.clear()
-        step = BareStep(self.model, self.batch, _NUM_MICRO_BATCHES, self.precision)
+        step = ToyStep(self.model, self.batch, _NUM_MICRO_BATCHES, self.precision)
         self.tracker.begin_update()
         self.tracker.begin_mini_batch()
         self.peak.begin(self.device)
@@ -114,19 +114,19 @@ class Bench:
             "tracker_is_on": self.tracker.is_on,
         }
 
-    def spiked(self, plant: str) -> tuple[BareStep, Spike, dict[Place, float]]:
+    def spiked(self, plant: str) -> tuple[ToyStep, Spike, dict[Place, float]]:
         """The step with this spike, trained: its gradient is in ``.grad``."""
         planted = _planted(plant, self.step, self.batch, self.healthy, self.space, self.ranks)
         batch = self.batch.planted(planted)
-        step = BareStep(self.model, batch, _NUM_MICRO_BATCHES, self.precision)
+        step = ToyStep(self.model, batch, _NUM_MICRO_BATCHES, self.precision)
         self.space.clear()
         step.train()
         norm, threshold = self.space.norm(), _THRESHOLD * self.healthy
         return step, Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens), planted
 
-    def search(self, step: BareStep, spike: Spike, way: Way = WAYS[0]) -> tuple[SearchResult, dict[str, Any]]:
+    def search(self, step: ToyStep, spike: Spike, way: SearchPlan = WAYS[0]) -> tuple[SearchResult, dict[str, Any]]:
         """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
-        room = Room(self.space, self.optimizer, self.peak.size, step.forward_bytes())
+        room = SearchMemory(self.space, self.optimizer, self.peak.size, step.forward_bytes())
         with peak_memory(self.device) as peak:
             room.make(way)
             try:
@@ -142,7 +142,7 @@ class Bench:
             figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.of(way), 0) / 2**30}
         return finding, figures
 
-    def named(self, step: BareStep, finding: SearchResult) -> set[Place]:
+    def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
         """Where the culprits stand in the batch."""
         return {self.batch.place(token, self.ranks.size, _NUM_MICRO_BATCHES) for token in finding.tokens}
 
@@ -287,7 +287,7 @@ def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dic
     return {"exit_code": ranks.returncode, "said": said, "is_ok": ranks.returncode == 0}
 
 
-def _norm_of(bench: Bench, step: BareStep, selected: Callable[[int], torch.Tensor]) -> float:
+def _norm_of(bench: Bench, step: ToyStep, selected: Callable[[int], torch.Tensor]) -> float:
     bench.space.clear()
     for index in range(step.num_micro_batches):
         step.loss(index, selected(index)).backward()
@@ -296,7 +296,7 @@ def _norm_of(bench: Bench, step: BareStep, selected: Callable[[int], torch.Tenso
     return norm
 
 
-def _planted(plant: str, step: BareStep, batch: Batch, healthy: float, space: GradientSpace, ranks: Ranks) -> dict:
+def _planted(plant: str, step: ToyStep, batch: Batch, healthy: float, space: GradientSpace, ranks: Ranks) -> dict:
     """Places spread over the rows, with the advantage that gives each the norm it is to have; every rank the same.
 
     A token that a model of random weights is sure of has no gradient: its row's next one takes its place.
@@ -315,7 +315,7 @@ def _planted(plant: str, step: BareStep, batch: Batch, healthy: float, space: Gr
     return found
 
 
-def _mask(places: set[Place], step: BareStep, index: int) -> torch.Tensor:
+def _mask(places: set[Place], step: ToyStep, index: int) -> torch.Tensor:
     mask, rows = torch.zeros_like(step.token_mask(index)), step.rows(index)
     for row, position in places:
         if row in rows:

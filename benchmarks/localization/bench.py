@@ -14,7 +14,7 @@ from benchmarks.localization.plan import Cell
 from benchmarks.localization.published import formula_cost
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, Planted, Planter, count_scenario
 from gradloc.core.history import NormHistory
-from tests.bare import SIZES, Batch, Oracle, healthy_batch
+from tests.toy_model import SIZES, Batch, Oracle, healthy_batch
 from tests.world import World
 
 _HEALTHY_STEPS = {True: 17, False: 20}  # of the pretrained model, whose every pass takes seconds, and of the others

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.localization import pretrained
-from tests.bare import SIZES, Decoder, build, log_prob_of
+from tests.toy_model import SIZES, Decoder, build, log_prob_of
 
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9]")
 _TRAIN_SHARE = 0.9

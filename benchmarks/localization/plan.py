@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.localization.pretrained import NAME
 from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE
-from tests.bare import AGGREGATIONS, Loss
+from tests.toy_model import AGGREGATIONS, Loss
 
 UNTRACKED = "auto_untracked"
 """``auto`` where the running norm after each micro-batch was not noted."""

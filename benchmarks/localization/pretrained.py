@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from experiments.llm import build
-from tests.bare import NUM_PROMPT, Batch, log_prob_of
+from tests.toy_model import NUM_PROMPT, Batch, log_prob_of
 
 NAME = "smollm2"
 
 
 class Pretrained(torch.nn.Module):
-    """A pretrained decoder as :mod:`tests.bare` reads one: `blocks`, each with an `mlp`, a `head`, and logits.
+    """A pretrained decoder as :mod:`tests.toy_model` reads one: `blocks`, each with an `mlp`, a `head`, and logits.
 
     Args:
         folder: what transformers loads it from, in float32.
@@ -36,7 +36,7 @@ class Pretrained(torch.nn.Module):
         return self.inner.lm_head
 
     def forward(self, tokens: torch.Tensor, num_last: int, precise: bool = False) -> torch.Tensor:
-        """See :meth:`tests.bare.Decoder.forward`."""
+        """See :meth:`tests.toy_model.Decoder.forward`."""
         hidden = self.inner.model(tokens, use_cache=False).last_hidden_state[:, -num_last:]
         return F.linear(hidden.float(), self.head.weight.float()) if precise else self.head(hidden)
 

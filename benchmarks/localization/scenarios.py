@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.bare import NUM_PROMPT, Amplified, Batch, Decoder, Loss, Oracle, Place, Sharpened
+from tests.toy_model import NUM_PROMPT, Amplified, Batch, Decoder, Loss, Oracle, Place, Sharpened
 
 _THREE = (10.0, 6.0, 4.0)
 _EIGHT = (10.0, 8.0, 7.0, 6.0, 5.0, 4.5, 4.0, 4.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.localization.plan import ALL
 from benchmarks.run import table
-from tests.bare import shape_of
+from tests.toy_model import shape_of
 
 Records = list[dict[str, Any]]
 

@@ -19,7 +19,7 @@ from gradloc.core.tracker import NormTracker, median_size
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.task import SearchResult
-from tests.bare import BareStep, Batch, shard
+from tests.toy_model import Batch, ToyStep, shard
 
 _GRAD_CLIP = 1.0  # verl's default: what is in .grad when the trigger fires is clipped
 
@@ -33,7 +33,7 @@ def healthy_steps(
     steps = []
     space.clear()
     for batch in batches:
-        step = BareStep(model, batch, micro_batches, getattr(torch, cell.dtype), cell.loss)
+        step = ToyStep(model, batch, micro_batches, getattr(torch, cell.dtype), cell.loss)
         step.train()
         records = [step.recorded(index) for index in range(micro_batches)]
         sizes = median_size(record.coefficients(step.numerics.weight)[0] for record in records)
@@ -63,7 +63,7 @@ def search_cell(
         device: ``cpu`` or ``cuda``.
     """
     model = _sharded(cell, weights, device)
-    step = BareStep(model, batch, cell.micro_batches, getattr(torch, cell.dtype), cell.loss)
+    step = ToyStep(model, batch, cell.micro_batches, getattr(torch, cell.dtype), cell.loss)
     space = GradientSpace(model)
     ranks = Ranks(device=step.device)
     space.clear()  # what an earlier cell left behind
@@ -139,7 +139,7 @@ def _norm_without(model: torch.nn.Module, cell: Cell, batch: Batch, culprits: li
     saved = space.take()
     places = [place for culprit in culprits for place in culprit["places"]]
     without = batch.planted(dict.fromkeys(places, 0.0))
-    BareStep(model, without, cell.micro_batches, getattr(torch, cell.dtype), cell.loss).train()
+    ToyStep(model, without, cell.micro_batches, getattr(torch, cell.dtype), cell.loss).train()
     norm = space.norm()
     space.put(saved)
     return norm

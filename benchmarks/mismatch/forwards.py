@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.generation import left_pad
-from tests.bare import log_prob_of
+from tests.toy_model import log_prob_of
 
 PROMPTS, SAMPLES, TOKENS = 12, 4, 64
 TEMPERATURES = (0.6, 0.8, 1.2)

@@ -33,7 +33,7 @@ from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import PeerFailure, Ranks
 from ..core.sharding import local_shard
-from ..core.step import Outputs, OwnLoss, Recorded, RngState
+from ..core.step import LossReplay, Outputs, Recorded, RngState
 from ..record.analysis import Update
 from ..search.weights import MovedWeights
 from .buckets import BucketNumbers
@@ -120,9 +120,9 @@ class Parts:
         self.of, self.ranks, self.space = of, of.ranks, of.space
         self.prober = Prober(of.step, of.space, of.ranks)
         self.step, self.micro_batches = self.prober.step, range(of.step.num_micro_batches)
-        self.terms = self.ranks.agree(partial(records_by_term, of.step))
-        if isinstance(of.step, OwnLoss) and all(each.log_prob_coefficient is None for each in self._recorded):
-            self.ranks.agree(partial(record_by_loss, of.step))
+        self.terms = self.ranks.run_local_synced(partial(records_by_term, of.step))
+        if isinstance(of.step, LossReplay) and all(each.log_prob_coefficient is None for each in self._recorded):
+            self.ranks.run_local_synced(partial(record_by_loss, of.step))
         self.masks = [self.step.token_mask(index) for index in self.micro_batches]
         self.whole: dict[str, Gradient] = {}
         """Each term's gradient, as the sum of its parts."""
@@ -145,7 +145,7 @@ class Parts:
 
     def labels(self, name: str) -> list[torch.Tensor]:
         """Of each micro-batch: int (B,) or (B, T)."""
-        return self.ranks.agree(lambda: [self.of.labels(name, index).cpu() for index in self.micro_batches])
+        return self.ranks.run_local_synced(lambda: [self.of.labels(name, index).cpu() for index in self.micro_batches])
 
     # ---- by bucket and term
 
@@ -161,7 +161,7 @@ class Parts:
             dots.append({f"{a}_{b}": self._dot(parts[a], parts[b]) for a, b in combinations(parts, 2)})
 
         inside = [self._within(buckets, bucket) for bucket in range(num_buckets)]
-        averages = self.ranks.agree(lambda: [self._averages(masks) for masks in inside])
+        averages = self.ranks.run_local_synced(lambda: [self._averages(masks) for masks in inside])
         shape = num_buckets, 2, len(self.terms)
         weights, losses = np.moveaxis(np.reshape(self.ranks.sum(np.ravel(averages).tolist()), shape), 1, 0)
         if not hasattr(self.of.step, "average"):  # weights in any unit
@@ -296,7 +296,7 @@ def records_by_term(step: Any) -> dict[str, list[Recorded]]:
     """Each micro-batch's coefficients, by term of the loss: ``task``, and of ``entropy`` and ``kl`` those that are on.
     Without a loss that can be asked all is ``task``. Runs no forward."""
     numbers = range(step.num_micro_batches)
-    if not isinstance(step, OwnLoss):
+    if not isinstance(step, LossReplay):
         return {"task": [step.recorded(index) for index in numbers]}
     found: dict[str, list[Recorded]] = {term: [] for term in terms_of(step)}
     for index in numbers:
@@ -321,7 +321,7 @@ def record_by_loss(step: Any) -> None:
 
 
 def _recorded_under(step: Any, index: int, settings: Mapping[str, Any]) -> Recorded:
-    """See :meth:`~..core.step.OwnLoss.recorded_under`. Some losses draw: each is asked with the same random numbers."""
+    """See :meth:`~..core.step.LossReplay.recorded_under`. Some losses draw: each gets the same numbers."""
     rng = RngState(step.recorded(index).log_prob.device)
     try:
         return step.recorded_under(index, settings)
@@ -329,7 +329,7 @@ def _recorded_under(step: Any, index: int, settings: Mapping[str, Any]) -> Recor
         rng.restore()
 
 
-def terms_of(step: OwnLoss) -> dict[str, Mapping[str, Any]]:
+def terms_of(step: LossReplay) -> dict[str, Mapping[str, Any]]:
     """Settings under which the loss is the task alone, and for each other term it and the task."""
     no_entropy, no_kl = step.without_entropy, step.without_kl
     terms = {"task": {**(no_entropy or {}), **(no_kl or {})}}

@@ -241,6 +241,6 @@ def fullest(prober: Prober, culprits: list[Token]) -> int:
     """The micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
     step, ranks = prober.step, prober.ranks
     indices = range(step.num_micro_batches)
-    tokens = ranks.sum(ranks.agree(lambda: [float(step.token_mask(index).sum()) for index in indices]))
+    tokens = ranks.sum(ranks.run_local_synced(lambda: [float(step.token_mask(index).sum()) for index in indices]))
     taken = Counter(token.micro_batch for token in culprits)
     return max(indices, key=lambda index: tokens[index] - taken[index])

@@ -43,6 +43,6 @@ class EngineSpace(GradientSpace):
             is_view = grad is not None and grad.untyped_storage().data_ptr() in buffers
             return grad.clone() if grad is not None and is_view else grad
 
-        gradient = self.agree(lambda: [own(param.grad) for param in self.params])
+        gradient = self.run_local_synced(lambda: [own(param.grad) for param in self.params])
         self.clear()
         return gradient

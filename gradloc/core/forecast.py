@@ -36,7 +36,7 @@ PINNING = 1.65e9
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchPlan:
     """One way to search."""
 
     is_full: bool = True
@@ -47,7 +47,7 @@ class Way:
     """Whether saved weights and gradients set aside lie on the host."""
 
 
-WAYS = (Way(), Way(True, True), Way(True, True, True), Way(False, True, True))
+WAYS = (SearchPlan(), SearchPlan(True, True), SearchPlan(True, True, True), SearchPlan(False, True, True))
 """The cheapest first."""
 
 
@@ -62,7 +62,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """What a search needs on one rank, in bytes."""
 
     shards: int
@@ -87,14 +87,14 @@ class Need:
         """The most that one pass takes."""
         return max(self.micro_batch, self.forward)
 
-    def of(self, way: Way) -> int:
+    def of(self, way: SearchPlan) -> int:
         """Peak of a search that way, less what it frees on the device beforehand."""
         copies = 1 if way.keeps_on_host else COPIES
         scratch = SCRATCH_BYTES * min(self.largest, PART)
         working = max(self.working, scratch) if way.is_full else self.micro_batch
         return copies * self.shards + working - (self.state if way.moves_optimizer else 0)
 
-    def host_bytes(self, way: Way) -> int:
+    def host_bytes(self, way: SearchPlan) -> int:
         """What it takes of the host's memory that way."""
         moved = self.pinned_state if way.moves_optimizer else 0
         return self.host + moved + (self.pinned_copies if way.keeps_on_host else 0)
@@ -278,7 +278,7 @@ class Forecast:
 
     held: int
     """Of the device: weights, gradient and optimizer's state."""
-    need: Need
+    need: MemoryNeed
     on_host: int
     """Processes of a node."""
 
@@ -287,20 +287,20 @@ class Forecast:
         """Of the device, at the peak of a training micro-batch."""
         return self.held + self.need.micro_batch
 
-    def device(self, way: Way) -> int:
+    def device(self, way: SearchPlan) -> int:
         """Of the device, at the peak of a search that way."""
         return self.held + self.need.of(way)
 
-    def node(self, way: Way) -> int:
+    def node(self, way: SearchPlan) -> int:
         """Of a node's host memory."""
         return self.on_host * self.need.host_bytes(way)
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: SearchPlan) -> float:
         """For host memory to be pinned, and for what moves once to it and back."""
         moved = self.need.state * way.moves_optimizer + COPIES * self.need.shards * way.keeps_on_host
         return 2 * moved / PCIE + (self.need.host_bytes(way) - self.need.host) / PINNING
 
-    def way(self, card: float) -> Way | None:
+    def way(self, card: float) -> SearchPlan | None:
         """The first way that fits on a card of so many bytes; None if none does."""
         return next((way for way in WAYS if self.held + self.need.of(way) <= USABLE * card), None)
 
@@ -312,7 +312,7 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
     tensors = [size // (split * layout.shards) for size in [*model.tensors * model.layers, *tables]]
     owned = [int(4 * layout.trained * size) for size in tensors]
     shards, pinned, is_there = sum(owned), sum(map(rounded, owned)), not layout.is_offloaded
-    need = Need(
+    need = MemoryNeed(
         shards=is_there * shards,
         largest=is_there * max(tensors),
         state=is_there * 2 * shards,

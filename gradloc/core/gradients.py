@@ -172,7 +172,7 @@ class GradientSpace:
         self.rounding = max((torch.finfo(param.dtype).eps / 2 for param in self.params), default=0.0)
         """Unit roundoff of one addition of gradients, 2**-24 in float32 (half of ``eps``)."""
         self.room: Any = None
-        """The :class:`.memory.Room` that makes sure of memory before each pass; None outside of a search."""
+        """The :class:`.memory.SearchMemory` that makes sure of memory before each pass; None outside of a search."""
         self.keeps_on_host = False  # whether gradients set aside and weights saved go to the host's memory
         self._summed_in, self._reduced_in = dtypes
         self._groups = groups
@@ -249,7 +249,7 @@ class GradientSpace:
 
     def keep(self) -> Gradient:
         """:meth:`take`; into the host's memory if ``keeps_on_host``."""
-        return self.agree(self._move_to_host) if self.keeps_on_host else self.take()
+        return self.run_local_synced(self._move_to_host) if self.keeps_on_host else self.take()
 
     def _move_to_host(self) -> Gradient:
         kept: Gradient = []
@@ -418,13 +418,15 @@ class GradientSpace:
     def _zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)
 
-    def agree(self, local: Callable[[], T]) -> T:
-        """:meth:`.ranks.Ranks.agree`, or just the result where there are no ranks to tell."""
-        return local() if self._ranks is None else self._ranks.agree(local)
+    def run_local_synced(self, local: Callable[[], T]) -> T:
+        """:meth:`.ranks.Ranks.run_local_synced`, or just the result where there are no ranks to tell."""
+        return local() if self._ranks is None else self._ranks.run_local_synced(local)
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Sum over all shards what each process computes by itself. On the host: the only wait for the device."""
-        values = self.agree(local).to(self.device)  # the shards' group may not be able to reduce host tensors
+        values = self.run_local_synced(local).to(
+            self.device
+        )  # the shards' group may not be able to reduce host tensors
         for group in self._groups:
             dist.all_reduce(values, group=group)
         return values.cpu()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .forecast import COPIES, Memory, Need, Way, rounded
+from .forecast import COPIES, Memory, MemoryNeed, SearchPlan, rounded
 from .gradients import GradientSpace, host_copy
 from .sharding import local_shard
 
@@ -50,10 +50,11 @@ class StepPeak:
         return max(used, peak_of(device)[0]), max(reserved, reserved_of(device))
 
 
-class Room:
+class SearchMemory:
     """Makes room for one search on this rank's device, and takes it back.
 
-    The optimizer's state may be moved; None if that is unknown. ``micro_batch`` and ``forward``: see :class:`Need`.
+    The optimizer's state may be moved; None if that is unknown.
+    ``micro_batch`` and ``forward``: see :class:`MemoryNeed`.
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
@@ -61,7 +62,7 @@ class Room:
         self._state = [] if optimizer is None else list(_state_of(optimizer, self.device))
         shards = [local_shard(param) for param in space.params]
         size, largest = sum(map(_size, shards)), max(shard.numel() for shard in shards)
-        self.need = Need(
+        self.need = MemoryNeed(
             shards=0 if space.is_offloaded else size,
             largest=0 if space.is_offloaded else largest,
             state=sum(map(_size, self._state)),
@@ -80,7 +81,7 @@ class Room:
             return found
         return replace(found, host=memory_of(torch.device("cpu")).free / processes_on_host())
 
-    def make(self, way: Way) -> None:
+    def make(self, way: SearchPlan) -> None:
         """Move to the host what this way says. :meth:`close` takes it back, also if this failed half way."""
         if way.moves_optimizer:
             for tensor in self._state:

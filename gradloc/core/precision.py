@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.utils._pytree import tree_map
 
-from ..touched import replaced
+from ..private_api import replaced
 from .sharding import compute_device, fsdp1_handles, fsdp2_params, fsdp2_units, local_shard, reshard, unwrapped
 
 HALVES = (torch.bfloat16, torch.float16)

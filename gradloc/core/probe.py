@@ -88,7 +88,7 @@ class Prober:
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         """See :meth:`HostStep.forward`."""
         self.num_forwards += 1
-        self.ranks.agree(self._make_sure)
+        self.ranks.run_local_synced(self._make_sure)
         return self._together(lambda: self.step.forward(micro_batch, needs_entropy))
 
     @property
@@ -114,7 +114,7 @@ class Prober:
                 return self.step.forward(micro_batch)
 
         self.num_forwards += 1
-        self.ranks.agree(self._make_sure)
+        self.ranks.run_local_synced(self._make_sure)
         try:
             return self._together(run)
         except LostRank:
@@ -129,14 +129,14 @@ class Prober:
         return self.forward(micro_batch, needs_entropy=True).entropy if recorded is None else recorded
 
     def _make_sure(self) -> None:
-        """See :meth:`.memory.Room.make_sure`."""
+        """See :meth:`.memory.SearchMemory.make_sure`."""
         if self.space.room is not None:
             self.space.room.make_sure()
 
     def _together(self, joint: Callable[[], T]) -> T:
         """Run a forward or backward. If it fails on any rank, all ranks' modules are made fit for training again."""
         try:
-            return self.ranks.together(joint)
+            return self.ranks.run_collective(joint)
         except LostRank:
             raise
         except Exception:
@@ -171,7 +171,8 @@ class Prober:
 
     def compute_recorded(self, records: Mapping[int, Recorded]) -> None:
         """Fill ``.grad`` with the gradient that these records' coefficients give, by micro-batch: the one that training
-        would have accumulated bit for bit, had its backward delivered them (:meth:`.step.OwnLoss.recorded_under`)."""
+        would have accumulated bit for bit, had its backward delivered them: :meth:`.step.LossReplay.recorded_under`.
+        """
         self._fill(lambda _: [_Pass([(index, None)], record.pull(None)) for index, record in records.items()])
 
     def compute_part(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> None:
@@ -184,7 +185,7 @@ class Prober:
             records: one of each micro-batch.
             selected: bool (B, T) of each micro-batch.
         """
-        runs = self.ranks.agree(lambda: self._runs(records, selected) if self.step.is_by_row else [])
+        runs = self.ranks.run_local_synced(lambda: self._runs(records, selected) if self.step.is_by_row else [])
         missing = int(self.ranks.max([float(len(runs))])[0]) - len(runs)
 
         def made(_: bool) -> list[_Pass]:
@@ -227,7 +228,7 @@ class Prober:
             return made(by_row)
 
         self.space.clear()
-        passes = self.ranks.agree(prepare)
+        passes = self.ranks.run_local_synced(prepare)
         if self.step.is_scheduled:
             self.num_forwards += len(passes)
             self.num_backwards += len(passes)
@@ -235,7 +236,7 @@ class Prober:
             return
         if not self._run(passes, by_row):
             self._is_by_row = by_row = False
-            self._run(self.ranks.agree(prepare))
+            self._run(self.ranks.run_local_synced(prepare))
         if self.step.numerics.loss_scale != 1.0:
             self.space.scale(1.0 / self.step.numerics.loss_scale)
 
@@ -271,7 +272,7 @@ class Prober:
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
-        self.ranks.agree(lambda: self.space.add(gradient, alpha))
+        self.ranks.run_local_synced(lambda: self.space.add(gradient, alpha))
 
     def compute_without(self, tokens: Sequence[Token], micro_batches: Sequence[int] | None = None) -> None:
         """Fill ``.grad`` with the gradient of these micro-batches (by default all) without some tokens.
@@ -302,7 +303,7 @@ class Prober:
             weights = self.step.token_weights(part.micro_batch)[selected].double()
             return selected, [selected.sum().item(), weights.square().sum().item()]
 
-        selected, sums = self.ranks.agree(prepare)
+        selected, sums = self.ranks.run_local_synced(prepare)
         self.compute([(part.micro_batch, selected)])
         num_tokens, square = self.ranks.sum(sums)
         return Measurement(norm=self.space.norm(), num_tokens=int(num_tokens), weight_norm=square**0.5)

@@ -2,8 +2,9 @@
 """The ranks acting as one: reductions, gathers, and agreement before the next collective.
 
 A rank that fails alone leaves its peers waiting for it in a collective, until a time-out ends the run. So whatever may
-fail locally runs through :meth:`Ranks.agree`: all ranks learn whether all succeeded before any enters the next
-collective. What has collectives of its own, such as an FSDP forward or backward, runs through :meth:`Ranks.together`.
+fail locally runs through :meth:`Ranks.run_local_synced`: all ranks learn whether all succeeded before any enters the
+next collective. What has collectives of its own, such as an FSDP forward or backward, runs through
+:meth:`Ranks.run_collective`.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ _MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
 _CONNECT_S = 30.0  # how long processes try to connect a group of their own; one that works takes well under a second
 _groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
-_calls = itertools.count(1)  # numbers the calls of together(), alike on all ranks, for keys in the store
+_calls = itertools.count(1)  # numbers the calls of run_collective(), alike on all ranks, for keys in the store
 
 
 class PeerFailure(RuntimeError):
@@ -157,7 +158,7 @@ class Ranks:
     def gather_first(self, value: Any) -> list[Any] | None:
         """Every rank's value, in rank order, on the first process; None on the others.
 
-        All are padded to the longest on the way. If one rank's value is far larger, use :meth:`sent_by`.
+        All are padded to the longest on the way. If one rank's value is far larger, use :meth:`broadcast_from`.
         """
         if self.num_processes == 1:
             return [value]
@@ -165,7 +166,7 @@ class Ranks:
         dist.gather_object(value, values, dst=self._global(0), group=self.group)
         return None if values is None else [values[first] for first in self._firsts]
 
-    def sent_by(self, rank: int, value: Any) -> Any:
+    def broadcast_from(self, rank: int, value: Any) -> Any:
         """One rank's value, on every rank; the others' arguments are ignored."""
         if self.num_processes == 1:
             return value
@@ -180,7 +181,7 @@ class Ranks:
     def _global(self, process: int) -> int:
         return process if self.group is None else dist.get_global_rank(self.group, process)
 
-    def agree(self, local: Callable[[], T]) -> T:
+    def run_local_synced(self, local: Callable[[], T]) -> T:
         """Run a local computation; return its result if it succeeded on every rank.
 
         ``local`` must not communicate.
@@ -193,8 +194,8 @@ class Ranks:
             raise self._failure(error) from error
         return cast(T, result)
 
-    def agree_slowly(self, local: Callable[[], T]) -> T:
-        """:meth:`agree` on what may take longer than a collective waits for, such as writing to a slow disk.
+    def run_slowly_synced(self, local: Callable[[], T]) -> T:
+        """:meth:`run_local_synced` on what may take longer than a collective waits for, such as writing to a slow disk.
 
         It runs in a thread. Meanwhile all ranks meet every few seconds, so that no watchdog takes them for stuck.
         """
@@ -210,9 +211,9 @@ class Ranks:
                 raise error
             return cast(T, result)
 
-        return self.agree(settled)
+        return self.run_local_synced(settled)
 
-    def together(self, joint: Callable[[], T]) -> T:
+    def run_collective(self, joint: Callable[[], T]) -> T:
         """Run what has collectives of its own; return its result if it succeeded on every rank.
 
         All ranks issue the same collectives in the same order, so how many a rank has issued is its *position*. Two

@@ -81,7 +81,7 @@ def abandon_pass(module: torch.nn.Module) -> None:
 
     FSDP keeps on the module where in a pass it is. torch's own end-of-backward callback resets that. It is called here
     after all gradients that it would reduce have been dropped, so it runs no collective. Every collective issued so far
-    must be one that all ranks issued (:meth:`.ranks.Ranks.together`).
+    must be one that all ranks issued (:meth:`.ranks.Ranks.run_collective`).
     """
     device = compute_device(next(module.parameters()))
     if device.type != "cpu":

@@ -479,7 +479,7 @@ MASK, NUM_TOKENS = "response_mask", "num_tokens"
 """Among the tensors that a setting makes anew: the tokens that are left in the loss, and how many all ranks have."""
 
 
-class OwnLoss(ABC):
+class LossReplay(ABC):
     """A power that a trainer may have: its own loss, differentiated by what was recorded. Nothing here communicates."""
 
     trainer_name = ""
@@ -598,7 +598,7 @@ def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
 def has_finite_loss(step: Any, micro_batch: int) -> bool:
     """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
     can say that. Runs no forward."""
-    if isinstance(step, OwnLoss) and step.knows_loss:
+    if isinstance(step, LossReplay) and step.knows_loss:
         found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
     else:
         found = step.recorded(micro_batch).coefficients(1.0)
@@ -653,7 +653,7 @@ class HostStep:
         self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
-        self.has_own_loss = isinstance(step, OwnLoss) and step.knows_loss
+        self.has_own_loss = isinstance(step, LossReplay) and step.knows_loss
         if isinstance(step, Scheduled):
             step.share()
 

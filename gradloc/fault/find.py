@@ -21,11 +21,11 @@ import torch
 
 from ..core.probe import Prober
 from ..core.sharding import local_shard
+from ..explain.text import listed, plural
 from ..record import Fault, PathEntry
 from ..search.step_causes import fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
-from ..words.text import listed, plural
 from .reference import Reference
 from .updates import Updates
 
@@ -264,7 +264,7 @@ def _norm_at(
         return None
     prober.space.clear()
     with MovedWeights(prober.space, torch.float32) as moved:
-        if not prober.ranks.all(prober.ranks.agree(lambda: moved.assign(weights))):
+        if not prober.ranks.all(prober.ranks.run_local_synced(lambda: moved.assign(weights))):
             return None
         prober.space.publish()
         return _run(prober, step, chosen)
@@ -391,7 +391,7 @@ def _moments(case: _Case) -> tuple[float, bool, float | None]:
         mean = math.sqrt(ratio / count)
         return decay / max(decay + moved, 1e-60), one > 0.9 * count, mean if mean > _SPREAD else None
 
-    return ranks.sent_by(0, ranks.agree(local))
+    return ranks.broadcast_from(0, ranks.run_local_synced(local))
 
 
 def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
@@ -465,4 +465,4 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
         total = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
         order = [int(index) for index in total.argsort(descending=True) if total[index] >= _NOTABLE]
         names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
-    return Fault("weights", "weights_grown", ranks.sent_by(0, names), since, case.evidence, why)
+    return Fault("weights", "weights_grown", ranks.broadcast_from(0, names), since, case.evidence, why)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.gradients import GradientSpace
-from ..core.step import Outputs, OwnLoss, Recorded, Scheduled, TrainingStep
+from ..core.step import LossReplay, Outputs, Recorded, Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
 _WINDOW = 32  # norms by which a step is known to be ordinary
@@ -77,7 +77,7 @@ class ReferenceKeeper:
         self._squares = []
 
 
-def following(step: OwnLoss) -> Any:
+def following(step: LossReplay) -> Any:
     """Return a step as one whose loss follows the weights: run again, it goes by the log-probs that it then gets."""
     found: Any = copy.copy(step)
     found.recorded = lambda micro_batch: _Followed.made_of(step, micro_batch)

@@ -264,7 +264,7 @@ class Updates:
             usual = max(statistics.median(movements.sizes), _TINY)
             each = ((number, size / usual) for (number, _), size in zip(movements.steps, movements.sizes, strict=True))
             found = [(number, times) for number, times in [*each][-_LEAST:] if times >= FAR and number >= since]
-        return ranks.sent_by(0, found)
+        return ranks.broadcast_from(0, found)
 
     def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
         """Return since which step which parameters' norms were changed outside of the optimizer, and by which factors.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..words.advice import actions_of
-from ..words.numbers import number, percent
+from ..explain.advice import actions_of
+from ..explain.numbers import number, percent
 from .config import FALLING, HealthConfig
 from .measures import Reading, Window
 from .rules import ADVICE, MEASURES, RULES, Rule

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules, of the table ``words/health.ini``: which metric of verl's each one reads, how it measures it, what it
+"""The rules, of the table ``explain/health.ini``: which metric of verl's each one reads, how it measures it, what it
 says, and what people do about it. ``docs/health.md`` names where each rule comes from.
 """
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..words.advice import read_table
+from ..explain.advice import read_table
 from .config import HealthConfig
 from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Share, Streak, Value, Window
 

@@ -14,11 +14,11 @@ from ..core.actions import Outcome
 from ..core.history import ScaleHistory
 from ..core.trigger import AdaptiveThreshold, fixed_threshold
 from ..mismatch.steps import StepJudge
+from ..notify.notifier import Notifier
 from ..record import Run
-from ..tell.teller import Teller
 from .batch import BatchView, batch_scale
+from .messages import Policy, RankReport
 from .metrics import metrics_of
-from .wire import Policy, RankReport
 from .writer import EventWriter
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Driver:
         self.trigger = settings.trigger
         self.writer = EventWriter(settings, run, tokenizer, trained, model)
         keeps_text = settings.evidence.text == "on"
-        self.teller = Teller(settings.notify, self.writer.store.root, keeps_text=keeps_text)
+        self.teller = Notifier(settings.notify, self.writer.store.root, keeps_text=keeps_text)
         self.mismatch = StepJudge(settings.mismatch.every if model == "actor" else 0, self.writer.store.root)
         self.scale = ScaleHistory()
         """What is typical of the run's own batches."""

@@ -119,16 +119,16 @@ class RawEvent:
 def raw_event(context: SpikeContext) -> RawEvent | None:
     """Gather the event: on the first process, None on the others. All ranks call this together."""
     ranks, step, space, spans = context.ranks, context.step, context.space, context.finding.culprits
-    wanted = _most_wanted(ranks.gather(ranks.agree(lambda: _notable_rows(context))))
+    wanted = _most_wanted(ranks.gather(ranks.run_local_synced(lambda: _notable_rows(context))))
 
     def own() -> tuple[_Sums, dict[int, Culprit], dict[_Row, Sequence]]:
         culprits = {number: _culprit(context, span) for number, span in enumerate(spans) if span.rank == ranks.rank}
         return _sums(context), culprits, {row: _sequence(context, row) for row in wanted if row.rank == ranks.rank}
 
-    sums, own_culprits, rows = ranks.agree(own)
+    sums, own_culprits, rows = ranks.run_local_synced(own)
     gathered = ranks.gather_first(sums)
-    culprits = tuple(ranks.sent_by(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
-    sequences = [ranks.sent_by(row.rank, rows.get(row)) for row in wanted]
+    culprits = tuple(ranks.broadcast_from(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
+    sequences = [ranks.broadcast_from(row.rank, rows.get(row)) for row in wanted]
     weights = fingerprint(space)
     head_square = float(space.reduce(lambda: context.head_square * space.num_replicas))
 
@@ -147,7 +147,7 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
         layout = [entry for part in parts for entry in part.layout]
         return RawEvent(event, sequences, layout, meta, tuple(row for part in parts for row in part.row_shares))
 
-    return ranks.agree(lambda: None if gathered is None else build(gathered))
+    return ranks.run_local_synced(lambda: None if gathered is None else build(gathered))
 
 
 def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_Sums"], head_norm: float) -> Event:

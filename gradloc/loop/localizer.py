@@ -31,25 +31,25 @@ import torch
 from ..core.actions import Outcome, decide, decide_without_search
 from ..core.forecast import WAYS
 from ..core.gradients import Gradient, GradientSpace
-from ..core.memory import Room, StepPeak
+from ..core.memory import SearchMemory, StepPeak
 from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, OwnLoss, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
+from ..core.step import HostStep, LossReplay, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
+from ..explain.text import plural
 from ..fault.find import Clues, judge
 from ..fault.reference import ReferenceKeeper, following
 from ..fault.updates import Updates
 from ..record import Action
 from ..search.cures import records_under
 from ..search.find import localize
-from ..search.step_causes import parted_replicas
+from ..search.step_causes import diverged_params
 from ..search.task import SearchResult
-from ..words.text import plural
 from .gather import RawEvent, SpikeContext, raw_event
 from .layers import head_square
-from .wire import Policy, RankReport
+from .messages import Policy, RankReport
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ _APART = 0.02  # of the norm: a masked gradient's may be off the certificate's b
 _HEARTBEAT_S = 30.0  # between lines that say that a search goes on
 
 
-class ActorPowers(Protocol):
+class TrainerHandle(Protocol):
     """What the localizer may ask of the trainer's actor, beside replaying its step."""
 
     clip_limit: float
@@ -92,7 +92,7 @@ class Localizer:
         settings: the effective ones, see :func:`~..config.resolve`.
     """
 
-    def __init__(self, powers: ActorPowers, ranks: Ranks, settings: Any):
+    def __init__(self, powers: TrainerHandle, ranks: Ranks, settings: Any):
         self.powers, self.ranks, self.settings = powers, ranks, settings
         ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
@@ -242,7 +242,7 @@ class Localizer:
                 "set actor.fsdp_config.fsdp_size=-1"
             )
         elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
-            parted = self._safely(lambda: parted_replicas(self._space, self.ranks))
+            parted = self._safely(lambda: diverged_params(self._space, self.ranks))
             if parted:
                 problem = (
                     f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
@@ -275,7 +275,9 @@ class Localizer:
     def _has_finite_loss(self) -> bool:
         """Whether the loss is finite before it is scaled, on all ranks."""
         step = self._step
-        is_finite = self.ranks.agree(lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches)))
+        is_finite = self.ranks.run_local_synced(
+            lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches))
+        )
         return self.ranks.all(is_finite)
 
     def _handle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -324,13 +326,15 @@ class Localizer:
         self._space.put(look.before)
         casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
         forward = self._step.forward_bytes() + casts
-        look.room = self.ranks.agree(lambda: Room(self._space, self.powers.optimizer, self._peak.size, forward))
+        look.room = self.ranks.run_local_synced(
+            lambda: SearchMemory(self._space, self.powers.optimizer, self._peak.size, forward)
+        )
         return True
 
     def _make_room(self, look: "Look") -> bool:
         """Settle how the search runs; false where no way fits into some rank's memory."""
         room = look.room
-        memory = self.ranks.agree(room.memory)
+        memory = self.ranks.run_local_synced(room.memory)
         mine = room.need.least_way(memory)
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
         if number == len(WAYS):
@@ -338,7 +342,7 @@ class Localizer:
             logger.error("gradloc: this spike is not searched: %s", why)
             return False
         way = WAYS[int(number)]
-        self.ranks.agree(lambda: room.make(way))
+        self.ranks.run_local_synced(lambda: room.make(way))
         if way.moves_optimizer:
             how = "as configured" if way.is_full else "by bisection only"
             logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
@@ -374,7 +378,7 @@ class Localizer:
             increments = None  # the gradient was reduced once, after the last micro-batch
         clip_scale = self._clip_scale(look.spike.grad_norm)
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
-        if again is None and not is_first and isinstance(self._step, OwnLoss):
+        if again is None and not is_first and isinstance(self._step, LossReplay):
             again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
         factor = 1.0 / self._step.numerics.loss_scale
         clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
@@ -413,7 +417,7 @@ class Localizer:
             return grad_norm
         if finding is None or taken not in ("mask", "heal"):
             # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
-            zero = self.ranks.agree(lambda: torch.zeros((), device=self._space.device))
+            zero = self.ranks.run_local_synced(lambda: torch.zeros((), device=self._space.device))
             self._space.clear()
             return zero
         gradient, rng = self._space.take(), self._space.forward_state()
@@ -424,7 +428,7 @@ class Localizer:
             else:
                 name = finding.healer.name if finding.healer is not None else ""
                 prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
-            return self.ranks.together(self.powers.clip)
+            return self.ranks.run_collective(self.powers.clip)
         except BaseException:  # also Ctrl-C
             self._space.put(gradient)
             raise
@@ -470,7 +474,7 @@ class Localizer:
             taken: what the log says of the step, where it was acted on before.
         """
         try:
-            return self.ranks.together(joint)
+            return self.ranks.run_collective(joint)
         except LostRank:
             logger.critical(
                 "gradloc: this rank cannot go on in step with its peers; it ends now, so that nothing hangs until a "
@@ -501,7 +505,7 @@ class Look:
     """Of the gradient that the step takes, before clipping."""
     before: Gradient = field(init=False)
     """The gradient that training had, clipped."""
-    room: Room = field(init=False)
+    room: SearchMemory = field(init=False)
     limits: dict[str, Any] = field(init=False)
     """What the search is called with."""
     step: HostStep = field(init=False)

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ..core.trigger import spike_kind
+from ..explain.cures import healer
 from ..record import Event
-from ..words.cures import healer
-from .wire import Policy, RankReport
+from .messages import Policy, RankReport
 
 _TAKEN = ("mask", "heal", "skip", "abort")
 _ADDED = frozenset(

@@ -20,8 +20,14 @@ import torch
 from torch.nn.functional import pad
 
 from ..core.ranks import Ranks
+from ..explain.causes import classify
+from ..explain.cures import cures_for
+from ..explain.documents import Document, foreign_in, repeats_in, unspaced_in
+from ..explain.numbers import number
+from ..explain.story import verdict_sentences
 from ..keys import VERSIONS_KEY
 from ..mismatch import MismatchError, beyond_noise
+from ..notify.background import said_of
 from ..record import (
     BatchStatistics,
     Culprit,
@@ -40,12 +46,6 @@ from ..record.bundle import Sequence as SequenceRecord
 from ..record.columns import ACTOR, CRITIC, DISTILLED, OF_A_TOKEN, STORED
 from ..record.origin import now
 from ..record.store import EventStore
-from ..tell.background import said_of
-from ..words.causes import classify
-from ..words.cures import cures_for
-from ..words.documents import Document, foreign_in, repeats_in, unspaced_in
-from ..words.numbers import number
-from ..words.story import verdict_sentences
 from .batch import BatchView
 from .gather import RawEvent, RowShare
 from .pictures import Album, inputs_of, kept_inputs
@@ -89,7 +89,7 @@ class EventWriter:
             with self.store.new_event(step.global_step, step.epoch, step.mini_batch, self.model) as name:
                 event = replace(event, event_id=name, run=self.run, time=now())
                 try:
-                    driver = DriverSide(batch, self.tokenizer, self.evidence.context_tokens)
+                    driver = EventEnricher(batch, self.tokenizer, self.evidence.context_tokens)
                     made = complete_event(raw, name, self.run, driver, over_run, self.last_checkpoint, self._endings)
                     event = replace(made, time=now())
                     return self._keep(event, raw, driver), ""
@@ -109,7 +109,7 @@ class EventWriter:
         is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
         logger.error(what, step.global_step, self.store.root, said_of(error), then, exc_info=not is_known)
 
-    def _keep(self, event: Event, raw: RawEvent, driver: "DriverSide") -> Event:
+    def _keep(self, event: Event, raw: RawEvent, driver: "EventEnricher") -> Event:
         album = Album()
         sequences = tuple(driver.sequence(sequence, album) for sequence in raw.sequences)
         documents: dict[str, Any] = {"sequences": SequenceFile(event_id=event.event_id, sequences=sequences)}
@@ -136,7 +136,7 @@ def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str 
     if settings.evidence.checkpoint != "before_step":
         return None
     root = settings.root
-    size_gb = ranks.agree(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
+    size_gb = ranks.run_local_synced(lambda: EventStore(root).size_gb() if ranks.is_first else 0.0)
     if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
         logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
         return None
@@ -147,7 +147,7 @@ def complete_event(
     raw: RawEvent,
     event_id: str,
     run: Run,
-    driver: "DriverSide",
+    driver: "EventEnricher",
     over_run: dict[str, float] | None = None,
     last_checkpoint: str | None = None,
     endings: Counter[int] | None = None,
@@ -308,7 +308,7 @@ def _counted_endings(culprits: list[Culprit], tensors: Mapping[str, Any], ending
     return counted
 
 
-class DriverSide:
+class EventEnricher:
     """What the driver adds to a culprit's and a sequence's numbers: text, log-probs, rewards, siblings, turns.
 
     Args:

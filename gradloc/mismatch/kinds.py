@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of disagreement: what each is, how it shows, what people did about it. The words: words/mismatch.ini."""
+"""The kinds of disagreement: what each is, how it shows, what people did about it. The words: explain/mismatch.ini."""
 
 from dataclasses import dataclass
 
-from ..words.advice import read_table
+from ..explain.advice import read_table
 
 
 @dataclass(frozen=True)

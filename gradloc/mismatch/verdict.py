@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from . import seen
+from . import stats
 from .columns import FEW, Columns, Floats, columns
 from .kinds import DOUBTS, NOTHING
-from .seen import Numbers, Tokens
+from .stats import Numbers, Tokens
 
 FLOOR = 0.14
 """Noise of logits that bfloat16 kernels have, nats: of real forwards, times about two."""
@@ -32,7 +32,7 @@ UPPER, HIGHEST = 0.25, 0.4
 """Nats of logits, of one token in a hundred and of one in a thousand, two at least: neither cut sampling nor noise
 raises any so far."""
 TILT = 0.1
-"""Of 1: weights alone tilt less, see :func:`~.seen.identity`."""
+"""Of 1: weights alone tilt less, see :func:`~.stats.identity`."""
 SMALL_KL = 0.028
 """Below it, per token, another version of a policy; above it another model."""
 FEW_OUTLIERS = 0.04
@@ -100,7 +100,7 @@ def judge(given: Columns) -> Verdict:
     for look in (gaps, shifted, strange_rows, strange_tokens, in_common):
         if len(tokens) < max(FEW, 0.1 * len(given)):
             break
-        if look is in_common and "tail" in evidence and seen.identity(tokens.d)["kl"] < FADED_KL:
+        if look is in_common and "tail" in evidence and stats.identity(tokens.d)["kl"] < FADED_KL:
             break
         if look is in_common and tokens.scale < evidence.get("routing", {}).get("size", 0.0) / FAR:
             break  # tokens after those see another past
@@ -116,7 +116,7 @@ def judge(given: Columns) -> Verdict:
         evidence = {kind: numbers for kind, numbers in evidence.items() if kind not in few}
     if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort with no stretch that was long enough
         evidence.pop("few_rows", None)
-    numbers = seen.identity(whole.d)
+    numbers = stats.identity(whole.d)
     worst = float(np.abs(whole.d[np.isfinite(whole.d)]).max(initial=0.0))
     if [*evidence] == ["noise"] and worst > max(TOO_FAR, TIMES_TOO_FAR * tokens.scale) and not why_not:
         count = int((np.abs(whole.d) > max(TOO_FAR / 2, TIMES_TOO_FAR / 2 * tokens.scale)).sum())
@@ -175,7 +175,7 @@ def gaps(tokens: Tokens) -> Found | None:
 def shifted(tokens: Tokens) -> Found | None:
     """Stretches of rows that agree once a column is moved: by one number everywhere, or by several."""
     columns = tokens.columns
-    lags, gains = seen.moves(tokens)
+    lags, gains = stats.moves(tokens)
     sure = (lags != 0) & (gains > GAIN)[tokens.row]
     if sure.mean() < 0.01 or (gains > GAIN).sum() < min(3, len(gains)):
         return None
@@ -183,7 +183,7 @@ def shifted(tokens: Tokens) -> Found | None:
     values, counts = np.unique(lags[sure], return_counts=True)
     top = int(values[counts.argmax()])
     good = moved & (lags == top)
-    there = seen.partners(columns, top)
+    there = stats.partners(columns, top)
     healed = np.where(good, np.where(there >= 0, columns.rollout[there], np.nan), columns.rollout)
     numbers = {
         "lag": float(top),
@@ -207,13 +207,13 @@ def strange_rows(tokens: Tokens) -> Found | None:
     if row[-1] < 7:
         return None
     first = np.flatnonzero(np.diff(row, prepend=-1))
-    is_early = columns.place - columns.place[first][row] < seen.EARLY
-    scales = np.maximum(seen.row_scales(tokens, np.ones(len(row), bool)), seen.row_scales(tokens, is_early))
+    is_early = columns.place - columns.place[first][row] < stats.EARLY
+    scales = np.maximum(stats.row_scales(tokens, np.ones(len(row), bool)), stats.row_scales(tokens, is_early))
     low = max(float(np.quantile(scales, 0.15)), LEAST)
     strange = scales > 2.5 * low
     if strange.sum() < 2:
         return None
-    follows = seen.layouts(tokens, np.maximum(scales, LEAST))
+    follows = stats.layouts(tokens, np.maximum(scales, LEAST))
     layout = max(follows, key=lambda name: abs(follows[name]))
     marks = strange[row]
     late = columns.place > np.median(columns.place)
@@ -262,7 +262,7 @@ def strange_tokens(tokens: Tokens) -> Found | None:
 
 
 PROMPTS = {"stale": 0.15, "truncated": 0.22, "other_weights": 0.35}
-"""By how much the prompts of a language model differ under these kinds at most, see :func:`~.seen.unevenness`."""
+"""By how much the prompts of a language model differ under these kinds at most, see :func:`~.stats.unevenness`."""
 WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "truncated": lambda n: n["mean_ratio"] < 1 - max(5 * n["ratio_error"], 0.004) and n["upward"] < 0.35,
     "temperature": lambda n: (
@@ -285,7 +285,7 @@ MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "prompts": (" ".join(PROMPTS), lambda n: n.get("prompts_sigma", 0) > 4 and n["prompts"] > n["prompts_usual"]),
     "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.5),
 }
-"""What a kind alone would not show, by the names of its sentences in words/mismatch.ini."""
+"""What a kind alone would not show, by the names of its sentences in explain/mismatch.ini."""
 
 
 def most_bend(n: Numbers) -> float:
@@ -305,13 +305,13 @@ def in_common(tokens: Tokens) -> Found | str:
     count = max(2, len(tokens) // 1000)
     numbers = {
         "noise": tokens.scale,
-        **seen.identity(tokens.d),
+        **stats.identity(tokens.d),
         "upward": float(np.maximum(tokens.d, 0).mean() / max(np.abs(tokens.d).mean(), 1e-12)),
         "upper": float(np.quantile(np.maximum(tokens.z, 0), 0.99)),
         "highest": float(np.partition(tokens.z, -count)[-count]),
-        **seen.temperature(tokens),
-        **seen.dependence(tokens),
-        **seen.unevenness(tokens),
+        **stats.temperature(tokens),
+        **stats.dependence(tokens),
+        **stats.unevenness(tokens),
         "has_ids": float(tokens.columns.ids is not None),
     }
     kind = next((kind for kind, fits in WHOLE.items() if fits(numbers)), "")

@@ -22,15 +22,15 @@ from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.trigger import Spike, spike_kind
+from ..explain.numbers import bounded, number
+from ..explain.text import printable
+from ..notify.background import said_of
 from ..record import SCHEMA_VERSION, Search, Trigger
 from ..record.files import write_whole
 from ..record.store import plain
 from ..search.find import localize
 from ..search.limit import BUDGET, MAX_CULPRITS, STRATEGIES, Limit
 from ..search.task import Task
-from ..tell.background import said_of
-from ..words.numbers import bounded, number
-from ..words.text import printable
 from . import comparison
 from .bundle import ReplayError, check, read_bundle
 from .model import load

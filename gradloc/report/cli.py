@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-from ..words.text import one_line
+from ..explain.text import one_line
 from . import __version__
 from .commands import COMMANDS, EXIT_CODES
 from .errors import ReportError, did_you_mean

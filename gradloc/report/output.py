@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from ..explain.text import printable
 from ..record.files import write_whole
-from ..words.text import printable
 from .errors import ReportError
 
 HTML = (".html", ".htm", "")

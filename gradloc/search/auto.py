@@ -117,7 +117,7 @@ class _AutoSearch:
         task = self.task
         if not task.can_afford(forwards=2 * (len(micro_batches) + (known is None))):
             return None
-        readouts = self.prober.ranks.agree(lambda: task.readouts(self.result.culprits))
+        readouts = self.prober.ranks.run_local_synced(lambda: task.readouts(self.result.culprits))
         sizes = task.increments if self.direction is task.gradient else None
         shares = ShareMeasurement(self.prober, readouts, self.direction, self.scale, micro_batches, known, sizes).run()
         seen = sorted(shares.seen)

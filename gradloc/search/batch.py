@@ -52,5 +52,5 @@ def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
         return [float(each.max()) if is_own else 0.0 for is_own, each in zip(own, there, strict=True)]
 
     least = STRONG * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * most
-    mine = ranks.agree(local)
+    mine = ranks.run_local_synced(local)
     return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual > _ORDINARY

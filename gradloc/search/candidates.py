@@ -93,7 +93,7 @@ def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
         parts = [shares.products[span.micro_batch][mask(span.micro_batch)][span.start : span.end] for span in own]
         return [math.fsum(float(part.sum()) for part in parts)]
 
-    return ranks.sum(ranks.agree(local))[0]
+    return ranks.sum(ranks.run_local_synced(local))[0]
 
 
 def pulls_of(task: Task) -> list[torch.Tensor]:
@@ -122,7 +122,7 @@ def usual_pulls(task: Task) -> tuple[float, float]:
 def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:
     """A number of each row of all ranks, those over 0 alone, rising."""
     ranks = task.prober.ranks
-    return sorted(number for part in ranks.gather(ranks.agree(local)) for number in part if number > 0)
+    return sorted(number for part in ranks.gather(ranks.run_local_synced(local)) for number in part if number > 0)
 
 
 def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
@@ -184,7 +184,7 @@ def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
         sizes = [readout.slope.abs() for readout in task.readouts([])]
         return sizes, sum(float(size[mask(index)].square().sum()) for index, size in enumerate(sizes))
 
-    sizes, square = prober.ranks.agree(local)
+    sizes, square = prober.ranks.run_local_synced(local)
     (rest,) = prober.ranks.sum([square])
     count = most + sum(span.size for span in named)
     kept: list[Span] = []
@@ -251,7 +251,7 @@ def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[fl
     def largest() -> list[_Found]:
         return heapq.nsmallest(most, local(), key=_order)
 
-    gathered = ranks.gather(ranks.agree(largest))
+    gathered = ranks.gather(ranks.run_local_synced(largest))
     sent = ((rank, found) for rank, part in enumerate(gathered) for found in part)
     kept = heapq.nsmallest(max(_MAX_KEPT, most), sent, key=lambda item: (*_order(item[1])[:2], item[0], item[1][2]))
     return [(size, Span(bound, span, index, rank, start, end)) for rank, (size, index, start, end, span, bound) in kept]

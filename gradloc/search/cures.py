@@ -18,9 +18,9 @@ from ..core.certificate import fullest, judge, recompute
 from ..core.gradients import Gradient
 from ..core.ranks import Ranks
 from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
+from ..explain.advice import options_of
+from ..explain.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
 from ..record import Cured
-from ..words.advice import options_of
-from ..words.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
 from .share import CERTAIN, ShareMap
 from .task import SearchResult, Task
 
@@ -42,7 +42,7 @@ class Candidate:
     """Of all ranks, where it takes some out of the loss; else 0."""
 
     def records(self, step: Any, groups: Groups | None, micro_batches: Sequence[int]) -> dict[int, Recorded]:
-        """What this rank's micro-batches would have left under it: :meth:`..core.step.OwnLoss.recorded_under`."""
+        """What this rank's micro-batches would have left under it: :meth:`..core.step.LossReplay.recorded_under`."""
         if not self.is_of_batch:
             return {index: step.recorded_under(index, self.settings) for index in micro_batches}
         more = {NUM_TOKENS: torch.tensor(self.num_tokens)} if self.num_tokens else {}
@@ -53,7 +53,7 @@ class Candidate:
 def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> list[Candidate]:
     """What may be tried on this step, the mildest first; the same on every rank. All call this together. A trainer that
     cannot ask its own loss has none."""
-    options = ranks.agree(lambda: _local_candidates(step, groups))
+    options = ranks.run_local_synced(lambda: _local_candidates(step, groups))
     masking = {option.name for option in options} & set(OF_MASK)
     if not masking:
         return options
@@ -62,7 +62,9 @@ def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> li
         masks = [step.tensors_under(option.name, index, groups)[MASK] for index in range(step.num_micro_batches)]
         return float(sum(mask.sum() for mask in masks))
 
-    numbers = ranks.sum(ranks.agree(lambda: [num_left(each) if each.name in masking else 0.0 for each in options]))
+    numbers = ranks.sum(
+        ranks.run_local_synced(lambda: [num_left(each) if each.name in masking else 0.0 for each in options])
+    )
     found = zip(options, numbers, strict=True)  # without the settings that leave nothing
     return [replace(each, num_tokens=number) for each, number in found if number > 0 or each.name not in masking]
 
@@ -90,7 +92,7 @@ def records_under(step: HostStep, ranks: Ranks, name: str, groups: Groups | None
     """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name. All
     ranks call this together."""
     (option,) = (option for option in candidates(step, ranks, groups) if option.name == name)
-    return ranks.agree(lambda: option.records(step, groups, range(step.num_micro_batches)))
+    return ranks.run_local_synced(lambda: option.records(step, groups, range(step.num_micro_batches)))
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
     forwards, backwards = prober.num_forwards, prober.num_backwards
 
     def compute(micro_batches: Sequence[int]) -> None:
-        prober.compute_recorded(prober.ranks.agree(lambda: option.records(prober.step, groups, micro_batches)))
+        prober.compute_recorded(
+            prober.ranks.run_local_synced(lambda: option.records(prober.step, groups, micro_batches))
+        )
 
     def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, beside the rest
         return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
@@ -185,7 +189,7 @@ def _outlooks(
         sums = [_sums(step, [next(under) for _ in records], shares) for records in found]
         return [number for option_sums in sums for number in option_sums]
 
-    numbers = torch.tensor(ranks.sum(ranks.agree(local)), dtype=torch.float64).view(len(options), -1)
+    numbers = torch.tensor(ranks.sum(ranks.run_local_synced(local)), dtype=torch.float64).view(len(options), -1)
     return [_outlook(row.tolist(), shares) for row in numbers]
 
 

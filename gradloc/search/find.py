@@ -209,7 +209,7 @@ def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[i
                 found[index] = max(found[index], float(is_unlikely and is_raised))
         return list(found.values())
 
-    flags = ranks.max(ranks.agree(local)) if holders else []
+    flags = ranks.max(ranks.run_local_synced(local)) if holders else []
     return [index for index, flag in zip(holders, flags, strict=True) if flag]
 
 
@@ -219,5 +219,5 @@ def _rehearsal_tau(spike: Spike, step: HostStep, ranks: Ranks) -> float:
     def local() -> float:
         return sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))
 
-    weight_norm = ranks.sum([ranks.agree(local)])[0] ** 0.5
+    weight_norm = ranks.sum([ranks.run_local_synced(local)])[0] ** 0.5
     return _REHEARSAL_SHARE * spike.grad_norm / weight_norm if weight_norm > 0 else 1.0

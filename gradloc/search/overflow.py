@@ -72,7 +72,7 @@ def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
                     sizes.append(float(values.abs().nan_to_num(nan=math.inf).max()))
         return [max(sizes)]
 
-    (largest,) = prober.ranks.max(prober.ranks.agree(local))
+    (largest,) = prober.ranks.max(prober.ranks.run_local_synced(local))
     least = _LARGE
     if step.numerics.dtype == torch.float16:  # whose range ends at 65,504, and holds the scaled gradient
         least, largest = 1.0, largest * step.numerics.loss_scale

@@ -133,7 +133,10 @@ class ShareMeasurement:
         self.moved = 0.0  # and <R, their true move>
 
     def run(self) -> ShareMap:
-        largest, square = self.prober.ranks.agree(lambda: [_largest(each.slope) for each in self.readouts]), self.square
+        largest, square = (
+            self.prober.ranks.run_local_synced(lambda: [_largest(each.slope) for each in self.readouts]),
+            self.square,
+        )
         (most,) = self.prober.ranks.max([max(largest, default=0.0)])
         if square <= 0 or most <= 0 or not math.isfinite(square):
             nothing = [torch.zeros_like(readout.slope) for readout in self.readouts]
@@ -185,7 +188,7 @@ class ShareMeasurement:
             responses = [self.readouts[index].response(plus[index], minus[index]) for index in part]
             return [max(responses, default=0.0), float(offs.median()) if len(offs) else 0.0]
 
-        response, off = self.prober.ranks.max(self.prober.ranks.agree(local))
+        response, off = self.prober.ranks.max(self.prober.ranks.run_local_synced(local))
         if off > _ROUNDING * self.training_unit:  # forwards that do not repeat, and not training's own rounding
             self.rounding = max(self.rounding, off)
 
@@ -199,7 +202,7 @@ class ShareMeasurement:
                 found[index] = half * per_move, readout.error(unit) * abs(per_move)
             return found
 
-        return self.prober.ranks.agree(products), response
+        return self.prober.ranks.run_local_synced(products), response
 
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
@@ -221,7 +224,7 @@ class ShareMeasurement:
             parts = products, [error.square() for error in errors], counted
             return products, errors, [sum(float(values.sum()) for values in part) for part in parts]
 
-        products, errors, totals = self.prober.ranks.agree(local)
+        products, errors, totals = self.prober.ranks.run_local_synced(local)
         carried, variance, count = self.prober.ranks.sum(totals)
         closure, noise = carried / self.square, math.sqrt(variance) / self.square
         is_exact = self.rounding <= _ROUNDING * TF32_UNIT and math.isfinite(closure)

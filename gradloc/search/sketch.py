@@ -56,7 +56,7 @@ def measure_norms(task: Task, without: Sequence[Span], num_directions: int = NUM
         means = [torch.zeros_like(readout.slope) for readout in readouts]
         return readouts, means, [torch.zeros_like(mean) for mean in means]
 
-    readouts, means, squares = prober.ranks.agree(prepare)
+    readouts, means, squares = prober.ranks.run_local_synced(prepare)
 
     def note(number: int, index: int, outputs: Outputs) -> None:
         value = readouts[index].read(outputs)
@@ -72,13 +72,13 @@ def measure_norms(task: Task, without: Sequence[Span], num_directions: int = NUM
             weights.move_randomly(number + 1, step_size)
             for index in range(len(readouts)):
                 outputs = forward_on_routes(prober, index)
-                prober.ranks.agree(partial(note, number, index, outputs))
+                prober.ranks.run_local_synced(partial(note, number, index, outputs))
 
     def finish() -> tuple[list[torch.Tensor], float]:
         norms = [(square / num_directions).sqrt() / step_size for square in squares]
         return norms, sum(float((readout.slope != 0).sum()) for readout in readouts)
 
-    norms, count = prober.ranks.agree(finish)
+    norms, count = prober.ranks.run_local_synced(finish)
     num_tokens = max(int(prober.ranks.sum([count])[0]), 1)
     inflation = (num_directions / _chi2_quantile(num_directions, _DELTA / num_tokens)) ** 0.5
     return NormSketch(norms, inflation)
@@ -135,7 +135,7 @@ def _largest_left(task: Task, found: NormSketch, seen: Sequence[Span]) -> float:
             largest += [float(left.max())] if len(left) else []
         return max(largest)
 
-    return ranks.max([ranks.agree(local)])[0]
+    return ranks.max([ranks.run_local_synced(local)])[0]
 
 
 def _root_mean_count(task: Task) -> float:

@@ -26,8 +26,8 @@ from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
 from ..core.step import typical_sizes
 from ..core.tracker import median_size
+from ..explain.text import plural
 from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
-from ..words.text import plural
 from .candidates import TINY
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
@@ -104,7 +104,7 @@ def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None
         task: the spike.
         reran: the spike run again; None if that was not asked for.
     """
-    parted = parted_replicas(task.prober.space, task.prober.ranks)
+    parted = diverged_params(task.prober.space, task.prober.ranks)
     if parted:
         return _by_weights(task, "replicas_differ", parted, ("has", "have"), "other weights on some replicas")
     if reran is not None and not reran.is_reproduced:
@@ -138,7 +138,7 @@ def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
     return tuple(name for (name, _), count in zip(floating, bad.tolist(), strict=True) if count)
 
 
-def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
+def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
     """Names of the parameters, trained or frozen, whose replicas hold different weights.
 
     All ranks call this together: one pass over the weights and one reduction, or nothing if there are no replicas. Two
@@ -158,7 +158,7 @@ def parted_replicas(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
         both[:, space.shard_index] = torch.stack([mine, -mine])  # one maximum then gives largest and smallest
         return both.flatten().tolist()
 
-    most, negated = torch.tensor(ranks.max(ranks.agree(local)), dtype=torch.float64).view(shape)
+    most, negated = torch.tensor(ranks.max(ranks.run_local_synced(local)), dtype=torch.float64).view(shape)
     is_parted = (most + negated > _SAME * most[..., 1:]).any(-1).any(0)
     return tuple(name for (name, _), flag in zip(named, is_parted.tolist(), strict=True) if flag)
 
@@ -193,7 +193,7 @@ def _padding(task: Task) -> SearchResult | None:
                 places.append((rows[row] if rows else None, position))
         return num_bad, places[:_MOST_NAMES]
 
-    gathered = ranks.gather(ranks.agree(local))
+    gathered = ranks.gather(ranks.run_local_synced(local))
     places = [place for _, part in gathered for place in part]
     if not places or any(num_bad for num_bad, _ in gathered):
         return None
@@ -217,7 +217,7 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
     if spike.threshold is None or "coefficient" not in typical:
         return None
     ranks, step = task.prober.ranks, task.prober.step
-    local = ranks.agree(lambda: median_size(typical_sizes(step, i) for i in range(step.num_micro_batches)))
+    local = ranks.run_local_synced(lambda: median_size(typical_sizes(step, i) for i in range(step.num_micro_batches)))
     present = sorted(value for value in ranks.gather(local) if value > 0)
     if not present:
         return None
@@ -308,7 +308,7 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
         return _not_reproduced(task, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if shares.unseen or not task.can_afford(forwards=2 * len(everything)):
         return None
-    readouts = prober.ranks.agree(lambda: task.readouts([]))
+    readouts = prober.ranks.run_local_synced(lambda: task.readouts([]))
     half = replace(shares, step=shares.step / 2)
     second = ShareMeasurement(prober, readouts, task.gradient, task.scale, everything, half).run()
     if not (second.closure and 1 / _STABLE < shares.closure / second.closure < _STABLE):
@@ -339,7 +339,7 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
         try:
             with sizes.of(prober.space.model):
                 prober.compute([(index, None)])
-            mine = ranks.agree(partial(sizes.first, _WAYS if broken else _WAYS[1:]))
+            mine = ranks.run_local_synced(partial(sizes.first, _WAYS if broken else _WAYS[1:]))
             found = [first for first in ranks.gather(mine) if first is not None]
         except PeerFailure:  # all ranks heard of it, and go on without
             break
@@ -360,7 +360,7 @@ def _to_replay(task: Task) -> tuple[bool, list[int]]:
         losses = [step.coefficients(index)[0][mask] for index, mask in enumerate(masks)]
         return [float(not values.isfinite().all()) for values in forwards + losses]
 
-    flags = ranks.max(ranks.agree(local))
+    flags = ranks.max(ranks.run_local_synced(local))
     broken = [index for index in range(num) if flags[index]]
     return bool(broken), broken[:1] if broken else [] if any(flags) else list(range(num))
 

@@ -53,7 +53,7 @@ class MovedWeights:
         self._space.reshard()
         keep = host_copy if self._space.keeps_on_host else torch.clone
         params = self._space.params
-        self._saved = self._space.agree(lambda: [self._kept(param, keep) for param in params])
+        self._saved = self._space.run_local_synced(lambda: [self._kept(param, keep) for param in params])
         return self
 
     def _kept(self, param: torch.nn.Parameter, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -68,7 +68,7 @@ class MovedWeights:
             forward sees them, rounded to its dtype. Even in float32 it differs from ``step * direction``, which may be
             less than the last place of a large weight.
         """
-        moved = self._space.agree(lambda: self._move(direction, step))
+        moved = self._space.run_local_synced(lambda: self._move(direction, step))
         self._space.publish()  # which may communicate
         return moved
 
@@ -115,7 +115,7 @@ class MovedWeights:
 
     def move_randomly(self, seed: int, step: float) -> None:
         """Set the weights to original + step * v, with v standard normal, of this seed, different by shard."""
-        self._space.agree(lambda: self._move_randomly(seed, step))
+        self._space.run_local_synced(lambda: self._move_randomly(seed, step))
         self._space.publish()
 
     @torch.no_grad()

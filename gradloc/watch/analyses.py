@@ -65,12 +65,12 @@ class LoopAnalyses:
             return ranks.gather_first(measure(lambda: of, trainer.space, request))
 
         if not ranks.is_first:
-            while (asked := ranks.sent_by(0, None)) is not None:
+            while (asked := ranks.broadcast_from(0, None)) is not None:
                 measured(asked)
             return {}
 
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
-            records = measured(ranks.sent_by(0, (tensors, request))) or []
+            records = measured(ranks.broadcast_from(0, (tensors, request))) or []
             for record in records:
                 if "error" in record:  # of a rank that failed
                     raise RuntimeError(record["error"])
@@ -79,7 +79,7 @@ class LoopAnalyses:
         metrics: dict[str, Any] = {}
         for reporter in self.reporters:
             reporter.run(lambda: batch_of(batch, objection, ask), number, metrics, {})
-        ranks.sent_by(0, None)
+        ranks.broadcast_from(0, None)
         return metrics
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.precise import precise_linear
+from ..core.fp32_head import precise_linear
 
 SMALL = 32
 """Outputs of a head up to which dL/dz is found as a whole, by the pseudo-inverse."""

@@ -13,8 +13,8 @@ import torch
 
 from ..core.gradients import Gradient, GradientSpace, in_parts, total_of
 from ..core.sharding import local_shard
+from ..explain.text import plural
 from ..record import Fault
-from ..words.text import plural
 from .clips import Clip, ClipTap
 from .tap_step import TapStep
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..core.precise import precise_linear
+from ..core.fp32_head import precise_linear
 from ..core.ranks import Ranks
 from ..core.step import Details, Numerics, Outputs, Recorded, to_host
 from ..loop.batch import Rows, joined
@@ -282,7 +282,7 @@ class TapStep(LoopStep):
             return
         for made in micro_batches:
             made.recorded.rng.restore()
-            self.ranks.together(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
+            self.ranks.run_collective(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
         founds = [made.found for made in micro_batches if made.found is not None]
         off = sum(float(found.residual.double().square().sum()) for found in founds)
         whole = sum(float(made.forwarded.norms.double().square().sum()) for made in micro_batches)
@@ -299,7 +299,7 @@ class TapStep(LoopStep):
         is_of_log_probs = is_formed and not (is_kept and others > pulls)  # else a z-loss, say, is the loudest
         self.form = FORMS[1] if is_of_log_probs else FORMS[2] if is_kept else FORMS[3]
         for made in micro_batches:
-            self.ranks.agree(partial(self._record, made))
+            self.ranks.run_local_synced(partial(self._record, made))
 
     def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Recover what the loss asked of one micro-batch, inside of its forward, where a sharded head is whole."""

@@ -32,15 +32,15 @@ from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
 from ..core.sharding import compute_device
+from ..explain.advice import LOOP
+from ..explain.text import plural
 from ..fault.updates import Undo
 from ..loop.batch import BatchView, Rows
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
-from ..loop.wire import Policy
+from ..loop.messages import Policy
 from ..record import Run
 from ..record.origin import origin
-from ..words.advice import LOOP
-from ..words.text import plural
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .curve import Curve
@@ -127,7 +127,7 @@ class Watch(Notes):
         self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
         self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
-        """See :class:`~..loop.localizer.ActorPowers`."""
+        """See :class:`~..loop.localizer.TrainerHandle`."""
         self.step: Any = None
         """The optimizer step that is being made; None between two."""
         self.metrics: dict[str, float] = {}
@@ -390,7 +390,7 @@ class Watch(Notes):
             if self.driver is None
             else self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
         )
-        policy = self.ranks.sent_by(0, policy)
+        policy = self.ranks.broadcast_from(0, policy)
         if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
             return policy
         found = ", ".join(f"{number:.0f}" for number in counts.micro_batches)
@@ -424,7 +424,7 @@ class Watch(Notes):
             return None
 
         if any(spike.taken == "abort" for spike in localizer.outcomes):
-            why = self.ranks.agree_slowly(learn)  # a launcher ends the first process with any other that has ended
+            why = self.ranks.run_slowly_synced(learn)  # a launcher ends the first process with any other that has ended
             raise why or AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
         learn()
 
@@ -449,7 +449,7 @@ class Watch(Notes):
 
     @property
     def clip_limit(self) -> float:
-        """See :class:`~..loop.localizer.ActorPowers`."""
+        """See :class:`~..loop.localizer.TrainerHandle`."""
         return self.clips.limit
 
     def clip(self) -> torch.Tensor:

@@ -29,9 +29,11 @@ RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
 BY_HAND = ROOT / "tests" / "data" / "mutants.json"
 SEED, SAMPLE, WORKERS = 20, 900, 2
 
-SOURCES = [f"gradloc/{room}" for room in ("core", "search", "loop", "record", "words", "stabilize", "health", "watch")]
+SOURCES = [
+    f"gradloc/{room}" for room in ("core", "search", "loop", "record", "explain", "stabilize", "health", "watch")
+]
 SOURCES += ["gradloc/reweighting", "patchkit"]
-TESTS = ["core", "bare", "search", "loop", "record", "words", "stabilize", "health", "reweighting", "patchkit"]
+TESTS = ["core", "toy_model", "search", "loop", "record", "explain", "stabilize", "health", "reweighting", "patchkit"]
 TESTS += [
     "report/pages/test_one_truth.py",
     "watch",

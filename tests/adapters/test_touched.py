@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gradloc.touched import replaced
+from gradloc.private_api import replaced
 
 
 class Base:

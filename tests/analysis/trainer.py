@@ -52,7 +52,7 @@ class StandIn:
 
     def __init__(self, overrides: list[str], dump_dir: str):
         from gradloc.adapters.verl07.trainer import RayTrainerAnalyses, TrainerHook
-        from gradloc.adapters.verl_common.needs import analyses_in
+        from gradloc.adapters.verl_common.requirements import analyses_in
 
         made = make_trainer(overrides, dump_dir)
         self.config = made.config

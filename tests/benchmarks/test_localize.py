@@ -12,7 +12,7 @@ from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE, Planter
 from benchmarks.localization.tables import markdown
 from benchmarks.localize import measure
 from benchmarks.run import finish
-from tests.bare import AGGREGATIONS, Loss, build, random_batch
+from tests.toy_model import AGGREGATIONS, Loss, build, random_batch
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
-from tests.bare import BareStep, Oracle, shard
+from tests.toy_model import Oracle, ToyStep, shard
 
 pytestmark = pytest.mark.full
 
@@ -22,7 +22,7 @@ def model(llama):
 def test_a_planted_token_is_found_and_its_own_backward_agrees(model):
     batch = continued(model, torch.arange(96), rows=4, length=6, seed=0).planted({(2, 3): 1e4})
     oracle = Oracle(model, batch)
-    step, space = BareStep(shard(model, "plain"), batch, num_micro_batches=2), GradientSpace(model)
+    step, space = ToyStep(shard(model, "plain"), batch, num_micro_batches=2), GradientSpace(model)
     space.clear()
     step.train()
     norm = space.norm()

@@ -16,20 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradloc.config import EvidenceConfig, GradLocConfig
 from gradloc.core import memory
-from gradloc.core.forecast import Need
+from gradloc.core.forecast import MemoryNeed
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
-from gradloc.loop.wire import Policy
-from tests.bare import BareStep, Powers, clip_gradient
-from tests.bare.batch import Batch
+from gradloc.loop.messages import Policy
 from tests.core.card import Card
+from tests.toy_model import Powers, ToyStep, clip_gradient
+from tests.toy_model.batch import Batch
 
 _LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class Reads(torch.nn.Module):
-    """transformers' model, called as :class:`BareStep` calls one."""
+    """transformers' model, called as :class:`ToyStep` calls one."""
 
     def __init__(self, config: dict[str, Any], is_checkpointed: bool):
         super().__init__()
@@ -108,7 +108,7 @@ def count(
     size = dist.get_world_size() if dist.is_initialized() else 1
     told: dict[str, Any] = {}
 
-    def least_way(need: Need, there: Any) -> int:
+    def least_way(need: MemoryNeed, there: Any) -> int:
         told.update(need=need, held=card.live, trained=card.peak)
         card.peak = card.live
         return 0
@@ -120,7 +120,7 @@ def count(
         reset_peak=lambda device: setattr(card, "peak", card.live),
     )
     batch, norm = batch_of(config["vocab_size"], 4 * size, length), torch.tensor(1e9)
-    with mock.patch.object(Need, "least_way", least_way), asked, card:
+    with mock.patch.object(MemoryNeed, "least_way", least_way), asked, card:
         model = Reads(config, is_checkpointed)
         if adapters:
             inject_adapter_in_model(LoraConfig(r=adapters, target_modules=_LINEAR), model.of.model)
@@ -131,7 +131,7 @@ def count(
         optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, foreach=False)
         localizer = Localizer(Powers(whole, optimizer), Ranks(), GradLocConfig(evidence=EvidenceConfig(bundle="off")))
         for plants in ({}, {(row % (4 * size), 3 + row): -1e4 * 0.6**row for row in range(10)}):
-            step = BareStep(model if layout == "ddp" else whole, batch.planted(plants), 2, precision)
+            step = ToyStep(model if layout == "ddp" else whole, batch.planted(plants), 2, precision)
             step.model = whole
             optimizer.zero_grad()
             limit = 4 * float(norm)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from gradloc.core.forecast import WAYS
-from tests.bare.faults import PLACES
+from tests.toy_model.faults import PLACES
 from tests.world import RankError, World
 
 pytestmark = pytest.mark.full
@@ -39,30 +39,32 @@ MORE += [
 )
 def test_an_error_is_counted_and_training_goes_on_with_the_same_weights(bare_world, layout, place, failing, mode):
     options = {"layout": layout, "place": place, "failing": failing, "mode": mode}
-    check(bare_world.run("tests.bare.faults.train_past_every_pass", **options), 3, mode)
+    check(bare_world.run("tests.toy_model.faults.train_past_every_pass", **options), 3, mode)
 
 
 @pytest.mark.parametrize("place", [pytest.param("block", marks=pytest.mark.slow), "backward"])
 def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(place):
     with World(2, preloaded=()) as doomed:
-        doomed.run("tests.bare.faults.train", layout="fsdp2")
+        doomed.run("tests.toy_model.faults.train", layout="fsdp2")
         started = time.monotonic()
         with pytest.raises(RankError, match="was lost"):
-            doomed.run("tests.bare.faults.train", layout="fsdp2", place=place, number=2, failing=[1], patience_s=2.0)
+            doomed.run(
+                "tests.toy_model.faults.train", layout="fsdp2", place=place, number=2, failing=[1], patience_s=2.0
+            )
         assert time.monotonic() - started < 60, "no time-out of a collective was waited for"
 
 
 @pytest.mark.slow
 def test_four_ranks_recover_together_and_end_together():
     with World(4, preloaded=()) as four:
-        (plain, *_) = four.run("tests.bare.faults.train", layout="fsdp2")
+        (plain, *_) = four.run("tests.toy_model.faults.train", layout="fsdp2")
         for place, failing in (("block", [0, 1, 2, 3]), ("backward", [0, 1, 2, 3]), ("loss", [1, 2])):
-            answers = four.run("tests.bare.faults.train", layout="fsdp2", place=place, number=3, failing=failing)
+            answers = four.run("tests.toy_model.faults.train", layout="fsdp2", place=place, number=3, failing=failing)
             assert answers[0]["weights"] == plain["weights"]
             assert [(answer["failures"], answer["events"]) for answer in answers] == [(1, 0)] * 4
         with pytest.raises(RankError, match="was lost"):
             options = {"place": "block", "number": 3, "failing": [1, 2, 3], "patience_s": 2.0}
-            four.run("tests.bare.faults.train", layout="fsdp2", **options)
+            four.run("tests.toy_model.faults.train", layout="fsdp2", **options)
 
 
 @pytest.mark.slow
@@ -70,15 +72,15 @@ def test_so_it_is_on_four_ranks():
     with World(4, preloaded=()) as four:
         for place in PLACES:
             options = {"layout": "fsdp2", "place": place, "failing": [0, 1, 2, 3]}
-            check(four.run("tests.bare.faults.train_past_every_pass", timeout_s=3600, **options), 3)
+            check(four.run("tests.toy_model.faults.train_past_every_pass", timeout_s=3600, **options), 3)
 
 
 def test_ranks_that_failed_at_different_collectives_are_not_taken_to_have_failed_together(bare_world):
-    assert bare_world.run("tests.bare.faults.fail_apart") == ["LostRank", "LostRank"]
+    assert bare_world.run("tests.toy_model.faults.fail_apart") == ["LostRank", "LostRank"]
 
 
 def shortages(size: int, count: int, seed: int) -> list[dict]:
-    """Options of :func:`tests.bare.faults.train_on_card`: any one rank, at any allocation or before the first."""
+    """Options of :func:`tests.toy_model.faults.train_on_card`: any one rank, at any allocation or before the first."""
     draw, found = random.Random(seed), []
     for number in range(count):
         place = {"room": draw.uniform(0.0, 1.1)} if number % 4 == 3 else {"at": draw.random() ** 2}
@@ -92,7 +94,9 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
     """None ends the run or hangs; a step whose search did not end well is the one without gradloc, bit for bit."""
     outcomes: Counter[str] = Counter()
     for options in shortages(size, count, seed):
-        answers = world.run("tests.bare.faults.train_on_card", timeout_s=300, **options)  # three trainings; none hangs
+        answers = world.run(
+            "tests.toy_model.faults.train_on_card", timeout_s=300, **options
+        )  # three trainings; none hangs
         assert len({(answer["failures"], answer["events"]) for answer in answers}) == 1, "all ranks know of it"
         failures, events = answers[0]["failures"], answers[0]["events"]
         num_errors = sum(answer["errors"] for answer in answers)

@@ -10,17 +10,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gradloc.core import forecast, gradients, memory
-from gradloc.core.forecast import WAYS, Memory, Need
+from gradloc.core.forecast import WAYS, Memory, MemoryNeed
 from gradloc.core.gradients import GradientSpace, in_parts
-from gradloc.core.memory import Room, StepPeak, idle_bytes
+from gradloc.core.memory import SearchMemory, StepPeak, idle_bytes
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.weights import MovedWeights
-from tests.bare import BareStep, build, random_batch
+from tests.toy_model import ToyStep, build, random_batch
 
 GIB = 2**30
-NEED = Need(shards=4 * GIB, largest=2**20, state=8 * GIB, micro_batch=6 * GIB, forward=2 * GIB)
+NEED = MemoryNeed(shards=4 * GIB, largest=2**20, state=8 * GIB, micro_batch=6 * GIB, forward=2 * GIB)
 
 
 def peak_of(work) -> int:
@@ -40,14 +40,14 @@ def peak_of(work) -> int:
 def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
     model = build("S")
     batch = random_batch(model).planted({(3, 5): 1e4})
-    step, space = BareStep(model, batch, 2), GradientSpace(model)
+    step, space = ToyStep(model, batch, 2), GradientSpace(model)
     step.train()
     training = peak_of(lambda: (space.clear(), step.train())) - space_bytes(space)  # what a micro-batch takes
     step.numerics = replace(step.numerics, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
         optimizer.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-    room = Room(space, optimizer, training, step.forward_bytes())
+    room = SearchMemory(space, optimizer, training, step.forward_bytes())
     norm = space.norm()
     spike = Spike("fixed", norm, norm / 100, norm, batch.num_tokens)
 
@@ -175,14 +175,14 @@ def test_what_a_host_has_left_is_read_without_a_package(tmp_path):
 
 def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
     there = Memory(free=2 * GIB)
-    need = Need(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=6 * GIB, forward=0)
+    need = MemoryNeed(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=6 * GIB, forward=0)
     assert need.least_way(there) == len(WAYS)
     said = need.refusal(there, "cuda:3")
     assert "6.42 GiB more than the 2.00 GiB" in said and "on cuda:3" in said and "one takes 6.00 GiB" in said
-    smaller = Need(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=2 * GIB, forward=0)
+    smaller = MemoryNeed(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=2 * GIB, forward=0)
     left = Memory(free=there.free + 4 * GIB)  # training's own peak is as much lower
     assert smaller.least_way(left) < len(WAYS)
-    over_more = Need(shards=2 * GIB, largest=1, state=GIB, micro_batch=6 * GIB, forward=0)
+    over_more = MemoryNeed(shards=2 * GIB, largest=1, state=GIB, micro_batch=6 * GIB, forward=0)
     left = Memory(free=there.free + 4 * 2 * GIB)  # weights, gradient and the optimizer's two, halved
     assert over_more.least_way(left) < len(WAYS)
 
@@ -192,7 +192,7 @@ def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
 def test_what_the_next_pass_takes_is_taken_before_it_and_given_back(micro_batch, forward, block, monkeypatch):
     monkeypatch.setattr(memory, "_BLOCK", block)
     space = GradientSpace(torch.nn.Linear(20, 10, bias=False))
-    room = Room(space, None, micro_batch, forward)
+    room = SearchMemory(space, None, micro_batch, forward)
     taken = [peak_of(room.make_sure)]
     space.params[0].grad = torch.zeros_like(space.params[0])
     taken.append(peak_of(room.make_sure))
@@ -209,8 +209,8 @@ def test_of_the_optimizer_s_state_what_has_its_memory_for_itself_is_moved():
         "part": whole[0],
         "name": "x",
     }
-    assert Room(GradientSpace(model), optimizer, 0, 0).need.state == 4 * 8 * 4
-    assert Room(GradientSpace(model), None, 0, 0).need.state == 0
+    assert SearchMemory(GradientSpace(model), optimizer, 0, 0).need.state == 4 * 8 * 4
+    assert SearchMemory(GradientSpace(model), None, 0, 0).need.state == 0
 
 
 def test_what_a_sleeping_rollout_holds_is_not_to_be_had():
@@ -260,7 +260,7 @@ def test_shards_on_the_host_need_room_there_and_none_on_the_device(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as verl sets it,
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "4")  # and Ray
     model = torch.nn.Linear(64, 64)
-    room = Room(GradientSpace(model), torch.optim.AdamW(model.parameters()), GIB // 2, 0)
+    room = SearchMemory(GradientSpace(model), torch.optim.AdamW(model.parameters()), GIB // 2, 0)
     there, size = room.memory(), 4 * 65 * 64
     assert (there.free, there.host) == (GIB, 16 * GIB)
     assert room.need.shards == room.need.state == room.need.largest == 0 and room.need.host == 3 * size
@@ -280,7 +280,7 @@ def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a
     held = [value for state in optimizer.state.values() for value in state.values()]
     before = [value.clone() for value in held]
     space = GradientSpace(model)
-    room = Room(space, optimizer, 0, 0)
+    room = SearchMemory(space, optimizer, 0, 0)
     assert room.need.state == 2 * room.need.shards
     room.make(way)
     assert sum(value.untyped_storage().nbytes() for value in held if value.dim()) == 0

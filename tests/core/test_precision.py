@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.precision import NoFloat32, Shift, cast_bytes, cast_weights, float32_forwards, shifted_weights
 from gradloc.core.sharding import reshard
-from tests.bare import build, random_batch, shard
+from tests.toy_model import build, random_batch, shard
 
 BF16 = torch.bfloat16
 

@@ -13,7 +13,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
 from gradloc.core.selection import Part, Token, mask_of, mask_without
-from tests.bare import BareStep, Loss, build, random_batch
+from tests.toy_model import Loss, ToyStep, build, random_batch
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3).map(torch.tensor)
 
@@ -65,7 +65,7 @@ def test_what_is_left_out_are_those_tokens_of_that_micro_batch_and_rank(mask, nu
 def probed(loss_scale=1.0, loss=Loss(entropy=0.1, kl=0.1)):  # noqa: B008 (frozen)
     """A prober of a trained step of four micro-batches, the step, and the gradient that training left."""
     model = build("tiny")
-    step, space = BareStep(model, random_batch(model), 4, loss=loss, loss_scale=loss_scale), GradientSpace(model)
+    step, space = ToyStep(model, random_batch(model), 4, loss=loss, loss_scale=loss_scale), GradientSpace(model)
     step.train()
     return Prober(step, space, Ranks()), step, space.take()
 

@@ -21,8 +21,8 @@ def test_a_process_alone_is_every_rank():
     assert (ranks.rank, ranks.size, ranks.process, ranks.num_processes, ranks.is_first) == (0, 1, 0, 1, True)
     assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.max([1, -math.inf]) == [1.0, -math.inf]
     assert ranks.all(True) and not ranks.all(False)
-    assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.sent_by(0, "a") == "a"
-    assert ranks.agree(lambda: "found") == "found"
+    assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.broadcast_from(0, "a") == "a"
+    assert ranks.run_local_synced(lambda: "found") == "found"
     assert Ranks("a group")._counted is None, "every collective counts"
 
 
@@ -31,7 +31,7 @@ def test_whose_own_part_failed_is_told_with_why():
         raise KeyError("no such token")
 
     with pytest.raises(PeerFailure) as failed:
-        Ranks().agree(broken)
+        Ranks().run_local_synced(broken)
     assert isinstance(failed.value.__cause__, KeyError) and "no such token" in str(failed.value)
 
 
@@ -39,15 +39,15 @@ def test_what_takes_long_runs_beside_meetings_of_all_ranks(monkeypatch):
     monkeypatch.setattr(ranks_module, "_MEET_EVERY_S", 0.01)
     ranks, met = Ranks(), []
     monkeypatch.setattr(ranks, "all", lambda flag: met.append(flag) or flag)
-    assert ranks.agree_slowly(lambda: time.sleep(0.1) or "written") == "written"
+    assert ranks.run_slowly_synced(lambda: time.sleep(0.1) or "written") == "written"
     assert len(met) > 3 and met[-1] and not any(met[:-1])
-    assert ranks.agree_slowly(lambda: threading.current_thread().daemon), "a disk that hangs holds up no end"
+    assert ranks.run_slowly_synced(lambda: threading.current_thread().daemon), "a disk that hangs holds up no end"
 
     def broken():
         raise OSError("the disk is full")
 
     with pytest.raises(PeerFailure, match="the disk is full"):
-        ranks.agree_slowly(broken)
+        ranks.run_slowly_synced(broken)
 
 
 @pytest.fixture

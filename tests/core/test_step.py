@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from gradloc.core.step import (
     Details,
     HostStep,
+    LossReplay,
     Numerics,
     Outputs,
-    OwnLoss,
     Recorded,
     has_finite_loss,
     kl_coefficients,
@@ -19,12 +19,12 @@ from gradloc.core.step import (
     run_backward,
     to_host,
 )
-from tests.bare import BareStep, Loss, build, random_batch, shard
+from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 
 M, CPU = 4, torch.device("cpu")
 
 
-class Given(OwnLoss):
+class Given(LossReplay):
     """The sum of sqrt(log-prob), and three times the log-prob as its KL term."""
 
     def __init__(self, log_prob, has_kl=True):
@@ -124,7 +124,7 @@ def test_tensors_of_any_type_are_read_together_as_they_are():
 
 def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
     model = shard(build("tiny"), "plain")
-    step = BareStep(model, random_batch(model), M, loss=Loss(entropy=0.1, kl=0.1))
+    step = ToyStep(model, random_batch(model), M, loss=Loss(entropy=0.1, kl=0.1))
     step.train()
     host = HostStep(step, CPU)
     for index in range(M):
@@ -147,7 +147,7 @@ def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
 
 def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
     model = shard(build("tiny"), "plain")
-    step = BareStep(model, random_batch(model), M)
+    step = ToyStep(model, random_batch(model), M)
     wanted = [step.details(index).weights for index in range(M)]
     step.train()
     step.details = lambda index: Details()
@@ -158,7 +158,7 @@ def test_where_a_trainer_tells_no_weights_tokens_count_as_in_a_mean():
 
 def test_a_loss_without_a_setting_would_not_change_by_it():
     model = build("tiny")
-    step = BareStep(model, random_batch(model), 4)
+    step = ToyStep(model, random_batch(model), 4)
     assert not step.would_change({"clip": 9.0})
     step.setting = {"clip": 0.2}.__getitem__
     assert step.would_change({"clip": 9.0}) and not step.would_change({"clip": 0.2})
@@ -167,7 +167,7 @@ def test_a_loss_without_a_setting_would_not_change_by_it():
 
 def test_a_unit_divides_all_coefficients_until_another_is_set():
     model = shard(build("tiny"), "plain")
-    step = BareStep(model, random_batch(model), M, loss=Loss(entropy=0.1))
+    step = ToyStep(model, random_batch(model), M, loss=Loss(entropy=0.1))
     step.train()
     host = HostStep(step, CPU)
     before = [host.coefficients(index) for index in range(M)]

@@ -11,14 +11,14 @@ from gradloc.core import tracker as tracker_module
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker, median_size
-from tests.bare import BareStep, build, clip_gradient, random_batch, shard
+from tests.toy_model import ToyStep, build, clip_gradient, random_batch, shard
 
 M, LOSS_SCALE = 4, 8.0
 
 
 @pytest.mark.parametrize("is_rough", [False, True], ids=["a GPU's", "a CPU's"])
 def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are_rough(is_rough, monkeypatch):
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     step.numerics = replace(step.numerics, loss_scale=LOSS_SCALE)
     space, tracker, readings, exact = GradientSpace(step.model), NormTracker(4), 0, None
     read = space.local_squares
@@ -43,7 +43,7 @@ def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are
 
 
 def test_each_micro_batch_s_own_size_is_the_root_of_what_it_adds_to_the_running_square(monkeypatch):
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     step.numerics = replace(step.numerics, loss_scale=LOSS_SCALE)
     space, tracker, running = GradientSpace(step.model), NormTracker(0), [0.0]
     assert tracker.increments(space, Ranks(), LOSS_SCALE) is None, "nothing was noted"
@@ -75,7 +75,7 @@ def test_a_micro_batch_that_undoes_the_others_has_a_size_too():
 
 
 def test_steps_that_spiked_are_not_remembered_and_two_are_needed(monkeypatch):
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     space, tracker = GradientSpace(step.model), NormTracker(2)
     monkeypatch.setattr(tracker_module, "_MAX_COST", 1e9)
     step.train()
@@ -90,7 +90,7 @@ def test_steps_that_spiked_are_not_remembered_and_two_are_needed(monkeypatch):
 
 
 def test_a_step_that_there_is_no_time_for_is_not_remembered():
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     space, tracker = GradientSpace(step.model), NormTracker(4)
     step.train()
     for cost in (0.0, 1.0, 0.0021, 0.0019):
@@ -124,7 +124,7 @@ class Event:
 
 
 def test_what_takes_too_long_as_a_whole_is_read_from_a_sample_before_it_stops(monkeypatch, caplog):
-    step = BareStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     space, tracker = GradientSpace(step.model), NormTracker(0)
     monkeypatch.setattr(tracker_module, "_event_of", lambda device: Event)
     monkeypatch.setattr(Event, "is_done", True)
@@ -143,5 +143,5 @@ def test_what_takes_too_long_as_a_whole_is_read_from_a_sample_before_it_stops(mo
 @pytest.mark.full
 @pytest.mark.parametrize(("gaps", "kept"), [({}, [1, 2, 3, 4]), ({1: 2}, [1, 3, 4]), ({0: 3, 1: 1}, [0, 2, 4])])
 def test_ranks_that_left_out_different_steps_tell_of_those_that_all_remember(bare_world, gaps, kept):
-    for history, exact in bare_world.run("tests.bare.scenarios.history_with_gaps", gaps=gaps):
+    for history, exact in bare_world.run("tests.toy_model.scenarios.history_with_gaps", gaps=gaps):
         torch.testing.assert_close(torch.tensor(history), torch.tensor([exact[n] for n in kept]), rtol=1e-4, atol=1e-12)

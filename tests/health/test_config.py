@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.explain.advice import ACTIONS, actions_of
 from gradloc.health.config import HealthConfig
 from gradloc.health.rules import ADVICE
-from gradloc.words.advice import ACTIONS, actions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "health.md").read_text()

@@ -13,7 +13,7 @@ from gradloc.core.actions import Outcome
 from gradloc.core.trigger import Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
-from gradloc.loop.wire import RankReport
+from gradloc.loop.messages import RankReport
 from gradloc.record import Run, Step
 from tests.watch.loops import PLANT, SPIKE, TAU, Loop, batches, flat
 from tests.watch.test_harmless import events_in

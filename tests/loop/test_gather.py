@@ -10,8 +10,8 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, raw_event
 from gradloc.record import Action, Cured, History, Step, Trigger
-from tests.bare import BareStep, Loss, build, random_batch, shard
-from tests.bare.events import context_of
+from tests.toy_model import Loss, ToyStep, build, random_batch, shard
+from tests.toy_model.events import context_of
 
 PLACE, M, THRESHOLD = (5, 2), 4, 20.0
 LOSS = Loss(entropy=0.02, kl=0.05)
@@ -21,7 +21,7 @@ LOSS = Loss(entropy=0.02, kl=0.05)
 def context():
     model = shard(build("tiny"), "plain")
     batch = random_batch(model).planted({PLACE: 1e4})
-    made = context_of(BareStep(model, batch, M, loss=LOSS), batch, THRESHOLD)
+    made = context_of(ToyStep(model, batch, M, loss=LOSS), batch, THRESHOLD)
     return replace(
         made,
         spike=replace(made.spike, history=History(9, 1.5, 0.2)),

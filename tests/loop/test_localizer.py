@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
-from gradloc.core.forecast import WAYS, Need
+from gradloc.core.forecast import WAYS, MemoryNeed
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
-from gradloc.loop.wire import Policy
-from tests.bare import BareStep, Powers, build, clip_gradient, random_batch, shard
+from gradloc.loop.messages import Policy
+from tests.toy_model import Powers, ToyStep, build, clip_gradient, random_batch, shard
 
 MODULE = "gradloc.loop.localizer"
 NUM_MICRO_BATCHES = 4
@@ -44,7 +44,7 @@ class Run:
     def step(self, plants: dict, the_policy: Policy | None = None, is_watched: bool = True) -> float:
         """Train on a planted batch; returns the norm of what the step would take."""
         batch = random_batch(self.model).planted(plants)
-        step = BareStep(self.model, batch, NUM_MICRO_BATCHES)
+        step = ToyStep(self.model, batch, NUM_MICRO_BATCHES)
         self.space.clear()
         if not is_watched:
             step.train()
@@ -54,7 +54,7 @@ class Run:
         self.localizer.end_update()
         return norm
 
-    def mini_batch(self, step: BareStep, norm: float | None = None, late: Policy | None = None) -> float:
+    def mini_batch(self, step: ToyStep, norm: float | None = None, late: Policy | None = None) -> float:
         """One optimizer step within an update, up to what it would take; of this norm, where one is given."""
         self.space.clear()
         self.localizer.begin_mini_batch(step)
@@ -115,7 +115,7 @@ def test_a_policy_may_come_as_late_as_the_step():
     run = Run("skip")
     batch = random_batch(run.model).planted(PLANT)
     run.localizer.begin_update(None, run.space)
-    norm = run.mini_batch(BareStep(run.model, batch, NUM_MICRO_BATCHES), late=policy(batch.num_tokens))
+    norm = run.mini_batch(ToyStep(run.model, batch, NUM_MICRO_BATCHES), late=policy(batch.num_tokens))
     assert norm == 0.0 and len(run.localizer.events) == 1 and run.localizer.coefficient > 0
 
 
@@ -131,7 +131,7 @@ def test_without_a_spike_or_a_policy_nothing_is_looked_into_and_a_rehearsal_is()
     run.step({})
     batch = random_batch(run.model)
     run.localizer.begin_update(None, run.space)
-    assert run.mini_batch(BareStep(run.model, batch, NUM_MICRO_BATCHES), norm=1e9) == 1e9
+    assert run.mini_batch(ToyStep(run.model, batch, NUM_MICRO_BATCHES), norm=1e9) == 1e9
     assert run.localizer.events == []
     run.step({}, policy(batch.num_tokens, force=True))
     (event,) = run.localizer.events
@@ -150,7 +150,7 @@ def train(run: Run, plants: dict, num_epochs: int = 3, is_watched: bool = True, 
         run.localizer.begin_update(changed, run.space)
     for _ in range(num_epochs):
         for part in parts:
-            step = BareStep(run.model, part, 2)
+            step = ToyStep(run.model, part, 2)
             if is_watched:
                 run.mini_batch(step)
             else:
@@ -202,7 +202,7 @@ def test_a_scaled_loss_that_overflows_is_no_spike_and_a_nan_in_it_is():
     batch = random_batch(run.model)
     for plants, num_events in (({}, 0), ({(3, 2): float("nan")}, 1)):
         run.localizer.begin_update(policy(batch.num_tokens), run.space)
-        run.mini_batch(BareStep(run.model, batch.planted(plants), NUM_MICRO_BATCHES, loss_scale=8.0), norm=math.inf)
+        run.mini_batch(ToyStep(run.model, batch.planted(plants), NUM_MICRO_BATCHES, loss_scale=8.0), norm=math.inf)
         assert len(run.localizer.events) == num_events
 
 
@@ -260,7 +260,7 @@ def test_no_memory_for_what_is_only_noted_ends_nothing(caplog, monkeypatch, plac
 
 def test_an_optimizer_s_state_that_does_not_come_back_ends_the_process(monkeypatch, caplog):
     full = torch.OutOfMemoryError("no room for the state")
-    monkeypatch.setattr(loop_localizer.Room, "close", Mock(side_effect=full))
+    monkeypatch.setattr(loop_localizer.SearchMemory, "close", Mock(side_effect=full))
     monkeypatch.setattr(loop_localizer.os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         Run().step(PLANT)
@@ -277,7 +277,7 @@ def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(
     held = run.localizer.powers.optimizer.state
     state = {id(value): (value, value.clone()) for each in held.values() for value in each.values()}
     sizes = []
-    monkeypatch.setattr(Need, "least_way", lambda need, memory: number)
+    monkeypatch.setattr(MemoryNeed, "least_way", lambda need, memory: number)
     search = loop_localizer.localize
 
     def watched(*given, **named):
@@ -317,7 +317,7 @@ def test_replicas_that_sum_no_gradients_switch_it_off_at_once(caplog):
 
 @pytest.mark.parametrize(("parted", "said"), [(["a.weight"], "1 parameter, a.weight"), (["a", "b"], "2 parameters")])
 def test_replicas_that_have_parted_are_told_of_once_a_step_was_taken(monkeypatch, caplog, parted, said):
-    monkeypatch.setattr(loop_localizer, "parted_replicas", lambda space, ranks: parted)
+    monkeypatch.setattr(loop_localizer, "diverged_params", lambda space, ranks: parted)
     run, told = Run(), []
     run.space.num_replicas = 2
     for _ in range(3):

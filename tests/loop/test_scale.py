@@ -9,8 +9,8 @@ import pytest
 
 from gradloc.core.ranks import Ranks
 from gradloc.loop.gather import raw_event
-from tests.bare import BareStep, build, random_batch, shard
-from tests.bare.events import context_of
+from tests.toy_model import ToyStep, build, random_batch, shard
+from tests.toy_model.events import context_of
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
 TOKEN_BYTES = 2 * 4  # two float32, of every micro-batch to keep
@@ -35,7 +35,7 @@ class OneOfMany(Ranks):
         self.num_gathered += len(pickle.dumps(value))
         return [pickle.loads(pickle.dumps(value)) for _ in range(NUM_RANKS)]
 
-    def sent_by(self, rank, value):
+    def broadcast_from(self, rank, value):
         self.num_sent += len(pickle.dumps(value)) if rank == 0 else 0
         return value  # None of the others: their rows are not here
 
@@ -46,7 +46,7 @@ def context():
     model = shard(build("tiny"), "plain")
     plants = {(row, 7 * row + 3): 1e5 for row in range(0, MICRO_BATCHES * ROWS, 2)}
     batch = random_batch(model, MICRO_BATCHES * ROWS, LENGTH).planted(plants)
-    found = context_of(BareStep(model, batch, MICRO_BATCHES), batch, THRESHOLD)
+    found = context_of(ToyStep(model, batch, MICRO_BATCHES), batch, THRESHOLD)
     assert len(found.finding.culprits) == len(plants)
     return found
 

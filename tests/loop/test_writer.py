@@ -18,7 +18,7 @@ from gradloc.loop.gather import RawEntry, RawEvent, RowShare
 from gradloc.loop.pictures import Album
 from gradloc.loop.writer import (
     BUNDLE_KEYS,
-    DriverSide,
+    EventEnricher,
     EventWriter,
     _decoded,
     bundle_tensors,
@@ -30,7 +30,7 @@ from gradloc.record import BatchStatistics, Event, Run, Shares, StepCause, Trigg
 from gradloc.record.bundle import BundleEntry, BundleMeta
 from gradloc.record.bundle import Sequence as SequenceRecord
 from gradloc.record.store import EventStore
-from tests.words import a_culprit
+from tests.explain import a_culprit
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, RESPONSE = 4, 8
@@ -78,11 +78,11 @@ def raw_of(*culprits, sequences=(), known=None, **event):
 
 def completed(batch, *culprits, context=3, tokenizer=LETTERS_OF, endings=None, over_run=None, **raw):
     made = raw_of(*culprits, **raw)
-    return complete_event(made, "name", Run(), DriverSide(batch, tokenizer, context), over_run, "last", endings)
+    return complete_event(made, "name", Run(), EventEnricher(batch, tokenizer, context), over_run, "last", endings)
 
 
 def sequence_of(sequence, tokenizer=LETTERS_OF):
-    return DriverSide(batch_of(), tokenizer).sequence(sequence, Album())
+    return EventEnricher(batch_of(), tokenizer).sequence(sequence, Album())
 
 
 def one(batch, culprit=CULPRIT, **more):
@@ -318,7 +318,7 @@ def test_a_bundle_has_the_listed_rows_one_after_the_other():
 )
 def test_what_fails_costs_an_event_its_words_and_not_its_line(error, caplog, monkeypatch, tmp_path):
     writer = _writer(tmp_path / "run")
-    monkeypatch.setattr("gradloc.loop.writer.DriverSide", Mock(side_effect=error))
+    monkeypatch.setattr("gradloc.loop.writer.EventEnricher", Mock(side_effect=error))
     found, why = writer.write(raw_of(CULPRIT), None, {})
     (record,) = caplog.records
     assert not why and writer.num_failures == 3 and f"{tmp_path}/run failed" in record.getMessage()
@@ -377,7 +377,7 @@ def test_a_bundle_is_written_where_it_is_on_and_the_ranks_sent_one(bundle, is_th
     writer.store = SimpleNamespace(root="there", size_gb=lambda: 0.0, append=lambda event: None)
     writer.store.write_folder = lambda name, tensors, documents, files: kept.append((tensors, documents)) or name
     raw = raw_of(CULPRIT)
-    writer._keep(raw.event, replace(raw, layout=raw.layout * is_there), DriverSide(batch_of(), None))
+    writer._keep(raw.event, replace(raw, layout=raw.layout * is_there), EventEnricher(batch_of(), None))
     ((tensors, documents),) = kept
     assert bool(tensors) == ("meta" in documents) == is_kept
 
@@ -401,17 +401,17 @@ ROWS = (RowShare(0, 0.5, 0.09, 8), RowShare(1, -0.1, 0.16, 6), RowShare(2, 0.6, 
 def test_prompts_and_data_sources_carry_what_their_rows_do():
     raw = replace(raw_of(shares=Shares(closure=1.0)), row_shares=ROWS)
     batch = batch_of(labels={"data_source": ["a", "b", "a"]})
-    found = complete_event(raw, "name", Run(), DriverSide(batch, None)).shares
+    found = complete_event(raw, "name", Run(), EventEnricher(batch, None)).shares
     told = [(part.name, part.share, part.num_rows, part.num_tokens) for part in (*found.prompts, *found.sources)]
     wanted = [("q", 0.6, 1, 8), ("p", 0.4, 2, 14), ("a", 1.1, 2, 16), ("b", -0.1, 1, 6)]
     assert [(name, pytest.approx(share), *counts) for name, share, *counts in wanted] == told
     assert found.prompts[1].share_error == pytest.approx(0.5) and found.closure == 1.0
     assert [part.name for part in found.rows] == ["2", "0", "1"]
     bare = BatchView(batch.tensors, {})
-    alone = complete_event(raw, "name", Run(), DriverSide(bare, None)).shares
+    alone = complete_event(raw, "name", Run(), EventEnricher(bare, None)).shares
     assert alone.prompts is alone.sources is None and alone.rows == found.rows
     many = replace(raw, row_shares=tuple(RowShare(row, row / 1e3, 0.0, 1) for row in range(40)))
-    (first, *_, last) = complete_event(many, "name", Run(), DriverSide(bare, None)).shares.rows
+    (first, *_, last) = complete_event(many, "name", Run(), EventEnricher(bare, None)).shares.rows
     assert (first.name, last.name) == ("39", "24"), "sixteen"
     assert completed(batch, shares=Shares(is_trusted=False)).shares == Shares(is_trusted=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradloc.mismatch import MismatchError, columns, judge
-from gradloc.mismatch.seen import LAGS, Tokens, dependence, identity, moves, partners, ranks, row_scales, unevenness
+from gradloc.mismatch.stats import LAGS, Tokens, dependence, identity, moves, partners, ranks, row_scales, unevenness
 
 B = np.log(np.random.default_rng(0).uniform(0.05, 1, (20, 30)))
 

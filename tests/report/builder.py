@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gradloc import record
+from gradloc.explain.story import verdict_sentences
 from gradloc.record import Event, version1
 from gradloc.record.bundle import Sequence
 from gradloc.record.columns import STORED
 from gradloc.record.reading import read
 from gradloc.record.store import plain
-from gradloc.words.story import verdict_sentences
 
 REPO = Path(__file__).resolve().parents[2]
 _MARKUP = "</script><img src=x onerror=alert(1)>", '"><b>{{ 7 * 7 }}'

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from gradloc.explain.causes import RULES
 from gradloc.record import Certificate, Rerun, StepCause
 from gradloc.record.store import plain
-from gradloc.words.causes import RULES
-from tests.bare import build, random_batch
-from tests.bare.routers import add_router_loss
 from tests.report.builder import REPO, make_culprit, make_event
 from tests.search.test_step_causes import PLANT, THRESHOLD, Spiking
+from tests.toy_model import build, random_batch
+from tests.toy_model.routers import add_router_loss
 
 GOLDEN = REPO / "tests" / "data" / "golden"
 CASES = json.loads((GOLDEN / "events.json").read_text(encoding="utf-8"))

@@ -31,9 +31,9 @@ from hypothesis import strategies as st
 
 from gradloc import command
 from gradloc.config import settings_from
+from gradloc.explain.text import printable
 from gradloc.record.store import load_states
 from gradloc.replay.bundle import ReplayError, read_bundle
-from gradloc.words.text import printable
 from patchkit.apply import load
 from patchkit.refusal import Refusal
 from tests.report.logs.table import LOGS, ROOT

@@ -19,13 +19,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
 
+from gradloc.explain.story import cause_of, verdict_sentences
+from gradloc.explain.text import spoken
 from gradloc.report.cli import main
 from gradloc.report.pages.document import Block, EventDocument, Facts, Fold, Lines, Table
 from gradloc.report.pages.document import document as make_document
 from gradloc.report.runs.run import RunFolder, read_run
 from gradloc.report.runs.spikes import KINDS
-from gradloc.words.story import cause_of, verdict_sentences
-from gradloc.words.text import spoken
 from tests.report.builder import make_metrics, make_sequence, write_run
 from tests.report.events import CASES, GOLDEN, event
 from tests.report.logs.made import EXPLOSIONS, FILES

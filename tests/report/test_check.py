@@ -10,7 +10,7 @@ import yaml
 from gradloc.core.forecast import MODELS
 from gradloc.report.cli import main
 from gradloc.search.limit import Limit
-from tests.adapters.test_needs import refusals
+from tests.adapters.test_requirements import refusals
 
 ACTOR = "actor_rollout_ref.actor"
 ON = ["+gradloc=observe", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "trainer.default_local_dir=/runs/x"]

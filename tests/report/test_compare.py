@@ -5,13 +5,13 @@ import re
 
 import pytest
 
+from gradloc.explain.numbers import number
 from gradloc.record import Cured
 from gradloc.report.cli import main
 from gradloc.report.commands.cure import tally
 from gradloc.report.runs.comparison import compare
 from gradloc.report.runs.run import read_run
-from gradloc.words.numbers import number
-from tests import words
+from tests import explain
 from tests.report.builder import make_event, make_metrics, write_run
 from tests.report.logs.made import console
 
@@ -70,7 +70,7 @@ def test_settings_that_differ_are_listed_where_both_logs_hold_theirs(tmp_path):
 
 def event(**verdicts: str):
     cures = [{"name": name, "line": f"{name}=1", "norm_after": 1.0, "verdict": of} for name, of in verdicts.items()]
-    return words.event(cures=cures)
+    return explain.event(cures=cures)
 
 
 def test_the_setting_that_heals_most_events_comes_first():

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from benchmarks.lead import HORIZON, lead, main
+from gradloc.explain.advice import actions_of
 from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of
-from gradloc.words.advice import actions_of
 
 SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
 

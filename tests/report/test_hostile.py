@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.explain.text import printable
 from gradloc.record.files import parse_json, read_bytes, write_whole
 from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
-from gradloc.words.text import printable
 from tests.report import hostile
 from tests.report.builder import REPO
 

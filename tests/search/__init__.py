@@ -13,7 +13,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.limit import Limit
 from gradloc.search.task import Task
-from tests.bare import BareStep, Batch, Loss, Place, build, random_batch, shard
+from tests.toy_model import Batch, Loss, Place, ToyStep, build, random_batch, shard
 
 NUM_MICRO_BATCHES = 4
 
@@ -24,9 +24,9 @@ def trained(
     loss: Loss = Loss(),  # noqa: B008
     model: torch.nn.Module | None = None,
     note: Callable[[GradientSpace], None] = lambda space: None,
-) -> tuple[BareStep, GradientSpace]:
+) -> tuple[ToyStep, GradientSpace]:
     """A step of this batch on one process, whose gradient is in ``.grad``; ``note`` is called after each backward."""
-    step = BareStep(shard(model or build("tiny"), "plain", dtype), batch, NUM_MICRO_BATCHES, dtype, loss)
+    step = ToyStep(shard(model or build("tiny"), "plain", dtype), batch, NUM_MICRO_BATCHES, dtype, loss)
     space = GradientSpace(step.model)
     step.train(lambda: note(space))
     return step, space

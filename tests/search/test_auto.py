@@ -10,9 +10,9 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.search import auto, limit
 from gradloc.search.find import localize
-from tests.bare import Loss, build, random_batch
-from tests.bare.scenarios import scatter, useless_shares
 from tests.search import spike_of, task_of, trained
+from tests.toy_model import Loss, build, random_batch
+from tests.toy_model.scenarios import scatter, useless_shares
 
 M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
@@ -67,7 +67,9 @@ def test_shares_that_are_all_noise_stall_nothing(strategy):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_so_it_is_on_two_ranks_and_they_agree(bare_world, dtype):
-    found, other = bare_world.run("tests.bare.scenarios.useless_shares", layout="fsdp2", strategy="auto", dtype=dtype)
+    found, other = bare_world.run(
+        "tests.toy_model.scenarios.useless_shares", layout="fsdp2", strategy="auto", dtype=dtype
+    )
     check_useless(found)
     assert found == other
 

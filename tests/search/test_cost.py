@@ -7,8 +7,8 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.search.find import localize
-from tests.bare import Oracle, build, random_batch
 from tests.search import spike_of, trained
+from tests.toy_model import Oracle, build, random_batch
 
 M = 4
 THRESHOLD = 4.0  # healthy norms are near 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings are measured, and that their norms are those of a step trained with them: on a bare model, whose loss
-has settings of its own. On real trainers: tests/adapters/same/test_cures.py."""
+has settings of its own. On real trainers: tests/adapters/conformance/test_cures.py."""
 
 import math
 from dataclasses import replace
@@ -15,8 +15,8 @@ from gradloc.core.step import MASK, NUM_TOKENS
 from gradloc.search import cures
 from gradloc.search.auto import auto
 from gradloc.search.cures import Candidate, try_cures
-from tests.bare import BareStep, Loss
 from tests.search import NUM_MICRO_BATCHES, task_of
+from tests.toy_model import Loss, ToyStep
 
 TOKEN, KL = ({(3, 2): 1e4}, Loss(kl=0.05, entropy=0.01)), ({}, Loss(kl=500.0, entropy=0.01))
 """An advantage, or a KL term, that is far too large, and the loss."""
@@ -34,7 +34,7 @@ def tried(monkeypatch, case, *settings, max_cures=2, max_steps=100.0, max_second
     truths = {}
     for each in settings:
         if hasattr(loss, next(iter(each))):
-            step = BareStep(task.prober.step.model, batch, NUM_MICRO_BATCHES, loss=replace(loss, **each))
+            step = ToyStep(task.prober.step.model, batch, NUM_MICRO_BATCHES, loss=replace(loss, **each))
             space = GradientSpace(step.model)
             space.clear()
             step.train()

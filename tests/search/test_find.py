@@ -10,11 +10,11 @@ from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.task import Span
-from tests.bare import Loss, build, random_batch
-from tests.bare.mixtures import mixture, problems
-from tests.bare.scenarios import search_planted
 from tests.search import spike_of, trained
 from tests.search import task_of as a_step
+from tests.toy_model import Loss, build, random_batch
+from tests.toy_model.mixtures import mixture, problems
+from tests.toy_model.scenarios import search_planted
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -28,7 +28,7 @@ def test_in_a_mixture_the_loud_are_named_and_nobody_else(seed):
     [("float32", 3), *(pytest.param("bfloat16", s, marks=[pytest.mark.slow] * (s != 3)) for s in range(10))],
 )
 def test_so_it_is_on_two_ranks(bare_world, dtype, seed):
-    told, other = bare_world.run("tests.bare.mixtures.mixture", seed=seed, layout="fsdp2", dtype=dtype)
+    told, other = bare_world.run("tests.toy_model.mixtures.mixture", seed=seed, layout="fsdp2", dtype=dtype)
     assert told == other and not problems(told)
 
 
@@ -62,7 +62,7 @@ def test_they_are_named_in_half_precision_alone_where_a_kernel_takes_no_float32(
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_so_are_they_on_two_ranks_that_both_hear_of_it(bare_world, layout):
     given = {"layout": layout, "plants": CASES["three"], "dtype": "bfloat16", "refuses": True}
-    found, other = bare_world.run("tests.bare.scenarios.search_planted", **given)
+    found, other = bare_world.run("tests.toy_model.scenarios.search_planted", **given)
     assert found["places"] == other["places"] == sorted(CASES["three"]) and found["verdict"] == "explained"
     assert found["restored"] and other["restored"] and found["cost"] == other["cost"]
 
@@ -77,7 +77,7 @@ def test_culprits_are_named_where_even_weights_and_gradients_are_in_half_precisi
 def test_so_are_they_where_these_are_sharded(bare_world, layout):
     plants = CASES["three"]
     where = {"layout": layout, "plants": plants, "dtype": "bfloat16", "masters": "bfloat16"}
-    found, other = bare_world.run("tests.bare.scenarios.search_planted", **where)
+    found, other = bare_world.run("tests.toy_model.scenarios.search_planted", **where)
     check(found, plants)
     assert found == other
 

@@ -8,8 +8,8 @@ import torch
 
 from gradloc.search.sketch import _chi2_quantile, measure_norms, sketch
 from gradloc.search.task import Span
-from tests.bare import Oracle, build, random_batch
 from tests.search import task_of
+from tests.toy_model import Oracle, build, random_batch
 
 
 def test_3_what_bends_in_log_odds_is_the_logsumexp_of_the_others_within_its_bound():

@@ -8,9 +8,9 @@ import torch
 
 from gradloc.core.ranks import Ranks
 from gradloc.search.find import localize
-from tests.bare import Oracle, build, random_batch
-from tests.bare.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
 from tests.search import spike_of, trained
+from tests.toy_model import Oracle, build, random_batch
+from tests.toy_model.scenarios import NUM_MICRO_BATCHES, TERMS, search_planted
 
 ONE = {(3, 5): 1.0}
 SCALES = [1e22, 1e37]
@@ -52,7 +52,7 @@ def test_so_is_one_beside_another_whose_loss_is_not_finite_at_all():
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
 def test_so_is_one_of_either_rank_s(bare_world, layout):
     found, other = bare_world.run(
-        "tests.bare.scenarios.search_planted", layout=layout, plants={(3, 5): 1e22}, said=math.inf
+        "tests.toy_model.scenarios.search_planted", layout=layout, plants={(3, 5): 1e22}, said=math.inf
     )
     assert found == other
     assert found["places"] == [(3, 5)] and found["verdict"] == "explained" and found["restored"]

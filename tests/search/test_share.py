@@ -11,8 +11,8 @@ from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.step import Recorded
 from gradloc.search.share import Readout, ShareMeasurement, log_odds
-from tests.bare import Oracle, Sharpened, build, random_batch
 from tests.search import trained
+from tests.toy_model import Oracle, Sharpened, build, random_batch
 
 M, PLACE = 4, (5, 2)
 PLANTS = {

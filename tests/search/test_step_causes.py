@@ -16,9 +16,9 @@ from gradloc.search import step_causes
 from gradloc.search.find import localize
 from gradloc.search.step_causes import _Sizes
 from gradloc.search.task import SearchResult
-from tests.bare import BareStep, build, random_batch
-from tests.bare.routers import add_router_loss
 from tests.search import spike_of
+from tests.toy_model import ToyStep, build, random_batch
+from tests.toy_model.routers import add_router_loss
 
 THRESHOLD = 20.0  # healthy norms are near 1
 PLANT = {(3, 2): 1e4}
@@ -32,7 +32,7 @@ class Spiking:
         batch = random_batch(self.model).planted(plants or {})
         self.batch = batch.edited(advantages=batch.advantages * factor)
         self.space = GradientSpace(self.model)
-        self.step = BareStep(self.model, self.batch, 4)
+        self.step = ToyStep(self.model, self.batch, 4)
 
     def search(self, typical: dict | None = None, corrupt=lambda space: None, clip=1.0, **settings) -> SearchResult:
         self.step.train()
@@ -229,7 +229,7 @@ class Pair(Ranks):
         super().__init__()
         self.num_processes, self.sent = 2, []
 
-    def agree(self, local):
+    def run_local_synced(self, local):
         return local()
 
     def max(self, values):
@@ -245,9 +245,9 @@ def test_a_parameter_that_two_replicas_hold_differently_is_named(off_by):
         with torch.no_grad():
             model.weight.fill_(0.5), model.bias.fill_(-0.25 + shift)
         space = GradientSpace(model)
-        assert step_causes.parted_replicas(space, ranks) == (), "one process has no replica"
+        assert step_causes.diverged_params(space, ranks) == (), "one process has no replica"
         space.num_replicas = 2
-        found.append(step_causes.parted_replicas(space, ranks))
+        found.append(step_causes.diverged_params(space, ranks))
     assert found == [(), ("bias",) if off_by else ()]
 
 

@@ -8,10 +8,10 @@ from gradloc.core.certificate import Removal
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
-from tests.bare import build, random_batch
-from tests.bare.noise import unrepeatable
-from tests.bare.scenarios import certify_unrepeatable
 from tests.search import trained
+from tests.toy_model import build, random_batch
+from tests.toy_model.noise import unrepeatable
+from tests.toy_model.scenarios import certify_unrepeatable
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
@@ -48,7 +48,7 @@ def test_several_culprits_are_certified_within_two_and_a_half_updates(others, dt
 )
 def test_so_it_does_on_two_ranks_and_in_half_precision(bare_world, layout, dtype, size, method):
     where = {"layout": layout, "dtype": dtype, "share": 0.01, "size": size}
-    found, other = bare_world.run("tests.bare.scenarios.certify_unrepeatable", **where)
+    found, other = bare_world.run("tests.toy_model.scenarios.certify_unrepeatable", **where)
     assert problems(found) == [] and found == other
     assert found["method"] == method
 

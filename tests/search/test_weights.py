@@ -75,9 +75,9 @@ def test_tokens_go_where_the_routers_sent_them_before_the_weights_moved(way):
 class Publishing(GradientSpace):
     calls = ""
 
-    def agree(self, local):
+    def run_local_synced(self, local):
         self.calls += "a"
-        return super().agree(local)
+        return super().run_local_synced(local)
 
     def reshard(self):
         self.calls += "r"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, with which sentence; and the cautious start. What a run has to be: tests/adapters/test_needs.py."""
+"""What is refused, with which sentence; and the cautious start. The rest: tests/adapters/test_requirements.py."""
 
 ACTOR = "actor_rollout_ref.actor"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"

@@ -15,7 +15,7 @@ import torch
 
 import gradloc
 from gradloc import token_log_probs
-from tests.bare.model import build
+from tests.toy_model.model import build
 from tests.world import DEVICE
 
 ROWS, EACH, T, VOCABULARY = 8, 2, 10, 96

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradloc
 from gradloc import token_log_probs
-from tests.bare.model import Block, build
+from tests.toy_model.model import Block, build
 from tests.world import DEVICE
 
 ROWS, ROWS_EACH, T, VOCABULARY = 8, 2, 12, 96

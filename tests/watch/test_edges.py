@@ -12,7 +12,7 @@ import torch
 
 import gradloc
 from benchmarks.any_loss import Clipped, Loop, log_probs
-from tests.bare.model import build
+from tests.toy_model.model import build
 from tests.watch.loops import SPIKE, TAU, T, batches
 from tests.watch.loops import Loop as Plain
 from tests.watch.test_harmless import events_in

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import gradloc
 from benchmarks.counter import DeviceCounter
-from tests.bare.model import Decoder, ModelSize
+from tests.toy_model.model import Decoder, ModelSize
 
 MICRO_BATCHES, T = 4, 8
 

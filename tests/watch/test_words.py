@@ -10,10 +10,10 @@ import torch
 
 import gradloc
 from gradloc import token_log_probs
+from gradloc.explain.next_step import next_step
 from gradloc.record import Event
 from gradloc.record.reading import read
-from gradloc.words.next_step import next_step
-from tests.bare.model import build
+from tests.toy_model.model import build
 from tests.watch.test_harmless import events_in, named
 from tests.world import DEVICE
 

@@ -19,7 +19,7 @@ from tests.world.spikes import plant
 def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """On three spikes in a row, make one rank fail right before a collective boundary, then train on.
 
-    Whatever a rank computes by itself between two collectives goes through ``Ranks.agree``; so its
+    Whatever a rank computes by itself between two collectives goes through ``Ranks.run_local_synced``; so its
     uses are the boundaries, in order: the ``first`` from 1 at the first spike, then the two after it,
     in turn on either rank. Before the first nothing fails.
 
@@ -28,13 +28,13 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
         the boundary was reached at all.
     """
     Ranks = part("core.ranks").Ranks
-    original = Ranks.agree
+    original = Ranks.run_local_synced
     trainer = make_trainer(overrides, dump_dir)
     failures, reached = [], []
     for boundary in range(first, first + 3):
         uses = 0
 
-        def agree(self, local, boundary=boundary):
+        def run_local_synced(self, local, boundary=boundary):
             nonlocal uses
             uses += 1
             is_due = uses == boundary and self.process == boundary % 2
@@ -46,7 +46,7 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
 
         batch = make_batch(8, seed=1)
         plant(batch, 6, 2, 1e4)
-        with mock.patch.object(Ranks, "agree", agree):
+        with mock.patch.object(Ranks, "run_local_synced", run_local_synced):
             out = trainer.update(batch)
         failures.append(out["metrics"].get("gradloc/failures", [0])[0])
         reached.append(0 < boundary <= uses)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spikes of every kind in verl's actor: what each event must say is in tests/adapters/same/test_verdicts.py."""
+"""Spikes of every kind in verl's actor: what each event must say is in tests/adapters/conformance/test_verdicts.py."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.bare.routers import AddLoss, Overflow
+from tests.toy_model.routers import AddLoss, Overflow
 from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, lines_of, make_batch, make_trainer, part
 from tests.world.spikes import ON, plant
 

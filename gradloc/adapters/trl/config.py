@@ -18,9 +18,9 @@ from ...checks import require
 from ...config import GradLocConfig, settings_without_verl
 from ...core.forecast import Layout, Load, Plan
 from ...health.config import HealthConfig
+from ...private_api import differences
 from ...record import ACTIONS
 from ...reweighting.config import LoptiConfig
-from ...touched import differences
 
 
 def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:

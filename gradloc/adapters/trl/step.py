@@ -16,9 +16,9 @@ import torch
 from trl.trainer import utils as trl_utils
 
 from ...core.ranks import Ranks
-from ...core.step import Details, Groups, Numerics, Outputs, OwnLoss
+from ...core.step import Details, Groups, LossReplay, Numerics, Outputs
 from ...loop.batch import Rows, at_first, joined
-from ...touched import replaced
+from ...private_api import replaced
 from ...watch.tap_step import TapStep
 from ...watch.taps import Forwarded, ModelTap
 
@@ -51,7 +51,7 @@ _IN_LOSS = {"epsilon": "epsilon_low"}
 """What TRL's loss calls a setting of its config."""
 
 
-class TrlStep(TapStep, OwnLoss):
+class TrlStep(TapStep, LossReplay):
     """All micro-batches of one optimizer step. TRL's kernel makes log-probs without ever holding all logits."""
 
     trainer_name = "trl"

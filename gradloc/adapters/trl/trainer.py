@@ -11,7 +11,7 @@ import trl
 
 from ...checks import require
 from ...core.ranks import PeerFailure, Ranks
-from ...touched import extended
+from ...private_api import extended
 from ...watch.analyses import LoopAnalyses
 from .config import check_trl, features_of, health_of, refuse, settings_of, setup_of
 from .step import OTHER_KEY, REWARD_KEY, within_stage
@@ -88,8 +88,8 @@ class WatchedTrainer:
     def save_whole_model(self, folder: str, ranks: Ranks) -> bool:
         """Write the weights as one model's folder, from the first process; returns whether it could."""
         try:
-            state = ranks.together(partial(self.accelerator.get_state_dict, self.model_wrapped))
-            ranks.agree(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
+            state = ranks.run_collective(partial(self.accelerator.get_state_dict, self.model_wrapped))
+            ranks.run_local_synced(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
         except PeerFailure:
             return False
         return True

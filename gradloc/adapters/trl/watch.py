@@ -22,7 +22,7 @@ from ...health.rules import FROM_TRL
 from ...loop import metrics as step_metrics
 from ...loop.batch import BatchView, Rows, joined
 from ...loop.driver import Driver, sequence_ids
-from ...loop.wire import Policy
+from ...loop.messages import Policy
 from ...loop.writer import events_weights_folder
 from ...record import Run
 from ...record.origin import origin

@@ -22,9 +22,9 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...core.step import Outputs
 from ...keys import POLICY_KEY, ROW_KEY
-from ...loop.wire import Policy, RankReport
+from ...loop.messages import Policy, RankReport
+from ...private_api import extended, replaced
 from ...reweighting.stages import STAGE_MASK_KEY
-from ...touched import extended, replaced
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
 from .step import ActorStep, AnalysedActorStep, CriticStep
 

@@ -18,13 +18,13 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
 from ...core.ranks import Ranks
-from ...core.step import ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.step import ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, RngState, record
 from ...keys import ROW_KEY
-from ...touched import replaced
+from ...private_api import replaced
 from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of
 
 
-class VerlStep(OwnLoss, ByRow):
+class VerlStep(LossReplay, ByRow):
     """One mini-batch of verl's actor or critic, replayable: the :class:`~...core.step.TrainingStep` of the search.
 
     Args:
@@ -319,12 +319,12 @@ def own_loss(
     """
     from verl.workers.actor import dp_actor  # which imports the adapter
 
-    kept = _Kept()
+    kept = LossCatcher()
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {
         "config": config,
         "scaler": kept,
-        "gradloc": _Aside(actor.gradloc),
+        "gradloc": NullHook(actor.gradloc),
         "actor_optimizer": SimpleNamespace(zero_grad=lambda: None),
         "gradient_accumulation": 1,  # which verl sets again
         "_forward_micro_batch": lambda *_, **__: (entropy, log_prob),
@@ -338,12 +338,12 @@ def own_loss(
     return kept.loss
 
 
-class _Kept:
+class LossCatcher:
     """In the scaler's place: keeps the loss, and runs no backward."""
 
     loss: torch.Tensor
 
-    def scale(self, loss: torch.Tensor) -> "_Kept":
+    def scale(self, loss: torch.Tensor) -> "LossCatcher":
         self.loss = loss
         return self
 
@@ -351,7 +351,7 @@ class _Kept:
         pass
 
 
-class _Aside:
+class NullHook:
     """In the hook's place: the loss is what it makes of it, and nothing is recorded."""
 
     is_stage = False

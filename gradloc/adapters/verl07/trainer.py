@@ -17,13 +17,13 @@ from ...config import PUBLISHED, GradLocConfig
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY
 from ...loop.batch import BatchView
 from ...loop.driver import sequence_ids
-from ...loop.wire import Policy
+from ...loop.messages import Policy
+from ...private_api import extended
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.memory import build_memory
-from ...touched import extended
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
-from ..verl_common.needs import asked_of
-from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
+from ..verl_common.requirements import asked_of
+from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate, build_monitor
 from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic
 
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
@@ -104,7 +104,7 @@ class BatchUpdate(WorkersUpdate):
         return self.output.meta_info["metrics"]
 
 
-class TrainerHook(TrainerParts):
+class TrainerHook(TrainerFeatures):
     """The parts that are on, behind the calls that verl's trainer makes: the moments of a step, in order."""
 
     def begin_step(self, batch: Any, tracking: Any) -> None:

@@ -22,8 +22,8 @@ from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 from ...analysis.config import BucketSettings
 from ...checks import keys_in
 from ...config import GradLocConfig, resolve
+from ...private_api import differences, digest
 from ...rollout_filter.config import FilterSettings
-from ...touched import differences, digest
 
 _OF_ROLLOUT = [
     (key.rpartition(".")[2], Any, getattr(settings, name))

@@ -20,9 +20,9 @@ from ...analysis.parts import Analysed, measure
 from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...keys import POLICY_KEY
-from ...loop.wire import Policy, RankReport
+from ...loop.messages import Policy, RankReport
+from ...private_api import extended
 from ...stabilize.ratio_clip import TokenWeigher
-from ...touched import extended
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
 from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, settle, weighed, within_stage
 

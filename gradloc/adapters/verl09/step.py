@@ -28,11 +28,11 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
 from ...core.ranks import Ranks
-from ...core.step import NUM_TOKENS, ByRow, Details, Groups, Numerics, Outputs, OwnLoss, Recorded, RngState, record
+from ...core.step import NUM_TOKENS, ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, RngState, record
 from ...keys import ROW_KEY
+from ...private_api import replaced
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
-from ...touched import replaced
 from ..verl_common.losses import (
     WEIGHTS,
     Averages,
@@ -95,7 +95,7 @@ _DISTILLED = "distillation_loss."
 """Settings of this block are another config's."""
 
 
-class EngineStep(OwnLoss, ByRow):
+class EngineStep(LossReplay, ByRow):
     """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
 
     Args:

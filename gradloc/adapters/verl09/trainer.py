@@ -28,13 +28,13 @@ from ...analysis.reporter import AnalysisBatch
 from ...config import fix_dump_dir
 from ...keys import POLICY_KEY, ROW_KEY, SEQUENCE_KEY, VERSIONS_KEY
 from ...loop.batch import BatchView, RowFacts
+from ...loop.messages import Policy
 from ...loop.metrics import joined
-from ...loop.wire import Policy
+from ...private_api import extended, replaced
 from ...stabilize.memory import build_memory
-from ...touched import extended, replaced
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
-from ..verl_common.needs import REWEIGHTING, asked_of, tables_for
-from ..verl_common.trainer import Checkpointed, TrainerParts, Workers, WorkersUpdate, build_monitor
+from ..verl_common.requirements import REWEIGHTING, asked_of, tables_for
+from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate, build_monitor
 from ..verl_common.watch import reports_of
 from .config import check_verl
 from .engine import (
@@ -54,7 +54,7 @@ _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
 _CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
 
 
-class KVUpdate(WorkersUpdate):
+class QueueUpdate(WorkersUpdate):
     """An update on verl's ``KVBatchMeta``; verl's own method adds to the metrics that it is given."""
 
     dp_size = property(lambda self: max(self.group._dispatch_info[self.workers.mesh]) + 1)
@@ -96,7 +96,7 @@ class V1TrainerAnalyses(VerlAnalyses):
     Args:
         config: the trainer's whole config.
         settings: those that hold under ``gradloc``.
-        analyses: from :func:`~..verl_common.needs.analyses_in`.
+        analyses: from :func:`~..verl_common.requirements.analyses_in`.
 
     Raises:
         ValueError: one sentence, for an analysis batch that this trainer cannot have.
@@ -194,7 +194,7 @@ def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat([values, values.new_full((num_rows, values.shape[1]), FILLER)])
 
 
-class TrainerSide(TrainerParts):
+class TrainerSide(TrainerFeatures):
     """What a V1 trainer calls, in the order of the methods; each part does nothing while it is off.
 
     Args:
@@ -256,9 +256,9 @@ class _Watched(Checkpointed):
         """Refuse what only the workers know before the first rollout."""
         super().on_init_end()
         if self.gradloc.is_in_update or self.gradloc.analysis is not None:
-            KVUpdate(self, _ACTOR, None).watch()
+            QueueUpdate(self, _ACTOR, None).watch()
         if self.gradloc.critic is not None:
-            KVUpdate(self, _CRITIC, None).watch()
+            QueueUpdate(self, _CRITIC, None).watch()
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
@@ -281,18 +281,18 @@ class _Watched(Checkpointed):
         is_read = bool(parts.drivers) or parts.monitor is not None
         with parts.seen.watching(batch, parts.critic is not None) if is_read else nullcontext():
             batch = super()._compute_advantage(batch, metrics)
-        self.gradloc.reweight(KVUpdate(self, _ACTOR, batch), metrics)
+        self.gradloc.reweight(QueueUpdate(self, _ACTOR, batch), metrics)
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
-        update = KVUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
+        update = QueueUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
         if self.gradloc.critic is None:
             return update.original(metrics)
         _add(self.gradloc.update_critic(update), metrics)
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        update = KVUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch))
+        update = QueueUpdate(self, _ACTOR, batch, partial(super()._update_actor, batch))
         if self.gradloc.analysis is not None:
             update.watch()
             if self.gradloc.analysis.run(update, metrics, getattr(self, "timing_raw", {})):

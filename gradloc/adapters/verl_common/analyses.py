@@ -17,7 +17,7 @@ from ...analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, Qua
 from ...loop.batch import BatchView
 from ...rollout_filter.choose import advantage_scale, kept_groups
 from ...rollout_filter.groups import groups_of
-from .needs import BUCKETS, QUARTILES, refuse_pictures
+from .requirements import BUCKETS, QUARTILES, refuse_pictures
 from .trainer import WorkersUpdate
 
 FILLER = -1
@@ -27,7 +27,7 @@ FILLER = -1
 class VerlAnalyses:
     """Filters the rollouts and, at the steps that are due, splits the gradient that they are about to cause.
 
-    ``settings`` are from :func:`~.needs.analyses_in`; what is found is written under ``root``.
+    ``settings`` are from :func:`~.requirements.analyses_in`; what is found is written under ``root``.
     """
 
     update: WorkersUpdate

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from ...analysis.parts import terms_of
-from ...core.step import MASK, Groups, Outputs, OwnLoss, RngState
+from ...core.step import MASK, Groups, LossReplay, Outputs, RngState
+from ...explain.advice import options_of
+from ...explain.cures import OF_MASK, loss_settings
 from ...loop.batch import BatchView
 from ...reweighting.advantages import reweight
 from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
-from ...words.advice import options_of
-from ...words.cures import OF_MASK, loss_settings
 
 ALPHA = 0.3
 """Of Advantage Reweighting, as the advice has it."""
@@ -101,7 +101,7 @@ def tensors_under(
     has_ratio_clips: bool,
     trainer: str,
 ) -> dict[str, torch.Tensor] | None:
-    """See :meth:`~...core.step.OwnLoss.tensors_under`; tensors are (B, T).
+    """See :meth:`~...core.step.LossReplay.tensors_under`; tensors are (B, T).
 
     Args:
         name: of the action.
@@ -214,7 +214,7 @@ def _policy_loss(
     return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
 
 
-class Averages(OwnLoss):
+class Averages(LossReplay):
     """Of a step of verl's actor: how its loss averages, for the analyses; an adapter says its own sizes."""
 
     config: Any

@@ -15,7 +15,7 @@ from ...core.step import Groups
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
 from ...loop.driver import Driver
-from ...loop.wire import Policy, RankReport
+from ...loop.messages import Policy, RankReport
 from ...record import Run
 from ...record.origin import origin
 from ...record.store import load_states, save_states
@@ -24,7 +24,7 @@ from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
 from .losses import estimator_of, groups_of
-from .needs import health_in, refused_cures
+from .requirements import health_in, refused_cures
 from .watch import reports_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 
 
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
-    """The trainer's health monitor, or None while ``trainer.health.enable`` is off: see :func:`~.needs.health_in`.
+    """Return the trainer's health monitor; None while ``trainer.health.enable`` is off.
 
     Args:
         config: the trainer's whole config.
@@ -203,7 +203,7 @@ class Checkpointed:
         self.gradloc.save(os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
 
 
-class TrainerParts:
+class TrainerFeatures:
     """The parts that are on; their states are in one file in each checkpoint's folder."""
 
     spikes: VerlDriver | None = None

@@ -22,10 +22,10 @@ from verl.utils.device import get_device_id, get_device_name
 from ...core.gradients import GradientSpace
 from ...core.ranks import PeerFailure, Ranks
 from ...loop.localizer import Localizer
-from ...loop.wire import Policy, RankReport
+from ...loop.messages import Policy, RankReport
 from ...loop.writer import events_weights_folder
+from ...private_api import replaced
 from ...stabilize.stabilizer import Stabilizer
-from ...touched import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def device_of() -> Any:
 class ActorWatch:
     """The parts that are on, called in the order of the methods.
 
-    It is also what the localizer asks of verl: :class:`~...loop.localizer.ActorPowers`. An adapter says where verl
+    It is also what the localizer asks of verl: :class:`~...loop.localizer.TrainerHandle`. An adapter says where verl
     keeps the model, its optimizer, its fp16 scaler and its bound on the norm.
     """
 
@@ -184,8 +184,8 @@ def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     kind = FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, settings)
     try:
         with kind if version == 1 else contextlib.nullcontext():
-            state = ranks.together(module.state_dict)
-        ranks.agree_slowly(write)
+            state = ranks.run_collective(module.state_dict)
+        ranks.run_slowly_synced(write)
     except PeerFailure:
         logger.exception("gradloc: the weights of this event are not kept: %s could not be written on some rank", path)
         with contextlib.suppress(OSError):

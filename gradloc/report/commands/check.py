@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from ...core.forecast import MODELS, WAYS, Forecast, Model, Plan, forecast, model_of
+from ...explain.text import one_line, plural
 from ...search.limit import Limit
-from ...words.text import one_line, plural
 from ..errors import ReportError
 from ..pages import terminal
 from ..shell import is_script, overrides_in
@@ -143,8 +143,8 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from ...adapters.verl_common.needs import asked_of, tables_for
     from ...adapters.verl_common.plan import is_engine, plan_of
+    from ...adapters.verl_common.requirements import asked_of, tables_for
     from ...names import refuse_unknown_overrides
 
     spec = find_spec("verl")
@@ -191,8 +191,8 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     """What overrides say by themselves, where verl and its defaults are not installed."""
     from omegaconf import OmegaConf
 
-    from ...adapters.verl_common.needs import health_in
     from ...adapters.verl_common.plan import plan_of
+    from ...adapters.verl_common.requirements import health_in
     from ...config import settings_in
     from ...names import refuse_unknown_overrides
 

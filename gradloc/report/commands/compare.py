@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...words.text import one_line
+from ...explain.text import one_line
 from .. import output
 from ..pages import page, terminal
 from ..pages.markdown import escape

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ...explain.next_step import next_step
+from ...explain.text import one_line, plural
 from ...record import Cured, Event
-from ...words.next_step import next_step
-from ...words.text import one_line, plural
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.events import read_actor

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from ...explain.advice import sampling_cut
+from ...explain.text import one_line
 from ...record.store import plain
-from ...words.advice import sampling_cut
-from ...words.text import one_line
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.diagnosis import diagnose

@@ -9,11 +9,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from ...explain.numbers import number, percent
+from ...explain.text import plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
 from ...mismatch.files import read
 from ...record.store import plain
-from ...words.numbers import number, percent
-from ...words.text import plural
 from .. import output
 from ..errors import ReportError
 from ..logs import LoggedRun

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ...explain.numbers import number, percent
 from ...record.analysis import QUARTILES, Moved, QuartileAnalysis, Update
 from ...record.reading import read
 from ...record.store import plain
-from ...words.numbers import number, percent
 from .. import output
 from ..pages import terminal
 from ..runs.buckets import read_steps

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ... import checks
 from ...core.trigger import AdaptiveThreshold
+from ...explain.numbers import number, percent
+from ...explain.text import one_line, plural
 from ...record.store import plain
-from ...words.numbers import number, percent
-from ...words.text import one_line, plural
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal

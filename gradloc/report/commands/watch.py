@@ -21,9 +21,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ...words.numbers import bounded, number
-from ...words.story import headline
-from ...words.text import one_line
+from ...explain.numbers import bounded, number
+from ...explain.story import headline
+from ...explain.text import one_line
 from .. import output
 from ..errors import ReportError
 from ..logs import files_of

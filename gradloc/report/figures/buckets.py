@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ...words.numbers import number
+from ...explain.numbers import number
 from ..runs.buckets import ALL, LOSSES, TERMS, StepBuckets
 from .palette import LIGHT
 from .style import dress

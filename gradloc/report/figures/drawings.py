@@ -8,10 +8,10 @@ import math
 import re
 from xml.sax.saxutils import escape, quoteattr
 
+from ...explain.aftermath import Aftermath
+from ...explain.culprits import trusted_share
+from ...explain.numbers import number, percent
 from ...record import Event
-from ...words.culprits import trusted_share
-from ...words.hurt import Aftermath
-from ...words.numbers import number, percent
 
 CELLS_NAMED = 96
 """Up to so many cells have their number written in them."""

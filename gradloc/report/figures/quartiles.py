@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ...explain.numbers import number, percent
 from ...record.analysis import QUARTILES, Change, Moved, QuartileAnalysis, Update
-from ...words.numbers import number, percent
 from .palette import LIGHT
 from .style import dress
 

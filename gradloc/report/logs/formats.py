@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from sys import stdin
 
+from ...explain.text import first_of, plural
 from ...record.files import is_inside
-from ...words.text import first_of, plural
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
 from . import stores, tables

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...explain.text import plural
 from ...record.files import LITERAL, parse_json
-from ...words.text import plural
 from ..errors import ReportError
 from .grammars import (
     DRAWN,

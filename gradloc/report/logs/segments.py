@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...words.advice import in_verls_names
-from ...words.text import plural
+from ...explain.advice import in_verls_names
+from ...explain.text import plural
 from ..errors import ReportError
 from .names import canonical, is_norm, listed, norm_of
 from .recording import MAX, MEAN, Metrics, Recording, Row, Skip, build

@@ -17,8 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...explain.text import plural
 from ...record.files import QUERY_SECONDS, RECORD, parse_json, read_bytes
-from ...words.text import plural
 from ..errors import ReportError
 from .names import as_step, number, numbers
 from .recording import Recording, flat, gather

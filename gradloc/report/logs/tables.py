@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
+from ...explain.text import plural
 from ...record.files import COLUMNS, DOCUMENT, VALUES
-from ...words.text import plural
 from ..errors import ReportError
 from .names import STEPS, as_step, is_norm, listed, long_columns, number, numbers, step_of
 from .recording import Recording, gather

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ...record import Culprit, Event, PartShare, PathEntry, Search
-from ...record.columns import COLUMNS, OF_A_TOKEN
-from ...words.advice import replay_line
-from ...words.causes import Meaning, meaning_of
-from ...words.culprits import carried, shares_sentence
-from ...words.cures import tried
-from ...words.faults import LINKS, fault_sentences, step_before
-from ...words.hurt import did_it_hurt
-from ...words.next_step import next_step
-from ...words.numbers import bounded, number, percent, with_error
-from ...words.story import (
+from ...explain.advice import replay_line
+from ...explain.aftermath import impact_of
+from ...explain.causes import CauseInfo, cause_info
+from ...explain.culprits import carried, shares_sentence
+from ...explain.cures import tried
+from ...explain.faults import LINKS, fault_sentences, step_before
+from ...explain.next_step import next_step
+from ...explain.numbers import bounded, number, percent, with_error
+from ...explain.story import (
     ACTIONS,
     CERTIFICATES,
     became,
@@ -30,7 +28,9 @@ from ...words.story import (
     quote_of,
     step_cause,
 )
-from ...words.text import one_line, plural, span, spoken
+from ...explain.text import one_line, plural, span, spoken
+from ...record import Culprit, Event, PartShare, PathEntry, Search
+from ...record.columns import COLUMNS, OF_A_TOKEN
 from ..runs.events import bundle_folder, read_actor
 from ..runs.run import RunFolder
 
@@ -166,7 +166,7 @@ def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
 
 
 def _hurt(event: Event, run: RunFolder, given: list[str]) -> Section:
-    hurt = did_it_hurt(event, run.metrics.known)
+    hurt = impact_of(event, run.metrics.known)
     return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *given])
 
 
@@ -269,7 +269,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
     blocks: list[Block] = []
     other = step_cause(event)
     if other:
-        meaning = meaning_of(other.label)
+        meaning = cause_info(other.label)
         numbers = [(_in_words(name), number(value), "") for name, value in other.numbers.items()]
         blocks += [Heading(meaning.title), meaning.means]
         blocks += [f"{', '.join(one_line(name, 200) for name in other.names)}."] if other.names else []
@@ -281,7 +281,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
     for culprit in shown:
         by_cause.setdefault(culprit.cause.label, []).append(culprit)
     for label, members in by_cause.items():
-        meaning = meaning_of(label)
+        meaning = cause_info(label)
         blocks += [Heading(meaning.title), meaning.means]
         for at, culprit in enumerate(members[:_DETAILED]):
             first, rest = _facts(event, culprit)
@@ -297,7 +297,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
     return Section("why", "Why", blocks)
 
 
-def _advice(event: Event, meaning: Meaning) -> list[Block]:
+def _advice(event: Event, meaning: CauseInfo) -> list[Block]:
     found = meaning.advice(event.run.trainer, event.search.strategy, event.is_distilled)
     return [Fold("What people do about it", [Lines(dict(found))])] if found else []
 
@@ -316,7 +316,7 @@ def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], 
     known = {name: (label, number(value), "") for name, (label, value) in facts.items() if value is not None}
     if culprit.versions is not None:
         known["versions"] = ("sampled by the weights of", _each("step", *culprit.versions), "")
-    meaning, odd = meaning_of(culprit.cause.label), odd_number(culprit)
+    meaning, odd = cause_info(culprit.cause.label), odd_number(culprit)
     about = meaning.column
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
         about = f"{meaning.factor}_over_typical"

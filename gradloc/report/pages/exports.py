@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ...explain.culprits import trusted_share
+from ...explain.cures import healer
+from ...explain.story import cause_of
 from ...record import Culprit, Event
 from ...record.columns import OF_A_TOKEN
 from ...record.store import plain
-from ...words.culprits import trusted_share
-from ...words.cures import healer
-from ...words.story import cause_of
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .markdown import to_markdown

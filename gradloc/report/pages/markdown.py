@@ -3,8 +3,8 @@
 
 import re
 
+from ...explain.text import one_line, printable
 from ...record import Event
-from ...words.text import one_line, printable
 from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenCell, document

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ...words.hurt import Aftermath
-from ...words.numbers import number, percent
-from ...words.text import one_line, plural, printable, spoken, visible
+from ...explain.aftermath import Aftermath
+from ...explain.numbers import number, percent
+from ...explain.text import one_line, plural, printable, spoken, visible
 from ..errors import ReportError
 from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables

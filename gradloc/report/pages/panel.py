@@ -4,12 +4,12 @@
 import base64
 from dataclasses import replace
 
+from ...explain.aftermath import impact_of
+from ...explain.numbers import number
+from ...explain.text import one_line
 from ...record import Event
 from ...record.bundle import Sequence
 from ...record.columns import COLUMNS
-from ...words.hurt import did_it_hurt
-from ...words.numbers import number
-from ...words.text import one_line
 from ..figures import drawings
 from ..runs import tokens
 from ..runs.events import read_pictures, read_sequences
@@ -49,7 +49,7 @@ class Panel:
         self.siblings = _siblings(event, sequences)
         self.heat, self.is_heat_whole = drawings.heat_map(event)
         self.layers = drawings.layer_bars(event)
-        parts = did_it_hurt(event, run.metrics.known).parts
+        parts = impact_of(event, run.metrics.known).parts
         self.sparks = [(part, drawings.spark(part, event.step.global_step)) for part in parts]
 
     @property

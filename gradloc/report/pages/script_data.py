@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...explain.numbers import number
+from ...explain.text import one_line, spoken, times
 from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
-from ...words.numbers import number
-from ...words.text import one_line, spoken, times
 from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis

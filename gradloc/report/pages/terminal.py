@@ -15,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ...words.numbers import number
-from ...words.text import one_line, plural, printable, spoken, times, visible
+from ...explain.numbers import number
+from ...explain.text import one_line, plural, printable, spoken, times, visible
 from ..output import say
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.events import EventRow, Events

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from ...words.numbers import number
+from ...explain.numbers import number
 from ..figures.palette import LIGHT
 from ..figures.style import draw, dress, to_svg
 from ..runs.spikes import Judged

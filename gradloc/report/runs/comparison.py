@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...words.numbers import number
-from ...words.text import one_line, plural, spoken
+from ...explain.numbers import number
+from ...explain.text import one_line, plural, spoken
 from ..logs.names import is_norm
 from ..logs.recording import MAX, MEAN, Metrics
 from .run import RunFolder

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from ...words.advice import is_trl, sampling_cut
-from ...words.hurt import Aftermath
-from ...words.numbers import number
-from ...words.text import plural
+from ...explain.advice import is_trl, sampling_cut
+from ...explain.aftermath import Aftermath
+from ...explain.numbers import number
+from ...explain.text import plural
 from ..logs.formats import LOGLIKE
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving

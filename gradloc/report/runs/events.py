@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
+from ...explain.story import cause_of
+from ...explain.text import first_of, one_line, plural
 from ...record import EVENT_VERSION, Event
 from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
 from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
 from ...record.reading import read
-from ...words.story import cause_of
-from ...words.text import first_of, one_line, plural
 
 KEPT = 256
 """Whole events that stay in memory; others are read again."""

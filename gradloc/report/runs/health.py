@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from ...explain.text import plural
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
-from ...words.text import plural
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
 

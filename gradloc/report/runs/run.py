@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...explain.advice import actions_of, is_trl, supervised
+from ...explain.story import cause_of
+from ...explain.text import first_of, plural, spoken
 from ...health import Reason
 from ...health.rules import ADVICE
 from ...record import Event
-from ...words.advice import actions_of, is_trl, supervised
-from ...words.story import cause_of
-from ...words.text import first_of, plural, spoken
 from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of

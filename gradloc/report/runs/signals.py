@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ...explain.numbers import number
+from ...explain.text import plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
-from ...words.numbers import number
-from ...words.text import plural
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun
 from .health import ranges

@@ -14,8 +14,8 @@ from itertools import groupby
 from statistics import linear_regression, median
 
 from ...core.trigger import AdaptiveThreshold
-from ...words.numbers import number
-from ...words.text import plural
+from ...explain.numbers import number
+from ...explain.text import plural
 from ..logs.names import is_norm, listed
 from ..logs.recording import MEAN, Metrics
 from ..logs.segments import LoggedRun, Segment, surviving

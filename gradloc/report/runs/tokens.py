@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from ...explain.numbers import number, percent, with_error
+from ...explain.text import visible
 from ...record import Culprit, turns_in
 from ...record.bundle import Sequence
 from ...record.columns import COLUMNS, SHOWN, Column
-from ...words.numbers import number, percent, with_error
-from ...words.text import visible
 
 LEVELS = 10
 ZERO = ord("k")  # the letter of level 0: levels run from a to u

@@ -129,7 +129,7 @@ class LettingOut(Planted):
         return log_probs, entropies, aux_loss
 
 
-class OwnLoss:
+class LossReplay:
     """A loss of the user's own, in a subclass of TRL's trainer, of the log-probs that TRL's method gives."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from gradloc.core.step import has_finite_loss, kl_coefficients
 from tests.adapters.trl.conftest import SAME, check_harmless, events_in, named_in
-from tests.adapters.trl.harness import OfLogits, OwnLoss, make
+from tests.adapters.trl.harness import LossReplay, OfLogits, make
 
 TOKEN = {"what": "token", "factor": 1e3}
 SEQUENCE = {"what": "sequence", "factor": 1e3}
@@ -16,7 +16,7 @@ LOSSES = {
     "sequence ratios": {"loss_type": "grpo", "importance_sampling_level": "sequence", "plant": SEQUENCE},
     "RLOO": {"base": "RLOOTrainer", "plant": SEQUENCE},
     "RLOO, KL and two iterations": {"base": "RLOOTrainer", "plant": SEQUENCE, "beta": 0.05, "num_iterations": 2},
-    "a loss of the user's own": {"own_loss": OwnLoss},
+    "a loss of the user's own": {"own_loss": LossReplay},
     "high entropies alone": {"top_entropy_quantile": 0.8},
     "KL": {"beta": 0.05},
     "KL with its correction": {"beta": 0.05, "use_bias_correction_kl": True},

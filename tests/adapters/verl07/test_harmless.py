@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.same.layouts.checks import ACTOR, ONE_STEP, check_training
+from tests.adapters.conformance.layouts.checks import ACTOR, ONE_STEP, check_training
 
 TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
 FSDP1 = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]

@@ -171,7 +171,7 @@ class Trainer(harness.Trainer):
 
     def update_by_hand(self, batch: Any, stage: torch.Tensor, name: str) -> None:
         """One update on these tokens, (R, T), of the batch, whose advantages elsewhere are 0."""
-        from gradloc.adapters.verl09.trainer import _ACTOR, KVUpdate, TrainerSide
+        from gradloc.adapters.verl09.trainer import _ACTOR, QueueUpdate, TrainerSide
 
         batch.batch["lopti_mask"] = stage
         if self.hook is None:
@@ -179,7 +179,7 @@ class Trainer(harness.Trainer):
         with self.store:
             meta = self.store.add(batch)
             of_verl = type(self.trainer).__bases__[-1]._update_actor
-            update = KVUpdate(self.trainer, _ACTOR, meta, partial(of_verl, self.trainer, meta))
+            update = QueueUpdate(self.trainer, _ACTOR, meta, partial(of_verl, self.trainer, meta))
             self.hook._update(update, self.hook.spikes, self.hook.stabilizers, name)
 
     def _as_sampled(self, batch: Any) -> Any:

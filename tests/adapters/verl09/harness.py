@@ -256,7 +256,7 @@ def make_trainer(overrides: list[str], model_dir: str, stock: bool = False, kind
     trainer.global_steps = 0
     trainer.distillation_config = None if taught is None else omega_conf_to_dataclass(taught)
     if hasattr(trainer, "gradloc"):
-        from gradloc.adapters.verl_common.needs import tables_for
+        from gradloc.adapters.verl_common.requirements import tables_for
 
         trainer.gradloc.build_drivers(trainer.config, Decoder(), tables_for(trainer.config))
     made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
@@ -461,9 +461,9 @@ def reweighted(overrides: list[str], model_dir: str, alpha: float) -> dict[str, 
 
 def as_update(trainer: Any, meta: Any) -> Any:
     """A batch in the queue as the trainer's parts take it."""
-    from gradloc.adapters.verl09.trainer import KVUpdate
+    from gradloc.adapters.verl09.trainer import QueueUpdate
 
-    return KVUpdate(trainer, None, meta)
+    return QueueUpdate(trainer, None, meta)
 
 
 def fetched(overrides: list[str], model_dir: str, stock: bool = False) -> dict[str, Any]:

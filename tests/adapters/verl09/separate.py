@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from transfer_queue import KVBatchMeta
 
-from gradloc.adapters.verl09.trainer import _ACTOR, KVUpdate
+from gradloc.adapters.verl09.trainer import _ACTOR, QueueUpdate
 from tests.world.harness import make_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -61,7 +61,7 @@ def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, An
     batch.batch["rm_scores"] = torch.rand_like(batch.batch["advantages"])
     with made.store, mock.patch.object(PPOTrainer, "step", step):
         training = meta(made.store.add(batch).keys)
-        analysis.run(KVUpdate(trainer, _ACTOR, training), metrics, {})
+        analysis.run(QueueUpdate(trainer, _ACTOR, training), metrics, {})
     return {
         "seen": seen,
         "sizes": sizes,

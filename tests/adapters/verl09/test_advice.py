@@ -5,7 +5,7 @@ import pytest
 
 
 def test_every_line_for_0_9_composes_builds_and_is_read(single):
-    assert single.run("tests.words.composed.main", verl="0.9") == [{}]
+    assert single.run("tests.explain.composed.main", verl="0.9") == [{}]
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ def test_every_line_for_0_9_composes_builds_and_is_read(single):
     ],
 )
 def test_a_line_that_does_nothing_there_is_seen(single, line, why):
-    assert all(why in " ".join(found) for found in single.run("tests.words.composed.problems", line=line, verl="0.9"))
+    assert all(why in " ".join(found) for found in single.run("tests.explain.composed.problems", line=line, verl="0.9"))

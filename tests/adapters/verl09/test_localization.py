@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.same.layouts.checks import check_training
+from tests.adapters.conformance.layouts.checks import check_training
 from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"

@@ -3,7 +3,7 @@
 
 import pytest
 
-from gradloc.loop.wire import RankReport
+from gradloc.loop.messages import RankReport
 
 
 @pytest.mark.parametrize("kind", ["allocated", "reserved"])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.adapters.test_needs import refusals
+from tests.adapters.test_requirements import refusals
 from tests.world import RankError
 
 from .conftest import HARNESS
@@ -41,7 +41,7 @@ def test_the_installed_verl_is_as_this_adapter_knows_it():
     code = (
         "import verl\n"
         "from gradloc.adapters.verl09.config import KNOWN, TOUCHED, changed_bodies\n"
-        "from gradloc.touched import differences\n"
+        "from gradloc.private_api import differences\n"
         "assert verl.__version__ in KNOWN, verl.__version__\n"
         "assert [differences(TOUCHED[who]) for who in ('worker', 'trainer')] == [[], []]\n"
         "assert changed_bodies() == []"

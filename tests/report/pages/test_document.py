@@ -7,13 +7,13 @@ from contextlib import redirect_stdout
 
 import pytest
 
+from gradloc.explain.advice import ACTIONS, CHECKPOINT, VERLS, is_trl, lines_of, verl_of
+from gradloc.explain.next_step import Evidence, rule_for
+from gradloc.explain.text import one_line
+from gradloc.notify.lines import announcement
 from gradloc.report.pages import page, terminal
 from gradloc.report.pages.document import Facts, Fold, Heading, Lines, Table
 from gradloc.report.pages.markdown import escape, issue
-from gradloc.tell.lines import announcement
-from gradloc.words.advice import ACTIONS, CHECKPOINT, VERLS, is_trl, lines_of, verl_of
-from gradloc.words.next_step import Evidence, rule_for
-from gradloc.words.text import one_line
 from tests.report.events import CASES, OF_RULES, event
 from tests.report.golden import Html, golden, known, told
 

@@ -25,9 +25,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from ....config import settings_in
 from ....core.probe import Prober
 from ....keys import POLICY_KEY
-from ....loop.wire import Policy
+from ....loop.messages import Policy
+from ....private_api import replaced
 from ....record.origin import version_of
-from ....touched import replaced
 from ..engine import watch_actor
 from ..step import nested_rows
 from .space import MegatronSpace, leaves_of

@@ -16,8 +16,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from verl.utils.megatron.optimizer import get_megatron_last_lr
 
 from ....core.ranks import Ranks
-from ....touched import replaced
-from ...verl_common.needs import needed_of_megatron
+from ....private_api import replaced
+from ...verl_common.requirements import needed_of_megatron
 from ...verl_common.watch import device_of
 from ..engine import EngineWatch, WatchedEngine
 from .space import MegatronSpace, is_decoupled, leaves_of

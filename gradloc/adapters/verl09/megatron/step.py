@@ -27,10 +27,10 @@ from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
 from ....core.forecast import logit_bytes
-from ....core.precise import precise_linear
+from ....core.fp32_head import precise_linear
 from ....core.ranks import LostRank
 from ....core.step import Numerics, Outputs, Recorded, RngState, Scheduled
-from ....touched import replaced
+from ....private_api import replaced
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
 
@@ -136,11 +136,14 @@ class MegatronStep(EngineStep, Scheduled):
     def share(self) -> None:
         if self._is_shared:
             return
-        source, agree = parallel_state.get_pipeline_model_parallel_last_rank(), self.engine._watch.ranks.agree
-        sent = agree(partial(_on, torch.device("cpu"), self._packed))
+        source, synced = (
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            self.engine._watch.ranks.run_local_synced,
+        )
+        sent = synced(partial(_on, torch.device("cpu"), self._packed))
         dist.broadcast_object_list(sent, src=source, group=_stages())
         known = self._packed if dist.get_rank() == source else sent
-        self._packed = agree(partial(_on, torch.device(get_device_name()), known))
+        self._packed = synced(partial(_on, torch.device(get_device_name()), known))
         self._is_shared = True
 
     def recorded(self, micro_batch: int) -> Recorded:

@@ -3,8 +3,8 @@
 
 import pytest
 
-from tests.adapters.same import test_cures
-from tests.adapters.same.layouts.checks import PLANTS, TAU, check_masked_step, check_oracle, check_training
+from tests.adapters.conformance import test_cures
+from tests.adapters.conformance.layouts.checks import PLANTS, TAU, check_masked_step, check_oracle, check_training
 from tests.adapters.verl09.harness import DISTILLED
 from tests.world.events import read_events
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.same.layouts.checks import PLANTS, TAU, check_masked_step, check_planted
+from tests.adapters.conformance.layouts.checks import PLANTS, TAU, check_masked_step, check_planted
 from tests.adapters.verl09.conftest import HARNESS
 from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
 

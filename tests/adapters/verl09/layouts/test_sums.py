@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches that are added up before ranks reduce them: what half precision leaves of a spike is in the bound."""
 
-from tests.adapters.same.test_layouts import ACTOR, EACH_SUM, SUMS, check_bound
+from tests.adapters.conformance.test_layouts import ACTOR, EACH_SUM, SUMS, check_bound
 
 ONCE = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
 

@@ -157,6 +157,6 @@ def refusals(cases: list[list[str]]) -> list[str]:
 def differences() -> list[str]:
     """What of the installed verl and Megatron is not as the adapter knows it."""
     from gradloc.adapters.verl09.config import TOUCHED
-    from gradloc.touched import differences
+    from gradloc.private_api import differences
 
     return differences(TOUCHED["megatron"])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.adapters.test_needs import refusals
+from tests.adapters.test_requirements import refusals
 from tests.world import RankError
 
 from .conftest import HERE

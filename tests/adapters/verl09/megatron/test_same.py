@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.adapters.same import (
+from tests.adapters.conformance import (
     test_actions,
     test_cures,
     test_failures,

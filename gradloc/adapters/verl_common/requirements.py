@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The features that a run has on, and what each needs of it: ``needs.yaml`` is the one table of what is refused."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+
+from ...analysis.config import BucketSettings, QuartileSettings, read_if_on
+from ...checks import require
+from ...config import GradLocConfig, settings_from, settings_in
+from ...health.config import HealthConfig
+from ...names import refuse_unknown_names
+from ...reweighting.config import AdvantageReweightingConfig, LoptiConfig
+from ...rollout_filter.config import FilterSettings, read_filter
+
+ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+SPIKES, CRITIC = f"{ACTOR}.gradloc.enable", f"{ACTOR}.gradloc.critic"
+STABILIZE = f"{ACTOR}.gradloc.stabilize"
+RATIO_CLIPS = f"{STABILIZE}.token_clip or seq_clip"
+FINE_LAYER_CLIP = f"{STABILIZE}.layer_clip.group finer than layer"
+REWEIGHTING, LOPTI = "algorithm.advantage_reweighting.alpha", "algorithm.lopti.enable"
+BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
+FILTER = f"{_ROLLOUT}.rollout_filter_value"
+"""The features, by the setting that switches each on."""
+
+
+def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
+    """The settings of both analyses, None for one that is off, and of the rollout filter; None while all are off.
+
+    Raises:
+        ValueError: one sentence that names a key with a bad value, also while the features are off.
+    """
+    buckets, quartiles = read_if_on(BucketSettings, config), read_if_on(QuartileSettings, config)
+    chosen = read_filter(config)
+    return None if buckets is None and quartiles is None and chosen.keeps_all else (buckets, quartiles, chosen)
+
+
+def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
+    """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
+    blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
+    alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
+    return alpha.alpha, (lopti if lopti.enable else None)
+
+
+def health_in(config: Any) -> HealthConfig | None:
+    """The health monitor's settings; None while it is off, and in a config without the block.
+
+    Raises:
+        ValueError: one sentence for a setting that is wrong, also while it is off.
+    """
+    block = config.trainer.get("health")
+    if block is None:
+        return None
+    settings = HealthConfig(**{str(name): value for name, value in OmegaConf.to_container(block, resolve=True).items()})
+    return settings if settings.enable else None
+
+
+class RequestedFeatures(NamedTuple):
+    """What a run asks of GradLoc."""
+
+    settings: GradLocConfig
+    """Those that hold under ``gradloc``."""
+    alpha: float
+    """Advantage Reweighting's."""
+    lopti: LoptiConfig | None
+    """None while it is off."""
+    analyses: tuple[Any, Any, Any] | None
+    """See :func:`analyses_in`."""
+    health: HealthConfig | None
+    features: list[str]
+    """Those that are on."""
+
+
+def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
+    """What the trainer's whole config asks for, refused where it could not work: each trainer's start.
+
+    Args:
+        config: the trainer's whole config.
+        on: see :func:`check_needs`.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    refuse_unknown_names(config)
+    asked = RequestedFeatures(settings_in(config), *reweighting_of(config), analyses_in(config), health_in(config), [])
+    asked.features.extend(_features_on(config, asked))
+    check_needs(on, asked.features, config)
+    return asked
+
+
+def _features_on(config: Any, asked: RequestedFeatures) -> list[str]:
+    settings, lopti, analyses, alpha = asked.settings, asked.lopti, asked.analyses, asked.alpha
+    stabilize = settings.stabilize
+    clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
+    buckets, quartiles, _ = analyses or (None, None, None)
+    is_on = {
+        SPIKES: settings.enable,
+        STABILIZE: stabilize.is_on,
+        RATIO_CLIPS: stabilize.weighs_tokens,
+        FINE_LAYER_CLIP: clips_finely and config.actor_rollout_ref.actor.get("strategy") == "fsdp",
+        LOPTI: lopti is not None,
+        BUCKETS: buckets is not None,
+        QUARTILES: quartiles is not None,
+        FILTER: analyses is not None,
+        REWEIGHTING: alpha != 0,
+        CRITIC: settings.critic != "off",
+    }
+    return [feature for feature, on in is_on.items() if on]
+
+
+_NAMES = {
+    "spikes": [SPIKES],
+    "critic": [CRITIC],
+    "stabilize": [STABILIZE],
+    "ratio_clips": [RATIO_CLIPS],
+    "fine_layer_clip": [FINE_LAYER_CLIP],
+    "reweighting": [REWEIGHTING],
+    "lopti": [LOPTI],
+    "filter": [FILTER],
+    "analyses": [BUCKETS, QUARTILES],
+    "updates": [SPIKES, STABILIZE, LOPTI, BUCKETS, QUARTILES],
+}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What one setting of the run has to be for a feature."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    default: Any
+    """Where the config does not have the key."""
+    expected: str
+    because: str
+    only_with: str = ""
+    """A switch: where it is off, the setting may be anything."""
+
+    def found_in(self, config: Any) -> Any:
+        """What the setting is in the trainer's whole config; where it does not matter, one that is allowed."""
+        if self.only_with and not _at(config, self.only_with):
+            return self.allowed[0]
+        found = _at(config, self.key)
+        return self.default if found is None else found
+
+
+def _at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
+    """What a setting has to be, and by verl which features need it."""
+    for row in yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")):
+        where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
+        for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
+            allowed = tuple(row.get("one of", [value]))
+            default, said = row.get("default", allowed[0]), row.get("said", str(allowed[0]).lower())
+            yield Requirement(key, allowed, default, said, row["because"], row.get("only with", "")), where
+
+
+TABLE = tuple(_table())
+
+
+def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> None:
+    """Refuse a run in which a feature that is on could not work.
+
+    Args:
+        on: whose rows of the table hold: ``0.7``, or ``0.9`` and what of ``0.10`` and ``megatron`` is there.
+        features: see :class:`RequestedFeatures`.
+        config: the trainer's whole config.
+
+    Raises:
+        ValueError: one sentence that names the key, what it must be, what was found and which feature needs it.
+    """
+    for feature in features:
+        if feature == CRITIC:
+            from verl.trainer.ppo.utils import need_critic
+
+            require(need_critic(config), "critic.enable", f"true while {feature} is not off", config.critic.enable)
+        for need in _needs_of(feature, on):
+            found, said = need.found_in(config), f"{need.expected} while {feature} is on ({need.because})"
+            require(found in need.allowed, need.key, said, found)
+
+
+def tables_for(config: Any) -> list[str]:
+    """Whose rows of the table hold for a run on verl 0.9 or later: of what is installed, read and not imported."""
+    on, spec = ["0.9"], find_spec("verl")
+    engine = Path(*(spec.submodule_search_locations or ()) if spec else (), "workers/engine/fsdp/transformer_impl.py")
+    if engine.is_file() and "prefix_grouper" in engine.read_text(encoding="utf-8"):
+        on.append("0.10")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        on.append("megatron")
+    return on
+
+
+_CURES = {
+    "clip_tokens": (STABILIZE, RATIO_CLIPS),
+    "clip_sequences": (STABILIZE, RATIO_CLIPS),
+    "reweight": (REWEIGHTING,),
+}
+"""Settings of ours that a search measures, and the features that they switch on."""
+
+
+def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
+    """The settings of ours that this run would be refused with, by name: the advice must not name them.
+
+    Their lines switch the rollout's log-probs on themselves.
+    """
+    return frozenset(
+        name
+        for name, features in _CURES.items()
+        for need in (need for feature in features for need in _needs_of(feature, on))
+        if need.key != f"{_ROLLOUT}.calculate_log_probs" and need.found_in(config) not in need.allowed
+    )
+
+
+def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:
+    return [need for need, where in TABLE if any(feature in where.get(verl, ()) for verl in ("all", *on))]
+
+
+def needed_of_megatron(block: str) -> dict[str, Any]:
+    """What Megatron's own config of this block has to say, by name: no other value was run."""
+    prefix = f"{ACTOR}.megatron.{block}."
+    return {need.key.removeprefix(prefix): need.default for need, _ in TABLE if need.key.startswith(prefix)}
+
+
+def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
+    """Refuse inputs that an analysis does not know.
+
+    Args:
+        feature: the setting that switches it on.
+        inputs: of each row, what there is apart from text; of a text-only run verl's agent loop gives an empty dict.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if any(inputs):
+        raise ValueError(f"{feature} does not take batches with multi_modal_inputs yet: switch it off.")

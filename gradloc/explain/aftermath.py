@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Did it hurt: yes, no, or not yet known, from what a run's metrics did after a step against before. Pure.
+
+A metric is worse where its median after the step is off its median before by three times its own spread, and by a
+size that matters. Medians, so that another spike nearby does not decide.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..record import Event
+from .numbers import number
+from .story import step_cause
+from .text import listed, plural
+
+BEFORE, AFTER = 20, 10
+"""Steps around the event that are compared."""
+_LEAST = 3
+"""Steps on either side that are too few to say."""
+_SPREADS = 3.0
+_MAD = 1.4826
+"""Times the median absolute deviation is a standard deviation of normal noise."""
+
+Series = Callable[[str], Sequence[tuple[int, float]]]
+"""The steps and values of a metric, those that are finite; empty where the run has none of that name."""
+
+_METRICS = {
+    "norm": ("{model}/grad_norm_max", "{model}/grad_norm"),
+    "reward": ("critic/score/mean", "critic/rewards/mean"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+}
+"""What an update can hurt: of each the first metric that the run has."""
+_MULTIPLES = {"norm": (0.0, 3.0), "entropy": (0.5, 2.0), "KL": (0.0, 3.0)}
+"""What each may fall to and rise to, as a multiple of before."""
+_REWARD_FALL = 0.1
+"""The same of the reward, as a part of its size: it may be negative."""
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """One metric around the event."""
+
+    title: str
+    points: tuple[tuple[int, float], ...]
+    """Steps and values, the event's own step included."""
+    before: float
+    """Medians."""
+    after: float | None
+    """None where there are too few steps yet."""
+    is_worse: bool
+
+
+@dataclass(frozen=True)
+class Impact:
+    """The answer and what it rests on."""
+
+    answer: str
+    """``yes``, ``no`` or ``not yet known``."""
+    why: str
+    """Sentences."""
+    parts: tuple[Aftermath, ...] = ()
+
+
+def impact_of(event: Event, series: Series) -> Impact:
+    """Answer for one event from its run's metrics."""
+    step, norm, cause = event.step.global_step, event.trigger.grad_norm, step_cause(event)
+    around = (_part(title, series, step, event.model or "actor") for title in _METRICS)
+    parts = tuple(part for part in around if part)
+    known = [part for part in parts if part.after is not None]
+    worse = [part for part in known if part.is_worse]
+    if cause and cause.label == "non_finite_weights":
+        return Impact("yes", "The weights are not finite: no later step can be.", parts)
+    taken, consequence = event.action.taken, event.consequence
+    is_left = taken in ("skip", "abort")
+    is_broken = norm is not None and not math.isfinite(norm) and taken not in ("mask", "heal")
+    if is_broken and not is_left and consequence is not None and consequence.is_taken:
+        return Impact("yes", "The optimizer took a step that is not finite.", parts)
+    if worse:
+        return Impact("yes", " ".join(_went(part) for part in worse), parts)
+    if is_left or is_broken:
+        return Impact("no", "The step was not taken.", parts)
+    if known:
+        titles = listed([part.title for part in known])
+        return Impact("no", f"{titles[0].upper()}{titles[1:]} went on as before.", parts)
+    if parts:
+        num = max(sum(at > step for at, _ in part.points) for part in parts)
+        return Impact("not yet known", f"{plural(num, 'step')} since; {_LEAST} are needed.", parts)
+    return Impact("not yet known", "There are no metrics around this step.")
+
+
+def _part(title: str, series: Series, step: int, model: str) -> Aftermath | None:
+    """None where too little is known of before."""
+    values = next((found for name in _METRICS[title] if (found := series(name.format(model=model)))), ())
+    near = tuple((at, value) for at, value in values if step - BEFORE <= at <= step + AFTER)
+    before, after = [value for at, value in near if at < step], [value for at, value in near if at > step]
+    if len(before) < _LEAST or not any(before):
+        return None
+    usual = statistics.median(before)
+    if len(after) < _LEAST:
+        return Aftermath(title, near, usual, None, False)
+    now = statistics.median(after)
+    spread = _SPREADS * _MAD * statistics.median(abs(value - usual) for value in before)
+    if title == "reward":
+        is_off = now < usual - _REWARD_FALL * max(abs(usual), max(before) - min(before))
+    else:
+        low, high = _MULTIPLES[title]
+        is_off = not low * usual <= now <= high * usual
+    return Aftermath(title, near, usual, now, is_off and abs(now - usual) > spread)
+
+
+def _went(part: Aftermath) -> str:
+    way = "rose" if part.after is not None and part.after > part.before else "fell"
+    return f"The {part.title} {way} from {number(part.before, 3)} to {number(part.after, 3)}."

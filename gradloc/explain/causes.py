@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of causes, ``causes.ini``, and which of them makes a token's gradient large, from its numbers. Pure.
+
+A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
+correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own
+coefficients. Each factor is compared with what is typical in the batch; the one that is furthest above is the cause,
+unless the entropy term outweighs them all. A critic's gradient has two factors: how far the value is from the return,
+and the value's own gradient. Under distillation, how far the teacher's log-prob is stands where the advantage stands,
+and in a loop without advantages the token's weight in the loss does; there :mod:`.documents` asks the document, too.
+
+If no sampling can have given the log-prob that came with the rollout, every factor that rests on a log-prob is an
+effect: the token was inserted or retokenized, or the row's log-probs are shifted.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..record import BatchStatistics, Cause, Culprit, Run
+from .advice import ACTIONS, actions_of, is_trl, read_table
+from .documents import Document, cause_in
+
+
+@dataclass(frozen=True)
+class CauseInfo:
+    """A section of the table: a cause, or a special case of some. The table's head says what its keys are."""
+
+    label: str
+    title: str = ""
+    means: str = ""
+    factor: str = ""
+    odd: str = ""
+    column: str = ""
+    headline: str = ""
+    figure: tuple[str, ...] = ("", "", "", "")
+    named: str = ""
+    do: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    say: str = ""
+    why: str = ""
+    check: str = "No further event has this cause."
+    causes: tuple[str, ...] = ()
+    when: tuple[str, ...] = ()
+
+    @property
+    def seen(self) -> str:
+        """What is seen, as the docs say it."""
+        return self.title or self.label
+
+    def advice(self, trainer: str | None, strategy: str = "", is_distilled: bool = False) -> list[tuple[str, str]]:
+        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy;
+        ``is_distilled``: without what is about rewards."""
+        more = "more_probes" if strategy == "bisect" else "more_steps"  # bisection alone counts probes
+        names = [name for name in self.do if not is_distilled or not ACTIONS[name].is_of_rewards]
+        return actions_of([more if name == "more_steps" else name for name in names], trainer)
+
+
+def _meaning(label: str, row: Mapping[str, str]) -> CauseInfo:
+    found: dict[str, str | tuple[str, ...]] = {**({"causes": (label,)} if "title" in row else {}), **row}
+    for key in {"do", "cures", "causes", "when"} & {*row}:
+        found[key] = tuple(row[key].split())
+    if "figure" in row:
+        found["figure"] = tuple(cell.strip() for cell in f"{row['figure']}|||".split("|")[:4])
+    return CauseInfo(label, **found)  # type: ignore[arg-type]
+
+
+_TABLE = [_meaning(label, row) for label, row in read_table("causes.ini").items()]
+CAUSE_INFO = {meaning.label: meaning for meaning in _TABLE if meaning.title}
+"""Of causes, by their labels."""
+RULES = tuple(meaning for meaning in _TABLE if meaning.why)
+"""What to do, in the order in which they are asked."""
+
+
+def cause_info(label: str) -> CauseInfo:
+    """What a cause means; of an unknown label, what is said when nothing stands out."""
+    return CAUSE_INFO.get(label, CAUSE_INFO["unknown"])
+
+
+# ---- which cause it is
+
+NOTABLE = 3.0
+"""A factor under three times its typical value explains nothing."""
+_SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
+_UNSCALED = 10.0
+"""An advantage beyond this has a reward's unit: GRPO's are at most (n - 1) / sqrt(n), which is 8 for a group of 64."""
+_LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
+_UNLIKELY = 0.01  # STAPO's bound on the probability
+_TINY = 1e-30
+APART = math.log(3.0)
+"""Two log-probs of one token that differ by more disagree."""
+_FAR = 5.0  # nats between trainer and engine that a sampled token does not have,
+_MANY = 20.0  # nor one of an engine that is usually a twentieth as far off
+_EXCLUDED = -20.0  # no sampling draws a token of 2e-9
+_SHIFTED = 5.0  # times closer to the neighbours' log-probs than to a row's own
+_LEAST_PAIRS = 5
+_EFFECTS_OF_LOG_PROBS = (
+    *("token_mismatch", "sequence_mismatch", "is_weight", "low_probability", "spurious_token", "large_jacobian"),
+    *("teacher_gap", "non_finite", "unknown"),
+)
+"""What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
+_LABELS = {meaning.factor: label for label, meaning in reversed(CAUSE_INFO.items())}
+"""By the factor of the gradient that is furthest above typical."""
+GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
+"""Estimators of an advantage from a group's rewards, and what they are called."""
+
+
+def classify(
+    culprit: Culprit,
+    batch: BatchStatistics,
+    row: Sequence[tuple[float, float]] = (),
+    run: Run | None = None,
+    document: Document | None = None,
+) -> Cause:
+    """Name the cause of one culprit.
+
+    Args:
+        culprit: with log-probs, ratios, advantage, siblings, coefficients and gradient norm.
+        batch: typical values.
+        row: log-probs of each token of the response: the trainer's before the update, and the rollout engine's; empty
+            where the engine's are not known.
+        run: says how advantages are made; None where they are more than that.
+        document: of a loop without advantages: what the row is like.
+
+    Returns:
+        The label (one of ``record.CAUSES``), and the numbers behind it, mostly how many times typical each factor is.
+        ``unknown`` when no factor is over three times its typical value.
+    """
+    cause = _by_factors(culprit, batch)
+    if document is not None:
+        return cause_in(culprit, cause, document)
+    label, numbers = _by_engine(culprit, row)
+    is_advantage_finite = _are_finite(culprit.at("advantage"))
+    if cause.label not in _EFFECTS_OF_LOG_PROBS or not is_advantage_finite:
+        label = ""
+    label = label or cause.label
+    if label == "unknown" and min(abs(culprit.at("advantage") or 0.0), batch.advantage) > _UNSCALED:
+        label = "extreme_advantage"  # the whole batch's are, so none stands out
+        numbers["batch_advantage"] = batch.advantage
+    if run is not None and (label == "extreme_advantage" or not is_advantage_finite):
+        numbers |= _group_numbers(culprit, run)
+    return Cause(label, {**cause.numbers, **numbers})
+
+
+# ---- against what is typical in the batch
+
+
+def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
+    coefficient, norm, is_critics = culprit.at("coefficient"), culprit.grad_norm, culprit.at("value") is not None
+    typical: float | None = batch.advantage
+    model_gives, pulled_to, name = "log_prob", "advantage", "advantage"
+    if is_critics:
+        model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
+    elif culprit.at("teacher_log_prob") is not None:
+        pulled_to, name, typical = "teacher_log_prob", "gap", batch.teacher_gap
+    elif batch.loss_weight is not None:
+        pulled_to, name, typical = "loss_weight", "loss_weight", batch.loss_weight
+    output, pull = culprit.at(model_gives), culprit.at(pulled_to)
+    numbers: dict[str, float | None] = {model_gives: output, pulled_to: pull, "coefficient": coefficient}
+    for label, values in (
+        ("non_finite_forward", [output]),
+        ("non_finite", [coefficient, pull]),
+        ("non_finite_backward", [norm]),
+    ):
+        if not _are_finite(*values):
+            return Cause(label, numbers)
+    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
+    is_distance = name in ("error", "gap")  # how far the output is from what it is pulled to
+    distance = None if output is None or pull is None else pull - output
+    excess = {name: _over(distance if is_distance else pull, typical)}
+    if is_critics:
+        excess["jacobian"] = _over(jacobian, batch.jacobian)
+        numbers |= _over_typical(excess)
+        return Cause(_label(culprit, batch, excess, numbers), numbers)
+    kl, weight = culprit.at("kl_coefficient") or 0.0, abs(culprit.at("loss_weight") or 0.0)
+    entropy = culprit.at("entropy_coefficient")
+    excess |= {
+        "ratio": _over(_clamped_ratio(culprit.at("log_prob"), culprit.at("old_log_prob_used")), 1.0),
+        "is_weight": _over(culprit.at("is_weight"), 1.0),
+        "jacobian": _over(jacobian, batch.jacobian),
+        "kl": _over(kl, weight * batch.advantage) if kl else 0.0,
+    }
+    numbers = {**_over_typical(excess), "log_prob_gradient_norm": jacobian}
+    if coefficient:
+        numbers["kl_share_of_coefficient"] = abs(kl) / (abs(kl) + abs(coefficient - kl) + _TINY)
+        if entropy:
+            numbers["entropy_over_log_prob"] = abs(entropy / coefficient)
+    if abs(entropy or 0.0) > _LEADS * abs(coefficient or 0.0):
+        return Cause("entropy_term", numbers)
+    if abs(kl) <= abs((coefficient or 0.0) - kl):
+        del excess["kl"]  # the smaller part of the coefficient is not the cause
+    label = _label(culprit, batch, excess, numbers)
+    if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
+        label = "spurious_token"
+        numbers |= {"probability": math.exp(culprit.at("log_prob") or 0.0), "entropy": culprit.at("entropy")}
+    return Cause(label, numbers)
+
+
+def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None]) -> str:
+    """The cause that the factor furthest above typical stands for; adds to the numbers what decided it."""
+    name = max(excess, key=lambda name: excess[name])
+    if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
+        numbers["layer_spread"] = batch.layer_spread
+        return "layer_heterogeneity"
+    if excess[name] < NOTABLE:
+        return "unknown"
+    if name == "ratio":
+        # the whole sequence is off when its mean log-ratio is at least half of this token's
+        log_mean = math.log(max(culprit.sequence_ratio or 1.0, _TINY))
+        return "sequence_mismatch" if log_mean > math.log(excess[name]) / 2 else "token_mismatch"
+    if name == "jacobian" and culprit.at("value") is None:
+        predicted = (1 - math.exp(min(culprit.at("log_prob") or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
+        numbers["jacobian_predicted_by_probability"] = predicted
+        return "low_probability" if excess[name] <= NOTABLE * predicted else "large_jacobian"
+    return _LABELS[name]
+
+
+def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
+    """STAPO's three signs of a token that is rewarded by accident (arXiv 2602.15620): an unlikely token where the model
+    was sure of another, in a response that was rewarded."""
+    log_prob, entropy = culprit.at("log_prob"), culprit.at("entropy")
+    if log_prob is None or entropy is None or batch.low_entropy is None:
+        return False
+    is_unlikely = math.exp(min(log_prob, 0.0)) < _UNLIKELY
+    return is_unlikely and entropy <= batch.low_entropy and (culprit.at("advantage") or 0.0) > 0
+
+
+def _are_finite(*values: float | None) -> bool:
+    """Whether all that are known are."""
+    return all(math.isfinite(value) for value in values if value is not None)
+
+
+def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None:
+    if log_new is None or log_old is None:
+        return None
+    return math.exp(min(max(log_new - log_old, -20.0), 20.0))  # verl clamps the log-ratio at 20, too
+
+
+def _over(value: float | None, typical: float | None) -> float:
+    """|value| / typical; 1 where that is not known."""
+    if value is None or typical is None or not math.isfinite(value) or typical <= _TINY:
+        return 1.0
+    return abs(value) / typical
+
+
+def _over_typical(excess: dict[str, float]) -> dict[str, float | None]:
+    return {f"{name}_over_typical": value for name, value in excess.items()}
+
+
+# ---- against its group
+
+
+def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
+    """What the estimator can give for the culprit's group, and what the group is like; empty where it has none."""
+    siblings, advantage = culprit.siblings, culprit.at("advantage")
+    if run.estimator not in GROUPED or siblings is None or advantage is None:
+        return {}
+    size = len(siblings) + 1
+    rollouts = max(size, run.rollouts or 1)
+    if size < rollouts and is_trl(run.trainer):  # whose steps may take a part of a group each
+        return {"rollouts": rollouts, "advantage_bound": _bound(run.estimator, rollouts, None)}
+    rewards = [culprit.reward, *(sibling.reward for sibling in siblings)]
+    known = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    spread = max(known) - min(known) if len(known) == size else None
+    advantages = [advantage, *(sibling.advantage or 0.0 for sibling in siblings)]
+    return {
+        "rollouts": rollouts,
+        "group_size": size,
+        "group_spread": spread,
+        "group_mean": math.fsum(advantages) / size if _are_finite(*advantages) else None,
+        "advantage_bound": _bound(run.estimator, rollouts, spread),
+    }
+
+
+def _bound(estimator: str | None, num: int, spread: float | None) -> float | None:
+    """The largest |advantage| among ``num`` responses whose rewards differ by up to ``spread``.
+
+    It belongs to a reward unlike all others, which are equal. The standard deviation is a sample's, over num - 1.
+    """
+    if estimator == "grpo":
+        return (num - 1) / math.sqrt(num)
+    return None if spread is None else spread * (num - 1) / num if estimator == "grpo_mean" else spread
+
+
+# ---- against the engine that wrote the token
+
+
+def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[str, dict[str, float | None]]:
+    """A cause by the engine's log-prob beside the trainer's, before the update and now; "" where it may be sampled."""
+    engines, now, old = (culprit.at(name) for name in ("rollout_log_prob", "log_prob", "old_log_prob"))
+    if engines is None or now is None or not math.isfinite(now):
+        return "", {}
+    is_old_known = old is not None and old != engines  # bypass mode stores the engine's as the old one
+    before = old if old is not None and is_old_known else now
+    gap, drift = engines - before, now - before
+    distances = _distances(row, 0)
+    usual = statistics.median(distances) if distances else None
+    numbers: dict[str, float | None] = {"engine_gap": gap, "engine_gap_of_response": usual, "drift": drift}
+    shift = _shift(row)
+    if shift and abs(gap) > APART:
+        return "shifted_log_probs", {**numbers, "shift": shift}
+    is_filled_in = engines == 0.0
+    least = APART if is_filled_in and is_old_known else _FAR
+    is_unlike = is_filled_in or (abs(drift) <= APART and (engines < _EXCLUDED or (gap > 0 and is_old_known)))
+    return ("not_sampled" if is_unlike and abs(gap) > max(least, _MANY * (usual or 0.0)) else ""), numbers
+
+
+def _shift(row: Sequence[tuple[float, float]]) -> int:
+    """By how many positions the trainer's log-probs are the engine's: 1 where those are the next token's; else 0."""
+    for shift, unshifted in ((1, row[:-1]), (-1, row[1:])):  # an end that the shift leaves out may be what is odd
+        own, shifted = _distances(unshifted, 0), _distances(row, shift)
+        if len(shifted) >= _LEAST_PAIRS and _SHIFTED * statistics.fmean(shifted) < statistics.fmean(own):
+            return shift
+    return 0
+
+
+def _distances(row: Sequence[tuple[float, float]], shift: int) -> list[float]:
+    """|trainer's - engine's| log-prob, the trainer's from ``shift`` positions further on; those that are finite."""
+    trainers = [now for now, _ in row][max(shift, 0) :]
+    engines = [written for _, written in row][max(-shift, 0) :]
+    distances = (abs(a - b) for a, b in zip(trainers, engines, strict=False))
+    return [distance for distance in distances if math.isfinite(distance)]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that would have kept a spike from coming: which are measured, and how an event tells of them. See
+docs/cures.md; their lines are in the table of actions, what each is for in the table of causes."""
+
+from typing import Any
+
+from ..record import Cured, Event
+from .advice import ACTIONS, Option, is_trl, options_of, parsed
+from .causes import cause_info
+from .numbers import bounded, number, percent
+
+_BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")
+"""Of verl's config, where the settings of a loss are."""
+OF_MASK = ("veto", "drop_sequences")
+"""Cures that take tokens out of the loss."""
+OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "mean_only", "reweight", *OF_MASK)
+"""Cures from which other tensors of the batch follow; of the others the loss alone reads the setting."""
+OF_BATCH_IN_TRL = ("truncate", "divide", "mean_only")
+"""Those that are known of TRL's batch; others are verl's."""
+MILDEST_FIRST = (
+    *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "mean_only", "kl_low_var"),
+    *("kl_mse", "less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight"),
+    *("weigh_tokens", *OF_MASK, "cispo", "sapo", "gspo", "kl_cov", "gpg", "by_sequence"),
+)
+"""What changes least comes first."""
+
+
+def loss_settings(option: Option) -> dict[str, Any]:
+    """An option's settings as the loss reads them, ``.`` between a block and what is in it.
+
+    >>> loss_settings(Option("", {"actor_rollout_ref.actor.clip_ratio_c": "2.0", "loss_type": "grpo"}))
+    {'clip_ratio_c': 2.0, 'loss_type': 'grpo'}
+    """
+    found = {}
+    for name, value in option.settings.items():
+        for block in _BLOCKS:
+            name = name.removeprefix(block)
+        found[name] = parsed(value)
+    return found
+
+
+def cures_for(event: Event) -> tuple[Cured, ...] | None:
+    """Those of an event's that its reader wants: what was measured, and what its cause might have called for."""
+    labels = {culprit.cause.label for culprit in event.culprits} | {event.cause.label if event.cause else ""}
+    meant = {name for label in labels for name in cause_info(label).cures}
+    return None if event.cures is None else tuple(c for c in event.cures if c.forwards or c.name in meant)
+
+
+def healer(event: Event) -> Cured | None:
+    """The setting that heals the step; None where none that was tried does."""
+    return next((cured for cured in event.cures or () if cured.verdict == "healed"), None)
+
+
+def how_healed(event: Event, cured: Cured) -> str:
+    """``On this step: 7,729 → 3.04, threshold 19.`` and what it costs."""
+    before, after = number(event.trigger.grad_norm), number(cured.norm_after, 3)
+    kept = f" It keeps {percent(cured.kept)} of the healthy step's direction" if cured.kept is not None else ""
+    changed = f"{' and' if kept else ' It'} changes {percent(cured.changed_tokens)} of the tokens' coefficients."
+    return f"On this step: {before} → {after}, threshold {number(event.trigger.threshold, 3)}.{kept}{changed}"
+
+
+def tried(event: Event) -> list[str]:
+    """A sentence on each setting that was tried and does not heal the step."""
+    return [_outcome(cured) for cured in event.cures or () if cured.verdict != "healed"]
+
+
+def said_of(cured: Cured) -> str:
+    """What the setting does, as a sentence; its line where another version of GradLoc tried it."""
+    return ACTIONS[cured.name].do if cured.name in ACTIONS else cured.line
+
+
+def _outcome(cured: Cured) -> str:
+    do = said_of(cured)
+    if cured.verdict == "no_change":
+        return f"{do} It would change nothing here: no token's coefficient would be another."
+    norm = "".join(bounded(cured.norm_after, cured.error_bound, 3))
+    if cured.verdict == "undecided":
+        return f"{do} The norm would be {norm}, too near the threshold to say."
+    least = "" if cured.forwards else "at least "
+    return f"{do} The norm would still be {least}{norm}."
+
+
+def is_measured(name: str, trainer: str) -> bool:
+    """Whether a cure is one on this trainer, such as ``verl 0.9``."""
+    return bool(options_of(name, trainer)) and (not is_trl(trainer) or name in OF_BATCH_IN_TRL or name not in OF_BATCH)

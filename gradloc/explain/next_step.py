@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do now, decided from what an event says: the first rule of the table of causes that holds. Pure."""
+
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..record import Culprit, Event
+from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
+from .causes import APART, NOTABLE, RULES, CauseInfo
+from .culprits import again, group
+from .cures import healer, how_healed, said_of
+from .documents import document_words
+from .numbers import bounded, number
+from .story import cause_of, first_place, odd_number, pronoun, step_cause
+from .text import listed, one_line
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an event says about its cause beyond the cause's name, as the rules ask for it."""
+
+    event: Event
+    actor: Mapping[str, Any] = field(default_factory=dict)
+    """The run's ``actor_rollout_ref.actor``, where its bundle has it."""
+
+    @property
+    def label(self) -> str:
+        """The cause's."""
+        return cause_of(self.event)
+
+    @property
+    def first(self) -> Culprit:
+        """The largest culprit; an empty one where there is none."""
+        return self.event.leader or Culprit()
+
+    def number(self, name: str) -> float | None:
+        """One of the cause's numbers."""
+        return (step_cause(self.event) or self.first.cause).numbers.get(name)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those of the prompt's other rollouts."""
+        return [sibling.reward for sibling in self.first.siblings or () if sibling.reward is not None]
+
+    @property
+    def is_reward_odd(self) -> bool:
+        """Whether the reward is far from its siblings', compared with how far these are apart."""
+        reward, others = self.first.reward, [reward for reward in self.rewards if math.isfinite(reward)]
+        if reward is None or not math.isfinite(reward) or not others:
+            return reward is not None and not math.isfinite(reward)
+        return abs(reward - statistics.median(others)) > NOTABLE * max(max(others) - min(others), 1.0)
+
+    @property
+    def is_advantage_odd(self) -> bool:
+        """Whether the advantage is what makes the gradient large."""
+        advantage = self.first.at("advantage")
+        return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
+
+    @property
+    def drift(self) -> float:
+        """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
+        return _distance(self.first.at("log_prob"), self.first.at("old_log_prob"))
+
+    @property
+    def do_engines_differ(self) -> bool:
+        """Whether trainer and rollout engine disagreed before the update, and by more than the policy has moved."""
+        gap = _distance(self.first.at("rollout_log_prob"), self.first.at("old_log_prob"))
+        return gap > APART and gap >= self.drift
+
+    @property
+    def loss_mode(self) -> str | None:
+        """The run's policy loss."""
+        loss = self.actor.get("policy_loss")
+        return loss.get("loss_mode") if isinstance(loss, Mapping) else None
+
+    def is_judged(self, verdict: str) -> bool:
+        """Whether the certificate has this verdict on culprits of a finite norm."""
+        norm = self.event.trigger.grad_norm
+        is_finite = norm is None or math.isfinite(norm)
+        return bool(self.event.culprits) and is_finite and self.event.certificate.verdict == verdict
+
+    def as_text(self) -> dict[str, str]:
+        """The evidence for the rules' sentences, by name."""
+        event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
+        rewards = [number(reward, 3) for reward in self.rewards]
+        names = [one_line(name, 60) for name in other.names[:3]] if other else []
+        pull, pulled = "advantage", f"Advantage ({number(first.at('advantage'), 3)})"
+        if event.is_supervised:
+            pull, pulled = "loss weight", f"Loss weight ({number(first.at('loss_weight'), 3)})"
+        elif event.is_distilled:
+            pull, pulled = "distance from the teacher", f"The teacher's ({number(first.at('teacher_log_prob'), 3)})"
+        probability = None if (log_prob := first.at("log_prob")) is None else math.exp(min(log_prob, 0.0))
+        numbers = {
+            "reward": first.reward,
+            "advantage": first.at("advantage"),
+            "ratio": first.at("ratio"),
+            "now": first.at("log_prob"),
+            "old": first.at("old_log_prob"),
+            "written": first.at("rollout_log_prob"),
+            "weight": first.at("is_weight"),
+            "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
+            "scale": self.number("coefficient_over_typical"),
+            "over_run": self.number("advantage_over_run") or self.number("teacher_gap_over_run"),
+            "value": first.at("value"),
+            "target": first.at("value_target"),
+            "teacher": first.at("teacher_log_prob"),
+            "threshold": certificate.threshold,
+            "undone": self.number("norm_without_update"),
+            "unchanged": self.number("norm_without_change"),
+        }
+        return {name: number(value, 3) for name, value in numbers.items()} | {
+            "names": ", ".join(names) or "the batch's tensors",
+            "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
+            "odd": odd_number(first) or "far from typical",
+            "again": again(first),
+            "document": document_words(first) or "Nothing else is known of it.",
+            "group": group(event),
+            "first": first_place(event),
+            "neighbour": "next" if (self.number("shift") or 0.0) > 0 else "previous",
+            "probability": number(probability, 2),
+            "after": bounded(certificate.norm_after, certificate.error_bound, 3)[0],
+            "more": number(event.search.num_more),
+            "since": str(event.fault.step) if event.fault and event.fault.step is not None else "this one",
+            "reason": certificate.reason or "the bound on the norm is too wide",
+            "it": pronoun(event),
+            "loss": str(self.loss_mode),
+            "pull": pull,
+            "Pull": pulled,
+        }
+
+
+def _distance(one: float | None, other: float | None) -> float:
+    if one is None or other is None or not math.isfinite(one - other):
+        return 0.0
+    return abs(one - other)
+
+
+FACTS: dict[str, Callable[[Evidence], bool]] = {
+    "rehearsal": lambda at: at.event.trigger.kind == "forced",
+    "nan_on_padding": lambda at: at.loss_mode in ("clip_cov", "kl_cov"),  # where a log-ratio overflows there
+    "scaled_advantages": lambda at: (at.number("advantage_over_run") or 0.0) >= NOTABLE,
+    "scaled_gap": lambda at: (at.number("teacher_gap_over_run") or 0.0) >= NOTABLE,
+    "undecided": lambda at: at.is_judged("undecided"),
+    "not_explained": lambda at: at.is_judged("not_explained"),
+    "exhausted": lambda at: at.event.search.status == "budget_exhausted",
+    "more_left": lambda at: bool(at.event.search.num_more),
+    "culprits": lambda at: bool(at.event.culprits),
+    "not_rerun": lambda at: at.event.rerun is None,
+    "odd_advantage": lambda at: at.is_advantage_odd,
+    "odd_group": lambda at: bool(group(at.event)),
+    "odd_reward": lambda at: at.is_reward_odd,
+    "siblings": lambda at: bool(at.rewards),
+    "teacher_not_finite": lambda at: not math.isfinite(at.first.at("teacher_log_prob") or 0.0),
+    "engines_differ": lambda at: at.do_engines_differ,
+    "first_update": lambda at: at.event.step.mini_batch == at.event.step.epoch == 0 and at.drift > APART,
+    "distilled": lambda at: at.event.is_distilled,
+    "punished": lambda at: (at.first.at("advantage") or 0.0) < 0,
+}
+"""What a rule may ask of an event beside its cause."""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One thing to do."""
+
+    do: str
+    lines: dict[str, str]
+    """The config line, under the name of the verl that it is for where that matters."""
+    why: str
+    check: str
+    """What would show that it was right."""
+    meanwhile: dict[str, str] = field(default_factory=dict)
+    """A stopgap: its config line, under what it does."""
+
+
+def rule_for(evidence: Evidence) -> CauseInfo:
+    """The first rule that holds."""
+    return next(
+        rule
+        for rule in RULES
+        if {evidence.label, "any"} & {*rule.causes} and all(FACTS[name](evidence) for name in rule.when)
+    )
+
+
+def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep | None:
+    """The one thing to do; None where the run does all there is, as its ``actor_rollout_ref.actor`` says."""
+    evidence = Evidence(event, actor or {})
+    rule, text = rule_for(evidence), evidence.as_text()
+    for name in rule.do:
+        lines = _lines(name, evidence)
+        if lines:
+            do = rule.say if name == rule.do[0] and rule.say else ACTIONS[name].do
+            do, why, check = (sentence.format_map(text).rstrip() for sentence in (do, rule.why, rule.check))
+            return _with_cure(NextStep(do, lines, why, check), evidence, has_own_words=bool(rule.say))
+    return _with_cure(None, evidence)
+
+
+def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool = False) -> NextStep | None:
+    """Led by the setting that was measured to heal the step; then the root cause to look into, and ``mask``."""
+    event, cured = evidence.event, healer(evidence.event)
+    if cured is None:
+        return found
+    lines, why, check = {"": cured.line}, "", "No further event has this cause."
+    if found is not None:
+        why, check = f"{found.why} {found.do}" if has_own_words else found.why, found.check
+    stopgap = [*_lines("mask", evidence).values()] if event.certificate.verdict == "explained" else []
+    meanwhile = {f"As a stopgap: {ACTIONS['mask'].do.lower()}": line for line in stopgap[:1]}
+    return NextStep(f"{said_of(cured)} {how_healed(event, cured)}", lines, why, check, meanwhile)
+
+
+def _lines(name: str, evidence: Evidence) -> dict[str, str]:
+    """An action's config lines; empty where the run has it already, or where it cannot help."""
+    event = evidence.event
+    trainer, requested = event.run.trainer, event.action.requested
+    if name in (requested, f"{requested}_critic") or (event.is_distilled and ACTIONS[name].is_of_rewards):
+        return {}
+    if name == "mean_only" and event.run.estimator not in (None, "grpo"):  # which divides by nothing
+        return {}
+    if name == "kl_mse" and evidence.actor.get("use_kl_loss") is False:
+        return {}
+    if name == "more_steps" and event.search.strategy == "bisect":
+        name = "more_probes"
+    options = options_of(name, trainer)
+    checkpoint = event.consequence.last_checkpoint if event.consequence else None
+    if name == "go_back" and checkpoint:
+        if is_trl(trainer):
+            return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
+        path = shlex.quote(one_line(checkpoint))
+        return {label: option.line.replace(CHECKPOINT, path) for label, option in options.items()}
+    is_new = {
+        label: not option.settings or not in_force(option.settings, evidence.actor) for label, option in options.items()
+    }
+    return {label: option.line for label, option in options.items() if is_new[label]}

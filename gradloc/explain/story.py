@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event as a person wants to hear it: what happened, which numbers say so, what the optimizer was given.
+
+Nothing here is a guess: what the record does not say is left out. Pure, standard library only.
+"""
+
+import math
+import re
+
+from ..record import Culprit, Event, Search, StepCause, Turn
+from .causes import NOTABLE, cause_info
+from .culprits import again, carried, engine_words, group, trusted_share
+from .cures import healer
+from .documents import document_words
+from .faults import fault_sentences
+from .numbers import bounded, number, percent
+from .text import one_line, plural, times, visible
+
+_COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
+_SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
+_TRIGGERS = {
+    "fixed": "fixed rule",
+    "adaptive": "learned from the run",
+    "forced": "a rehearsal",
+    "non_finite": "NaN and infinity always spike",
+}
+
+CERTIFICATES = {
+    "explained": "explained: without the culprits the step is healthy",
+    "not_explained": "not explained: without the culprits the step still spikes",
+    "undecided": "undecided",
+}
+ACTIONS = {
+    "observe": "observe: the step was taken unchanged",
+    "mask": "mask: the optimizer took the step without the culprits",
+    "heal": "heal: the optimizer took the step that another setting gives",
+    "skip": "skip: the optimizer took no step",
+    "abort": "abort: the run was stopped",
+}
+
+
+_MAX_NAMES = 4
+"""Parameters or tensors on the first screen."""
+_WHOLE = 1.05
+"""Of the gradient, with room for rounding."""
+_MAX_LINES = 4
+"""Of the text before the culprit, its own line included: a chat's prompt has many short ones."""
+
+
+def quote_of(event: Event) -> tuple[str, str, str] | None:
+    """The text before the largest culprit's token, the token, and the text after it; None where there is no text."""
+    first = event.leader
+    if first is None or not first.text:
+        return None
+    before = "\n".join(visible(first.text_before or "")[-200:].split("\n")[-_MAX_LINES:])
+    return before, visible(first.text)[:200], visible(first.text_after or "")[:160]
+
+
+def named(event: Event) -> str:
+    """The parameters or tensors that made the spike, where no token did; empty where none are known."""
+    cause = step_cause(event)
+    names = [one_line(name, 80) for name in cause.names] if cause else []
+    if cause is None or not names:
+        return ""
+    if len(names) > _MAX_NAMES:
+        names[_MAX_NAMES:] = [f"and {len(names) - _MAX_NAMES} more"]
+    return f"{cause_info(cause.label).named} {', '.join(names)}".strip()
+
+
+def step_cause(event: Event) -> StepCause | None:
+    """What made the spike, or a part of it, that is no token; None where the tokens did, or nobody knows."""
+    cause = event.cause
+    is_step_s = cause is not None and cause.reason and cause_info(cause.label).headline
+    return cause if is_step_s else None
+
+
+def cause_of(event: Event) -> str:
+    """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
+    cause, first = step_cause(event), event.leader
+    return cause.label if cause else first.cause.label if first else ""
+
+
+def headline(event: Event) -> str:
+    """What happened, in one sentence without a number beyond the step's.
+
+    >>> headline(Event())
+    'Nothing was found that made the spike at step 0'
+    """
+    step, norm, cause = event.step.global_step, event.trigger.grad_norm, step_cause(event)
+    is_finite = norm is None or math.isfinite(norm)
+    spike, gradient = f"the step-{step} spike", "the gradient"
+    if event.model == "critic":
+        spike, gradient = f"{spike} of the critic", "the critic's gradient"
+    what = spike if is_finite else f"{gradient} of step {step} not finite"
+    if event.trigger.kind == "forced":
+        what = f"most of step {step}'s gradient (a rehearsal)"
+    if not event.culprits and cause:
+        named = {"step": step, "spike": what, "Spike": what[0].upper() + what[1:], "reason": cause.reason}
+        return cause_info(cause.label).headline.format(**named)
+    if not event.culprits:
+        return f"Nothing was found that made the spike at step {step}"
+    who = culprits(event)
+    if cause:
+        return f"{who} made part of {what}; the rest did not come from the tokens"
+    if event.certificate.verdict == "not_explained":
+        rest = "more culprits are left" if event.search.num_more else "something else spikes, too"
+        return f"{who} made part of {what}; {rest}"
+    did = "may have made" if event.certificate.verdict == "undecided" and is_finite else "made"
+    return f"{who} {did} {what}"
+
+
+def says_reason(cause: StepCause) -> bool:
+    """Return whether the headline has the cause's reason in it."""
+    return "{reason}" in cause_info(cause.label).headline
+
+
+def culprits(event: Event) -> str:
+    """``One token``, ``Three responses``, ``14 culprits``."""
+    count = len(event.culprits)
+    spans = {culprit.span for culprit in event.culprits}
+    noun = span_of(event, spans.pop()) if len(spans) == 1 else "culprit"
+    if noun.startswith("span") and count > 1:
+        noun = "spans of token"
+    head = _COUNTS[count] if count < len(_COUNTS) else f"{count:,}"
+    return f"{head} {plural(count, noun).partition(' ')[2]}"
+
+
+def span_of(event: Event, span: str) -> str:
+    """What a culprit of this span is called: a whole row of a loop without advantages is a document."""
+    return "document" if span == "sequence" and event.is_supervised else _SPANS.get(span, "culprit")
+
+
+def lede(event: Event) -> str:
+    """What the culprits carry and why, or what else made the spike; sentences."""
+    first, cause, search = event.leader, step_cause(event), event.search
+    other = _cause_in_words(cause) if cause else ""
+    if first is None:
+        if cause and says_reason(cause):
+            other = " ".join(fault_sentences(event))
+        other = other or (f"The search stopped because {search.stop_reason}." if search.stop_reason else "")
+        return " ".join(filter(None, (other, first_place(event))))
+    share = carried(event, event.culprits)
+    subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
+    rest = "" if _is_part(event) else "; the other tokens pull the other way"
+    number_of, meaning = odd_number(first), cause_info(first.cause.label)
+    why = f": {meaning.odd} {number_of}".replace("  ", " ") if number_of else engine_words(first)
+    sentences = (
+        f"{subject} {share} of the gradient{rest}." if share is not None else "",
+        f"{meaning.title}{why}.",
+        document_words(first),
+        again(first),
+        first_place(event),
+        group(event),
+        f"At least {search.num_more} more are left." if search.num_more else "",
+        other,
+    )
+    return " ".join(filter(None, sentences))
+
+
+def first_place(event: Event) -> str:
+    """In which module NaN or infinity first appears; empty where that is not known."""
+    first = event.first_not_finite
+    if first is None:
+        return ""
+    what = "the output" if first.way == "forward" else "the gradient of the output"
+    before = ", ".join(f"{one_line(name, 60)} {number(size, 3)}" for name, size in reversed(first.before.items()))
+    largest = f"; the largest values right before it: {before}" if before else ""
+    return f"It first appears in {what} of {one_line(first.module, 60)}{largest}."
+
+
+def _is_part(event: Event) -> bool:
+    """Whether what the culprits carry is no more than the gradient: others may pull the other way."""
+    return math.fsum(trusted_share(event, culprit) or 0.0 for culprit in event.culprits) < _WHOLE
+
+
+def _cause_in_words(cause: StepCause) -> str:
+    """A cause that is no token's, and where to look."""
+    if cause.label == "transient":  # the reason is the headline already
+        return "Hardware or a race made it, not the data."
+    reason = re.sub(r"[\d.]+e[+]\d+", lambda digits: number(float(digits[0]), 3), cause.reason)
+    text = f"{reason[0].upper()}{reason[1:]}."
+    if cause.places:
+        row, position = cause.places[0]
+        where = "" if row is None else f"row {row} of the batch, "
+        more = f", and {len(cause.places) - 1} more" if len(cause.places) > 1 else ""
+        text += f" The first: {where}response position {position}{more}."
+    over_run = cause.numbers.get("advantage_over_run")
+    if cause.label == "batch_scale" and over_run is not None:
+        scaled = "the loss or the ratios scale it"
+        why = scaled if over_run < NOTABLE else "it is the rewards, or how they are normalized"
+        text += f" Its advantages are {number(over_run, 3)} times the run's usual: {why}."
+    return text
+
+
+def odd_number(culprit: Culprit) -> str:
+    """What stands out in a number, such as ``380,119 times typical``; empty where none is known."""
+    usual = culprit.cause.numbers.get("batch_advantage")
+    if usual is not None:
+        return f"half of the batch's are over {number(usual, 3)}"
+    value = culprit.cause.numbers.get(f"{cause_info(culprit.cause.label).factor}_over_typical")
+    return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
+
+
+def figures(event: Event) -> list[tuple[str, str, str]]:
+    """Three of value, what it is, and a remark: the norm, what it would have been, the threshold."""
+    certificate, trigger = event.certificate, event.trigger
+    norm = trigger.grad_norm if trigger.grad_norm is not None else certificate.norm_before
+    threshold = trigger.threshold if trigger.threshold is not None else certificate.threshold
+    excess = times(norm, threshold)
+    over = f"{number(excess, 3)} times the threshold" if excess is not None else "of the whole step"
+    return [
+        (number(norm, 3), "gradient norm", over),
+        _figure_without(event),
+        (number(threshold, 3), "threshold", _TRIGGERS.get(trigger.kind, trigger.kind)),
+    ]
+
+
+def _figure_without(event: Event) -> tuple[str, str, str]:
+    """What the norm would have been without what made it, or the number that tells what did."""
+    certificate, cause = event.certificate, step_cause(event)
+    if cause and not event.culprits:
+        name, caption, remark, unit = cause_info(cause.label).figure
+        value = cause.numbers.get(name)
+        if value is not None:
+            return number(value, 3) + unit, caption, remark
+    if not event.culprits and not cause:
+        return "0", "culprits found", event.search.status.replace("_", " ")
+    norm, margin = bounded(certificate.norm_after, certificate.error_bound, 3)
+    how = f"measured{margin}" if certificate.error_bound is not None else certificate.method
+    what = "the padding" if cause and cause.label == "non_finite_padding" else pronoun(event)
+    return norm, f"without {what}", how if certificate.norm_after is not None else "not measured"
+
+
+def pronoun(event: Event) -> str:
+    """``it``, ``them``; ``that`` where no token made it."""
+    return "that" if not event.culprits else "it" if len(event.culprits) == 1 else "them"
+
+
+def became(event: Event, clip: float | None = None) -> list[str]:
+    """What the optimizer did with the step, and what follows for the next ones; ``clip`` as :func:`given` takes it."""
+    sentences, cause, consequence = [given(event, clip)], step_cause(event), event.consequence
+    if cause and cause.label == "non_finite_weights":
+        sentences.append("Every further step will be like it until weights that are finite are loaded.")
+    if consequence and consequence.last_checkpoint:
+        sentences.append(f"The newest checkpoint before it: {one_line(consequence.last_checkpoint, 120, keep='end')}.")
+    return [sentence for sentence in sentences if sentence]
+
+
+def given(event: Event, clip: float | None = None) -> str:
+    """What the optimizer was given, in sentences; ``clip``: the norm clipped to, where the event does not say it."""
+    action, consequence = event.action, event.consequence
+    norm, after = event.trigger.grad_norm, event.certificate.norm_after
+    clip = consequence.grad_clip if consequence is not None else clip
+    after = after if after is not None and math.isfinite(after) else None
+    if action.taken == "skip":
+        asked = f" {action.requested.capitalize()} was asked for, but {one_line(action.reason)}."
+        return f"The optimizer took no step: this mini-batch was skipped.{asked if action.requested != 'skip' else ''}"
+    if action.taken == "abort":
+        return "The run was stopped before the step was taken."
+    if action.taken == "mask":
+        size = "" if after is None else f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}"
+        clipped = f", clipped to {number(clip, 3)}" if after is not None and clip and after > clip else ""
+        return f"The optimizer took the step without {pronoun(event)}{size}{clipped}."
+    if action.taken == "heal":
+        cured = healer(event)
+        under = "another setting" if cured is None else f"{one_line(cured.line)}, of norm {number(cured.norm_after, 3)}"
+        return f"The optimizer took the step under {under}."
+    if norm is None:
+        return ""
+    if not math.isfinite(norm):
+        if consequence is not None and consequence.is_taken:
+            return "The optimizer took the step, so the weights are not finite any more."
+        return "The trainer skipped the step, because its norm was not finite."
+    if clip is None:
+        return "The optimizer took the step with the spike in it."
+    if norm <= clip:
+        return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
+    share = carried(event, event.culprits) if _is_part(event) else None
+    whose = f"that {span_of(event, event.culprits[0].span)}'s" if len(event.culprits) == 1 else "theirs"
+    took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
+    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
+    if not after or event.certificate.verdict != "explained":
+        return said
+    healthy = consequence.healthy_norm if consequence else None
+    kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
+    return f"{said} Clipping shrank the healthy gradient to {percent(kept, 2)}."
+
+
+# ---- the same in a few sentences, for somebody who has never seen an event
+
+
+def verdict_sentences(event: Event) -> str:
+    """What happened, in sentences of printable characters; what a token holds beyond those is escaped."""
+    sentences = [f"{headline(event)}.", _where(event), lede(event), _norms(event), given(event)]
+    return " ".join(_printable(sentence) for sentence in sentences if sentence)
+
+
+def quote(culprit: Culprit) -> str:
+    """The culprit's text, or its token numbers where none is kept (evidence.text=off), quoted and cut short."""
+    return f'"{_printable((culprit.text or "<?>")[:40])}"'
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _where(event: Event) -> str:
+    first = event.leader
+    if first is None or not first.positions:
+        return ""
+    start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]
+    what = f"the token {quote(first)} at position {position}"
+    if len(first.positions) > 1:
+        what = f"{len(first.positions)} tokens from position {position}"
+    row = "document" if event.is_supervised else "response"
+    return f"{start} {what} of the {row} {_sequence(first)}{_turn(first.turn)}."
+
+
+def _turn(turn: Turn | None) -> str:
+    if turn is None:
+        return ""
+    after = f" after the tool's answer of {turn.num_before} tokens" if turn.num_before else ""
+    return f", in turn {turn.number} of {turn.num_turns}{after}"
+
+
+def _sequence(culprit: Culprit) -> str:
+    if culprit.sequence_id is None:
+        return f"in row {culprit.micro_batch_row} of micro-batch {culprit.micro_batch}, rank {culprit.rank}"
+    uid, colon, index = culprit.sequence_id.rpartition(":")
+    if not colon:  # a name of the loop's own
+        return index if len(index) <= 40 else f"{index[:40]}..."
+    return f"{uid if len(uid) <= 16 else uid[:8]}:{index}"  # verl's uids are 36 characters; 8 tell them apart
+
+
+def _norms(event: Event) -> str:
+    """The norm with and without what made it, and what that proves."""
+    norm, threshold, certificate = event.trigger.grad_norm, event.trigger.threshold, event.certificate
+    was = "The norm was not finite"
+    if norm is not None and math.isfinite(norm):
+        excess = times(norm, threshold)
+        over = f", {number(excess, 3)} times the threshold of {number(threshold, 3)}" if excess is not None else ""
+        was = f"The norm was {number(norm, 3)}{over}"
+    left, is_culprits = certificate.norm_after, bool(event.culprits)
+    if not is_culprits and (step_cause(event) is None or certificate.method == "none"):
+        return f"{was}."
+    if left is None or not math.isfinite(left):
+        unknown = f"; the norm without {pronoun(event)} is not known: {certificate.reason}"
+        return f"{was}{unknown if is_culprits and certificate.reason else ''}."
+    without = f"{was}; {''.join(bounded(left, certificate.error_bound, 3))} without {pronoun(event)}"
+    if not is_culprits:
+        return f"{without}."
+    if certificate.verdict == "explained":
+        return f"{without}: the spike is explained."
+    if certificate.verdict == "not_explained":
+        return f"{without}, still over the threshold: {_rest(event.search)}."
+    return f"{without}. Whether that explains the spike is undecided: {certificate.reason}."
+
+
+def _rest(search: Search) -> str:
+    """What is left where the norm is still over the threshold."""
+    if not search.num_more:
+        return "something else spikes, too"
+    norm = f" of about {number(search.more_norm, 3)}" if search.more_norm else ""
+    return f"search.max_culprits ended the search, and at least {search.num_more} culprits{norm} are left"

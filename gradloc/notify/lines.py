@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event in one line, as a table row, and the command that opens it. Pure, standard library only."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ..explain.culprits import carried, trusted_share
+from ..explain.cures import healer
+from ..explain.numbers import bounded, number
+from ..explain.story import headline, pronoun, quote, says_reason, step_cause
+from ..record import Culprit, Event
+
+COLUMNS = (
+    *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
+    *("share", "share_error", "grad_norm", "advantage"),
+)
+
+DONE = {
+    "observe": "step taken",
+    "mask": "step taken without the culprits",
+    "heal": "step taken as healed",
+    "skip": "step skipped",
+    "abort": "run ended",
+}
+"""What was done, by the action."""
+
+
+def announcement(event: Event) -> str:
+    """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 (0.897 without it); step taken,
+    clipped``: the event's headline, and the numbers.
+
+    Returns:
+        One line of printable characters.
+    """
+    norm, certificate, cause = number(event.trigger.grad_norm, 3), event.certificate, step_cause(event)
+    if event.culprits:
+        after = bounded(certificate.norm_after, certificate.error_bound, 3)[0]
+        doubt = "" if certificate.verdict == "explained" else f", {certificate.verdict.replace('_', ' ')}"
+        numbers = f"{_who(event)}, norm {norm} ({after} without {pronoun(event)}{doubt})"
+    else:
+        numbers = f"{cause.reason}, norm {norm}" if cause and not says_reason(cause) else f"norm {norm}"
+    scale = event.consequence.clip_scale if event.consequence is not None else None
+    clipped = ", clipped" if scale is not None and scale < 1 else ""
+    cured = healer(event)
+    healed = "" if cured is None else f", {number(cured.norm_after, 3)} with {cured.line}"
+    return f"{headline(event)}: {numbers}; {DONE[event.action.taken]}{clipped}{healed}"
+
+
+def opening_command(event: Event, root: Path) -> str:
+    """The command that shows the event in this absolute folder of events, to be pasted into a shell."""
+    return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
+
+
+def not_written(root: Path, why: str) -> str:
+    """What takes the command's place where the event is not on disk."""
+    shown = "".join(char if char.isprintable() else " " for char in why)
+    return f"this event could not be written to {root}: {shown}"
+
+
+def table_rows(events: list[Event]) -> list[list[Any]]:
+    """One row per culprit, under :data:`COLUMNS`."""
+    return [_row(event, culprit) for event in events for culprit in event.culprits]
+
+
+def _who(event: Event) -> str:
+    share, more = carried(event, event.culprits), len(event.culprits) - 1
+    first = event.by_size[0]
+    carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
+    return f"{quote(first)} (rank {first.rank}){f' and {more} more' if more else ''}{carry}"
+
+
+def _row(event: Event, culprit: Culprit) -> list[Any]:
+    share = trusted_share(event, culprit)
+    return [
+        event.event_id,
+        event.step.global_step,
+        quote(culprit),
+        culprit.positions[0],
+        culprit.sequence_id,
+        culprit.rank,
+        culprit.micro_batch,
+        share,
+        culprit.share_error if share is not None else None,
+        culprit.grad_norm,
+        culprit.at("advantage"),
+    ]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announces events, once they are on disk."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..record import Event
+from ..record.store import plain
+from .alerts import post, run_command
+from .background import Background, said_of
+from .config import NotifyConfig
+from .lines import announcement, not_written, opening_command
+from .trackers import ALERTS, FORMS, later_of, upload_folder
+
+_GRACE_S = 2.0
+"""So that what was given up after ``notify.timeout_s`` still gets its line in the log."""
+
+logger = logging.getLogger(__name__)
+
+Written = Sequence[tuple[Event, str]]
+"""Events, and why each could not be written: empty for one that was."""
+
+
+class Notifier:
+    """Announces to console and trackers at once, and what may take long from threads of its own.
+
+    Nothing raises, nothing waits for a network, and no random number is drawn: training cannot notice.
+
+    Args:
+        settings: ``gradloc.notify``.
+        root: the folder of the events, absolute.
+        keeps_text: whether the events hold text; without, no folder and no record leaves the machine.
+    """
+
+    def __init__(self, settings: NotifyConfig, root: Path, keeps_text: bool = True):
+        self.settings, self.root = settings, root
+        self.trackers: dict[str, Any] = {}
+        """verl's open clients by name: ``Tracking.logger``."""
+        self._uploads = settings.artifact and keeps_text
+        self._last_alert, self._num_missed = -math.inf, 0
+        self._held: Written = ()
+        """Events of the last update that no alert was sent of."""
+        # one thread each, so that a webhook that hangs does not keep a tracker waiting
+        patience_s = settings.timeout_s + _GRACE_S
+        self._slow_trackers = Background("gradloc-trackers", patience_s)
+        self._alerts = Background("gradloc-alerts", patience_s)
+
+    def tell(self, written: Written, step: int) -> None:
+        """Announce the events of one update, if there are any.
+
+        Args:
+            written: as written.
+            step: the trainer's global step, for the trackers' axis.
+        """
+        if not written:
+            return
+        self._try("the console", partial(self._print, written))
+        for name, client in self.trackers.items():
+            self._try(name, partial(self._tell_tracker, name, client, written, step))
+        self._try("the alerts", partial(self._alert, written))
+
+    def finish(self) -> None:
+        """The run is about to end: send what the alerts held back, and wait for what is still to be sent, a bit longer
+        than ``notify.timeout_s`` each."""
+        if self._held:
+            self._last_alert, self._num_missed = -math.inf, self._num_missed - len(self._held)
+            self._try("the alerts", partial(self._alert, self._held))
+        self._slow_trackers.finish()
+        self._alerts.finish()
+
+    def _try(self, whom: str, tell: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            logger.error("gradloc: telling %s failed (%s); training goes on", whom, said_of(error))
+
+    def _print(self, written: Written) -> None:
+        for event, why in written:
+            where = not_written(self.root, why) if why else opening_command(event, self.root)
+            print(f"gradloc: {announcement(event)}\ngradloc: {where}", flush=True)
+
+    def _tell_tracker(self, name: str, client: Any, written: Written, step: int) -> None:
+        events = [event for event, _ in written]
+        later = later_of(name, self._uploads)
+        if later is not None:
+            self._slow_trackers.submit(f"telling {name}", partial(later, events))
+        if name in ("wandb", "vemlp_wandb") and self._uploads:
+            for folder in (self._folder(event) for event, why in written if not why):
+                self._slow_trackers.submit(f"the upload to {name}", partial(upload_folder, client, folder))
+        if name in FORMS:
+            FORMS[name](client, events, step)
+
+    def _alert(self, written: Written) -> None:
+        """Alert about the first event, unless the last alert was a moment ago; the next one counts what it missed."""
+        settings, (event, why) = self.settings, written[0]
+        names = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
+        if not (names or settings.command or settings.webhook):
+            return
+        now = time.monotonic()
+        if now - self._last_alert < settings.min_interval_s:
+            self._num_missed += len(written)
+            self._held = written
+            return
+        more = len(written) - 1 + self._num_missed
+        self._last_alert, self._num_missed, self._held = now, 0, ()
+        run = "/".join(part for part in (event.run.project, event.run.experiment) if part) or "a run"
+        text = announcement(event) + (f" (and {more} more since the last alert)" if more else "")
+        text += f"; {not_written(self.root, why)}" if why else ""
+        folder = "" if why else str(self._folder(event))
+        for name in names:
+            alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {run}", text)
+            self._alerts.submit(f"the alert of {name}", partial(self._sent, alert))
+        if settings.command:
+            document = json.dumps(plain(event), allow_nan=False)
+            environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": folder}
+            command = partial(run_command, settings.command, document, environment, settings.timeout_s)
+            self._alerts.submit("gradloc.notify.command", partial(self._sent, command))
+        if settings.webhook:
+            message = {
+                "text": f"{run}: {text}",  # what Slack shows; Discord: content. No context of the token leaves here
+                "content": f"{run}: {text}",
+                "event_id": event.event_id,
+                "global_step": event.step.global_step,
+                "taken": event.action.taken,
+                "path": folder or None,
+            }
+            webhook = partial(post, settings.webhook, message, settings.timeout_s)
+            self._alerts.submit("gradloc.notify.webhook", partial(self._sent, webhook))
+
+    def _sent(self, alert: Callable[[], None]) -> None:
+        """Send an alert. If that fails, the next event is not held back."""
+        try:
+            alert()
+        except Exception:
+            self._last_alert = -math.inf
+            raise
+
+    def _folder(self, event: Event) -> Path:
+        return self.root / (event.folder or "")

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which link broke, in words: what the golden events, each alone, cannot hold."""
+
+from gradloc.explain.faults import fault_sentences, step_before
+from gradloc.record import Event
+from gradloc.record.reading import read
+from tests.report import events as golden
+
+
+def test_an_update_at_fault_is_joined_with_the_event_of_the_step_that_made_it():
+    late = read(Event, golden.event("The learning rate jumped"))
+    token = read(
+        Event, golden.event("cause spurious_token", late.fault.step, verdict="One token made the step-39 spike")
+    )
+    other = read(Event, golden.event("cause spurious_token", late.fault.step - 1, verdict="Another one"))
+    assert "39" in step_before(late, [other, token, late]) and token.verdict in step_before(late, [other, token, late])
+    assert step_before(late, [other, late]) == step_before(token, [other, token, late]) == ""
+
+
+def test_the_setting_that_the_mechanism_is_of_is_in_the_cure():
+    name = "Weight decay shrank the weights"
+    fault = golden.parts(name)["fault"]
+    evidence = fault["evidence"] | {"usual_weight_decay": 0.01, "norm_under_usual_update": 0.6123}
+    found = read(Event, golden.event(name, fault=fault | {"evidence": evidence}))
+    assert "weight decay at 0.01, as before, it would be 0.612." in " ".join(fault_sentences(found))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do now, where it also follows from the run's own settings; the golden events hold the rules themselves."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradloc.explain.advice import options_of
+from gradloc.explain.causes import CAUSE_INFO, RULES
+from gradloc.explain.cures import MILDEST_FIRST, OF_BATCH, cures_for, loss_settings
+from gradloc.explain.next_step import FACTS, next_step
+from gradloc.record import CAUSES, Action, Event
+from gradloc.record.reading import read
+from tests.explain import a_culprit
+from tests.report import events as golden
+
+TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
+DISTILLED = {"teacher_gap": 0.1}
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
+ACTOR = "actor_rollout_ref.actor"
+
+
+def event(name: str, **changes) -> Event:
+    """One of the golden events, of a run of verl 0.7."""
+    run = {"trainer": "verl 0.7.0", **golden.parts(name).get("run", {})}
+    return read(Event, golden.event(name, **changes | {"run": run}))
+
+
+def lines(found: Event, actor: dict | None = None) -> list[str]:
+    step = next_step(found, actor)
+    return [] if step is None else [*step.lines.values()]
+
+
+def test_every_cause_and_rule_is_a_golden_event_or_needs_the_run_s_config():
+    assert {f"cause {label}" for label in CAUSES} <= {*golden.CASES} and len(golden.CASES) > 100
+    assert [rule.seen for rule in RULES if rule.seen not in golden.CASES] == [
+        "NaN on padding, under a loss that gives NaN there"
+    ]
+    assert {name for rule in RULES for name in rule.when} == {*FACTS}
+    padding = event("Only padding is not finite")
+    assert lines(padding, {"policy_loss": {"loss_mode": "clip_cov"}}) == [f"{ACTOR}.policy_loss.loss_mode=vanilla"]
+
+
+POLICY_MOVED = "The policy moved away from the old one at a token"
+CLAMPED = {"ppo_epochs": 1, "gradloc": {"stabilize": {"token_clip": {"mode": "clamp"}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "actor", "line"),
+    [
+        ("A loss without a finite gradient", {}, {}, f"{ACTOR}.kl_loss_type=mse"),
+        ("A loss without a finite gradient", {}, {"use_kl_loss": False}, f"{ACTOR}.clip_ratio_c=2.0"),
+        (POLICY_MOVED, {}, {}, f"{ACTOR}.ppo_epochs=1"),
+        (POLICY_MOVED, {}, {"ppo_epochs": 1}, f"{ACTOR}.gradloc.stabilize.token_clip.mode=clamp"),
+        (POLICY_MOVED, {}, CLAMPED, f"{ACTOR}.gradloc.stabilize.token_clip.mode=clamp"),  # log-probs may be missing
+        (POLICY_MOVED, {"batch": DISTILLED}, {}, f"{ACTOR}.ppo_epochs=1"),
+        (POLICY_MOVED, {"batch": DISTILLED}, {"ppo_epochs": 1}, f"{ACTOR}.gradloc.action.mode=mask"),
+        ("made by verl 0.7.0", {"certificate": {"verdict": "undecided"}}, {}, "trainer.rollout_data_dir=rollouts"),
+    ],
+)
+def test_the_step_is_the_first_that_is_not_in_force_and_that_can_help(name, changes, actor, line):
+    found = event(name, **changes)
+    if changes.get("batch"):
+        found = replace(found, culprits=(a_culprit(found.culprits[0], **TAUGHT | {"log_prob": -1.0}),))
+    assert lines(found, actor)[0].startswith(line)
+
+
+def test_a_distilled_run_is_not_told_of_rewards():
+    told = [line for _, line in CAUSE_INFO["low_probability"].advice("verl 0.9.1", is_distilled=True)]
+    assert len(told) == 3 and not any("reweighting" in line or "lopti" in line for line in told)
+
+
+def test_an_estimator_that_divides_by_nothing_is_not_told_to_drop_the_division():
+    found = event("The advantage is more than its estimator gives, or its group is odd")
+    assert lines(found) == ["algorithm.norm_adv_by_std_in_grpo=false"]
+    assert lines(replace(found, run=replace(found.run, estimator="grpo_mean"))) == [f"{ACTOR}.gradloc.action.mode=mask"]
+
+
+@pytest.mark.parametrize("name", golden.OF_RULES)
+def test_a_run_that_masks_already_is_not_told_to(name):
+    told = lines(replace(event(name), action=Action("mask", "mask")))
+    assert not any(line.endswith(("action.mode=mask", "critic=mask")) for line in told)
+
+
+def test_the_docs_print_the_table():
+    text = DOCS.read_text(encoding="utf-8")
+    assert [rule.seen for rule in RULES] == re.findall(r"^### (.+)$", text, re.M)
+
+
+# ---- settings that were measured
+
+
+def test_a_reader_is_told_of_what_was_measured_and_of_what_the_cause_calls_for():
+    named = [[of.name for of in cures_for(event(name))] for name in ("healed", "healed, of low probability")]
+    assert named[0][:3] == ["dual_clip", "clip_ratios", "gspo"] and named[1] == ["dual_clip", "reweight", "gspo"]
+    assert cures_for(event("adaptive")) is None
+
+
+@pytest.mark.parametrize("cure", MILDEST_FIRST)
+def test_every_setting_has_a_line_that_is_read(cure):
+    told = [options_of(cure, trainer).get("") for trainer in ("verl 0.7.0", "verl 0.9.1", "trl 1.16.0")]
+    assert any(told) and all(loss_settings(option) for option in told if option)
+
+
+def test_every_setting_that_a_cause_names_has_its_place_among_them():
+    named = {name for meaning in CAUSE_INFO.values() for name in meaning.cures}
+    assert not named ^ {*MILDEST_FIRST}, "these are to be in both: cures of explain/causes.ini and MILDEST_FIRST"
+    assert named > {*OF_BATCH}

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event is told at once and shortly; alerts are rare, keep secrets, and never hold anybody up."""
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from gradloc.notify import notifier as teller_module
+from gradloc.notify import trackers
+from gradloc.notify.background import Background
+from gradloc.notify.config import NotifyConfig
+from gradloc.notify.lines import COLUMNS, announcement, opening_command, table_rows
+from gradloc.notify.notifier import Notifier
+from gradloc.record import Event
+from gradloc.record.reading import read
+from gradloc.record.store import EventStore
+from tests.explain import event
+from tests.report.builder import HOSTILE, REPO, UNTRUSTED, make_culprit
+
+# ---- the line and the command
+
+
+def test_the_line_is_the_headline_and_names_token_rank_share_both_norms_and_the_action():
+    said = 'One token made the step-5 spike: " is" (rank 1) carries 75%, norm 748 (0.77 without it); step taken'
+    assert announcement(event()) == said
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (event(culprits=[]), "Nothing was found that made the spike at step 5: norm 748; step taken"),
+        (
+            event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)]),
+            'Two tokens made the step-5 spike: " 7" (rank 1) and 1 more carry 99%, norm 748 (0.77 without them)',
+        ),
+        (event(culprits=[make_culprit(share=None)]), '" is" (rank 1), norm 748'),
+        (event(culprits=[make_culprit(share_error=0.004)]), "carries 75% +- 0.4%, norm 748"),
+        (event(culprits=[make_culprit(share_error=0.0)]), "carries 75%, norm 748"),
+        (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1), norm 748'),
+        (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75%, norm 748"),
+        (event(certificate={"norm_after": 1.38, "error_bound": 2.562}), "norm 748 (at most 3.95 without it);"),
+        (event(trigger={"kind": "forced"}), "One token made most of step 5's gradient (a rehearsal): "),
+        (event(trigger={"grad_norm": "NaN"}), "norm NaN (0.77"),
+        (event(certificate={"norm_after": None, "verdict": "undecided"}), "(– without it, undecided);"),
+        (
+            event(consequence={"grad_clip": 1.0, "clip_scale": 0.00134}),
+            "norm 748 (0.77 without it); step taken, clipped",
+        ),
+        (event(model="critic"), "One token made the step-5 spike of the critic: "),
+        (event(certificate={"verdict": "not_explained"}), "without it, not explained); step taken"),
+    ],
+)
+def test_what_is_not_known_or_not_so_is_said(found, words):
+    assert words in announcement(found)
+
+
+def test_a_row_has_the_share_s_error_and_no_share_that_is_not_trusted():
+    def row(**changes) -> dict:
+        culprit = make_culprit(is_exact=False, share_error=0.004)
+        return dict(zip(COLUMNS, *table_rows([event(culprits=[culprit], **changes)]), strict=True))
+
+    assert (row()["share"], row()["share_error"]) == (0.75, 0.004)
+    assert (row(shares=UNTRUSTED)["share"], row(shares=UNTRUSTED)["share_error"]) == (None, None)
+
+
+@pytest.mark.parametrize("token", HOSTILE)
+def test_a_hostile_token_stays_on_the_line_and_in_its_row(token):
+    found = event(culprits=[make_culprit(token=token)])
+    assert announcement(found).isprintable()
+    assert table_rows([found])[0][2].isprintable()
+
+
+def test_the_command_opens_the_event_as_it_is_printed(tmp_path, capsys):
+    root = tmp_path / "a run's folder"
+    found = event()
+    EventStore(str(root)).append(found)
+    Notifier(NotifyConfig(), root).tell([(found, "")], 5)
+    command = capsys.readouterr().out.splitlines()[1].removeprefix("gradloc: ")
+    assert command == opening_command(found, root) and str(root) in shlex.split(command)
+    arguments = [sys.executable, "-m", "gradloc.report", *shlex.split(command)[1:]]
+    shown = subprocess.run(arguments, cwd=REPO, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert found.event_id in shown.stdout
+
+
+# ---- trackers, as far as the teller knows them; test_trackers.py has the real ones
+
+
+def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, capsys, caplog):
+    class Full:
+        def log(self, data, step):
+            raise OSError(28, "No space left on device")
+
+    class Kept:
+        told: list = []
+
+        def log(self, data, step):
+            self.told.append((json.dumps(data), step))
+
+    teller = Notifier(NotifyConfig(), tmp_path)
+    teller.trackers = {"tensorboard": object(), "file": Full(), "rl_insight": object()}
+    teller.tell([(event(), "")], 5)
+    teller.trackers = {"file": Kept()}
+    teller.tell([(event(), "")], 6)
+    lines = [record.getMessage() for record in caplog.records]
+    told = [line.partition("(")[0] for line in lines]
+    assert told == [f"gradloc: telling {name} failed " for name in ("tensorboard", "file")]
+    assert "No space left on device" in lines[1] and not caplog.records[1].exc_info
+    ((data, step),) = Kept.told
+    assert step == 6 and "One token made the step-5 spike." in data
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+# ---- alerts
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A webhook on this machine, at ``env:HOOK``: keeps what it is sent; answers by path, not at all on /hang."""
+    received, release = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.path, json.loads(body)))
+            if "hang" in self.path:
+                release.wait(20)
+            code = 500 if "broken" in self.path else 302 if "moved" in self.path else 200
+            self.send_response(code)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    found.received, found.url = received, f"http://127.0.0.1:{found.server_port}"
+    monkeypatch.setenv("HOOK", found.url)
+    yield found
+    release.set()
+    found.shutdown()
+    found.server_close()
+
+
+def hooked(tmp_path, **settings):
+    return Notifier(NotifyConfig(webhook="env:HOOK", **settings), tmp_path)
+
+
+def tell(tmp_path, *events, **settings):
+    teller = Notifier(NotifyConfig(**settings), tmp_path)
+    teller.tell([(one, "") for one in events or [event()]], 5)
+    teller.finish()
+
+
+@pytest.mark.parametrize("place", ["env:HOOK", "file:{}/hook"])
+def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch, place):
+    monkeypatch.setenv("HOOK", f"{server.url}/T0/secret\n")
+    (tmp_path / "hook").write_text(f"{server.url}/T0/secret\n")
+    tell(tmp_path, event(), event(), webhook=place.format(tmp_path))
+    ((path, message),) = server.received
+    assert path == "/T0/secret"
+    assert message["text"] == message["content"]
+    assert announcement(event()) in message["text"] and "(and 1 more since the last alert)" in message["text"]
+    assert message["path"].startswith(str(tmp_path)) and message["global_step"] == 5
+
+
+def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server):
+    teller = hooked(tmp_path)
+    for step in (5, 6, 7):
+        teller.tell([(event(), "")], step)
+    teller.finish()
+    assert ["(and 1 more" in message["text"] for _, message in server.received] == [False, True]
+
+
+def test_after_an_alert_that_failed_the_next_event_is_told_at_once(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HOOK", f"{server.url}/broken")
+    teller = hooked(tmp_path)
+    teller.tell([(event(), "")], 5)
+    teller.finish()
+    monkeypatch.setenv("HOOK", f"{server.url}/whole")
+    teller.tell([(event(), "")], 6)
+    teller._alerts.finish()
+    assert server.received[-1][0] == "/whole"
+
+
+def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, capsys):
+    teller = hooked(tmp_path)
+    teller.tell([(event(), "OSError: [Errno 28] No space left on device")], 5)
+    teller.finish()
+    first, second = capsys.readouterr().out.splitlines()
+    why = f"this event could not be written to {tmp_path}: OSError: [Errno 28] No space left on device"
+    assert (first, second) == (f"gradloc: {announcement(event())}", f"gradloc: {why}")
+    ((_, message),) = server.received
+    assert message["text"].endswith(f"{announcement(event())}; {why}") and message["path"] is None
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("{}/broken/secret", "it answered 500"),
+        ("{}/moved/secret", "it answered 302"),
+        ("{}/hang/secret", "ReadTimeout"),
+        ("http://127.0.0.1:9/secret", "ConnectionError"),
+        ("secret-and-no-url", "MissingSchema"),
+        (None, "the environment variable HOOK is not set"),
+    ],
+)
+def test_a_webhook_that_fails_is_one_line_without_its_url(tmp_path, server, monkeypatch, caplog, capfd, url, words):
+    caplog.set_level(logging.DEBUG)  # as chatty as it gets
+    monkeypatch.delenv("HOOK", raising=False)
+    if url is not None:
+        monkeypatch.setenv("HOOK", url.format(server.url))
+    tell(tmp_path, webhook="env:HOOK", timeout_s=1.0)
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("gradloc")]
+    assert "gradloc.notify.webhook failed" in line and words in line
+    said = capfd.readouterr()
+    assert "secret" not in caplog.text + said.out + said.err
+    assert "/elsewhere" not in [path for path, _ in server.received]
+
+
+def test_a_webhook_that_hangs_holds_nobody_up(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HOOK", f"{server.url}/hang")
+    teller = hooked(tmp_path, min_interval_s=0, timeout_s=15)
+    started = time.monotonic()
+    for step in range(40):  # more than may wait
+        teller.tell([(event(), "")], step)
+    assert time.monotonic() - started < 5
+
+
+def test_the_command_reads_the_event_and_sees_no_shell(tmp_path):
+    script = tmp_path / "page me.py"
+    script.write_text(
+        "import json, os, sys; told = [sys.argv[1:], json.load(sys.stdin), os.environ['GRADLOC_TEXT'], "
+        f"os.environ['GRADLOC_EVENT_DIR']]; open({str(tmp_path / 'told')!r}, 'w').write(json.dumps(told))"
+    )
+    tell(tmp_path, command=shlex.join([sys.executable, str(script), "$HOME; true"]))
+    arguments, document, text, folder = json.loads((tmp_path / "told").read_text())
+    assert arguments == ["$HOME; true"]
+    assert read(Event, document) == event()
+    assert text == announcement(event()) and folder.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("false", "exit status 1"),
+        ("/no/such/command", "it did not start: No such file or directory"),
+        ("sh -c 'sleep 30 & echo $! > pids; wait'", "it took longer than 1 s and was killed"),
+    ],
+)
+def test_a_command_that_fails_is_one_line(tmp_path, monkeypatch, caplog, command, words):
+    monkeypatch.chdir(tmp_path)
+    tell(tmp_path, command=command, timeout_s=1.0)
+    (record,) = caplog.records
+    assert "gradloc.notify.command failed" in record.getMessage() and words in record.getMessage()
+    assert not record.exc_info
+    if (tmp_path / "pids").exists():  # what the command started ended with it
+        wait_for_the_end_of(int((tmp_path / "pids").read_text()))
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    """Fails where the process lives on; one that nobody has waited for is dead, too."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the command's child lives on")
+
+
+def test_alerts_are_rare_and_say_what_they_stand_for(tmp_path, server, monkeypatch):
+    teller = hooked(tmp_path)
+    for seconds, number in ((0, 1), (10, 2), (299, 1), (301, 1)):
+        monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda seconds=seconds: seconds))
+        teller.tell([(event(), "")] * number, 5)
+    teller.finish()
+    first, second = (message["text"] for _, message in server.received)
+    assert "more since" not in first
+    assert second.endswith("(and 3 more since the last alert)")
+
+
+def test_nothing_goes_out_unless_asked_for(tmp_path, monkeypatch):
+    submit = Mock()
+    monkeypatch.setattr(Background, "submit", submit)
+    Notifier(NotifyConfig(), tmp_path).tell([(event(), "")], 5)
+    Notifier(NotifyConfig(), tmp_path).tell([], 5)
+    submit.assert_not_called()
+
+
+# ---- the thread
+
+
+def test_what_does_not_fit_is_left_out_in_one_line(caplog):
+    gate, done = threading.Event(), []
+    background = Background("test", patience_s=10, size=2)
+    background.submit("the first", gate.wait)
+    time.sleep(0.2)
+    for number in range(4):
+        background.submit(f"job {number}", lambda number=number: done.append(number))
+    gate.set()
+    background.finish()
+    assert done == [0, 1]
+    said = [record.getMessage().split(":")[1] for record in caplog.records]
+    assert said == [" job 2 is left out", " job 3 is left out"]
+
+
+def test_finish_waits_no_longer_than_it_may():
+    gate = threading.Event()
+    background = Background("test", patience_s=0.3)
+    background.submit("never", gate.wait)
+    started = time.monotonic()
+    background.finish()
+    assert time.monotonic() - started < 5
+    gate.set()
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_mlflow_gets_the_record_only_where_it_may_leave_the_machine(uploads):
+    sent: list[str] = []
+    client = SimpleNamespace(
+        **dict.fromkeys(("log_text", "log_dict", "log_table"), lambda run, what, name: sent.append(Path(name).name))
+    )
+    trackers._mlflow(client, "run", [event()], uploads)
+    assert sent == ["verdict.txt", *["event.json"] * uploads, "culprits.json"]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure of a page that stems from a kept record is that record's; a page whose figures do not says so."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks import healthy, links, spiking, unrepeatable, worlds
+from benchmarks.localization import cost
+from benchmarks.localization import tables as localization
+from benchmarks.trigger import __main__ as trigger
+from experiments import suite
+from experiments.llm import natural
+from experiments.loop import pretrain
+from gradloc.explain import story
+from gradloc.notify.lines import announcement
+from gradloc.report.logs.recording import MEAN
+from gradloc.report.runs.run import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = read_run(ROOT / "examples" / "demo")
+(EVENT,) = DEMO.events
+
+
+def page(name: str) -> str:
+    """A page's text with its lines joined, so that a sentence is found wherever it breaks."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def record(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def section(name: str, title: str) -> str:
+    """What stands under a heading of docs, up to the next one of its level."""
+    level, text = title.split()[0], (ROOT / "docs" / name).read_text(encoding="utf-8")
+    found = re.search(rf"^{re.escape(title)}$(.*?)(?=^{level} |\Z)", text, re.S | re.M)
+    assert found, f"{name} has no {title}"
+    return found[1]
+
+
+def rows(text: str) -> list[str]:
+    """The rows of a text's tables that hold a number, without their heads."""
+    lines = text.splitlines()
+    below = [*lines[1:], ""]
+    tabled = [line for line, after in zip(lines, below, strict=True) if not after.startswith("| ---")]
+    return [line for line in tabled if line.startswith("|") and re.search(r"\d", line)]
+
+
+def in_both_precisions(found: dict) -> str:
+    """Three runs; the latest that timed a case counts."""
+    cases = {}
+    for run in (found, record("spiking-bfloat16"), record("spiking-rows")):
+        cases |= {(case["case"], case["dtype"]): case for case in run["cases"]}
+    return spiking.markdown({**found, "cases": [*cases.values()]})
+
+
+def as_suites_do(columns: Callable[[dict], Any]) -> Callable[[dict], str]:
+    return lambda found: suite.as_markdown(columns(found))
+
+
+PARTS = {
+    "benchmarks.md## On a pretrained language model": ("smollm2", localization.markdown),
+    "benchmarks.md## The price of a healthy step": ("healthy", healthy.markdown),
+    "benchmarks.md## The price of a search": ("spiking", in_both_precisions),
+    "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
+    "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
+    "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
+    "benchmarks.md## A search in passes": ("cost", cost.markdown),
+}
+"""Of these tables the pages show rows; of the next, all."""
+WHOLE = {
+    "natural-spikes.md## What they are made of": ("natural", as_suites_do(natural.made_of)),
+    "natural-spikes.md## What heals them": ("natural", as_suites_do(natural.cured)),
+    "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
+    "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
+    "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
+    "pretraining.md## By kind of damage": ("pretrain", as_suites_do(pretrain.by_kind)),
+    "pretraining.md## Every peak": ("pretrain", as_suites_do(pretrain.peaks)),
+}
+
+
+@pytest.mark.parametrize("table", [*PARTS, *WHOLE])
+def test_a_page_s_table_is_the_record_s(table):
+    name, render = (PARTS | WHOLE)[table]
+    text, made = section(*re.split(r"(?<=md)", table)), render(record(name)).splitlines()
+    if table in PARTS:
+        assert rows(text) and [row for row in rows(text) if row not in made] == []
+    else:
+        assert [line for line in text.splitlines() if line.startswith("|")] == made
+        assert "Every event" not in table or len(made) - 2 >= 30
+
+
+@pytest.mark.parametrize("name", ["links", "engine_links"])
+def test_how_often_the_link_is_right_is_the_record_s(name):
+    assert links.sentence(record(name)["rows"]) in page("docs/spikes-without-tokens.md")
+
+
+def test_what_pretraining_says_of_its_peaks_is_the_record_s():
+    told = record("pretrain")
+    named = {peak["step"]: set(peak["named"]) for peak in told["peaks"]}
+    peaked = {name: pretrain.step_of(name) for name in told["damaged"] if pretrain.step_of(name) in named}
+    right = sum(name in named[step] for name, step in peaked.items())
+    said = f"Of {len(told['damaged'])} damaged documents {len(peaked)} made a peak; {right} of these are named"
+    none = len(named) - len(set(peaked.values()))
+    assert said in page("docs/pretraining.md") and f"{none} of {len(named)} peaks had none" in page(
+        "docs/pretraining.md"
+    )
+    assert right >= 0.9 * len(peaked)
+
+
+def test_the_price_of_a_search_is_the_record_s_on_every_page():
+    found = [row for row in record("cost")["rows"] if row["masters"] == "float32"]
+    step = 3 * 4  # f of one training step: a forward and a backward of each of four micro-batches
+
+    def steps(scenario: str, dtype: str) -> str:
+        costs = [row["cost_f"] for row in found if (row["scenario"], row["dtype"]) == (scenario, dtype)]
+        return f"{median(costs) / step:.1f}"
+
+    one, eight = ([steps(name, dtype) for dtype in ("float32", "bfloat16")] for name in ("single_10", "eight"))
+    said = f"one culprit costs {one[0]} training steps, eight cost {eight[0]} (bfloat16: {one[1]} and {eight[1]})"
+    for name in ("README.md", "docs/benchmarks.md"):
+        assert said in page(name), name
+    rows_of_all = record("cost")["rows"]
+    whole = sum(row["cost_f"] for row in rows_of_all)
+    assert f"{whole} f in all {len(rows_of_all)}" in page("docs/benchmarks.md") and whole <= 1000
+
+
+def test_the_hook_s_share_and_the_noise_are_the_record_s():
+    found = record("healthy")
+    assert f"an update's processor time is {found['hook_share']['median']:.2%}." in page("docs/benchmarks.md")
+    ratios = [ratio for measure in found["ratios"].values() for ratio in measure.values()]
+    assert all(ratio["low"] <= 1 <= ratio["high"] for ratio in ratios), "nothing that could be measured"
+    medians = [1 - ratio["median"] for ratio in found["ratios"]["seconds"].values()]
+    assert f"at most {max(map(abs, medians)):.1%} from it" in page("docs/benchmarks.md")
+
+
+def test_the_driver_s_price_is_the_record_s_and_under_a_third_of_a_second():
+    found = record("driver")
+    new, old = found["verl 0.9"], found["verl 0.7"]
+    said = f"{found['rows']:,} rows of up to {found['longest'] // 1024}k tokens take {new:.2f} s of processor time"
+    assert f"{said} on verl 0.9 and {old:.2f} s on 0.7" in page("docs/benchmarks.md") and max(new, old) < 0.3
+
+
+def test_the_noise_s_figures_are_the_record_s():
+    found = record("unrepeatable")["rows"]
+    worst = max(abs(row["norm_after"] - row["truth"]) / row["error_bound"] for row in found)
+    said = f"Over {len(found)} cells of noise, spike and precision the true norm lay within the bound every time, "
+    assert f"{said}at most at {100 * worst:.0f} % of it" in page("docs/method.md")
+    assert not [row for row in found if unrepeatable.problems(row)]
+
+
+def test_all_cells_are_right_and_together_cost_what_they_may():
+    found = record("cost")["rows"]
+    assert len(found) == 78 and sum(row["cost_f"] for row in found) <= 1200
+    assert {(row["recall"], row["false_positives"], row["verdict"]) for row in found} == {(1.0, 0, "explained")}
+    assert f"all planted ones in {len(found)} of {len(found)} searches" in page("docs/benchmarks.md")
+
+
+def test_on_a_pretrained_model_all_are_found_in_float32_and_certified_as_they_are():
+    found = [cell for cell in record("smollm2")["cells"] if cell["cell"]["dtype"] == "float32"]
+    for auto in (cell["strategies"]["auto"] for cell in found):
+        assert (auto["recall"], auto["false_positives"], auto["verdict"]) == (1, 0, "explained")
+        assert abs(auto["norm_after"] - auto["norm_without"]) <= auto["error_bound"]
+
+
+def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
+    found, text = record("trigger"), page("docs/trigger.md")
+    real = {entry["name"]: entry["rules"] for entry in found["real"]}
+
+    def flagged(name: str, rule: str) -> int:
+        counted = real[name][rule]
+        return counted["flagged"] + counted["over"] - counted["missed"]
+
+    assert (flagged("trl-hotpotqa-grpo", "gradloc"), real["trl-hotpotqa-grpo"]["gradloc"]["over"]) == (5, 4)
+    assert "(five of 93 flagged, four of them over ten times the median" in text
+    assert f"flagged {flagged('verl-gsm8k-ppo-resp512-actor', 'before')} of these 435" in text
+    false = {entry["name"]: entry["rules"]["gradloc"]["false_flags"]["mean"] / 10 for entry in found["healthy"]}
+    assert f"four times as hard**: {false['10 % hard batches x 4']:.0f} false flags in 100 steps" in text
+    assert f"{false['80% of steps x 0.01']:.1f} false flags in 100 steps, most of them before" in text
+    healthy = [entry["rules"] for entry in found["healthy"]]
+    kinds = sum(rules["gradloc"]["false_flags"]["median"] == 0 for rules in healthy)
+    assert f"0 in the median of {kinds} of {len(healthy)} kinds of healthy run" in page("docs/benchmarks.md")
+    assert {rules["gradloc"]["missed_x10"]["median"] for rules in healthy} == {0}
+    assert sum(rules["before"]["missed_x10"]["median"] == 100 for rules in healthy) == 7, "`before` all in seven kinds"
+    grown = [entry["rules"]["gradloc"] for entry in found["collapses"]]
+    assert len(grown) == 12 and {(rule["unseen"]["median"], rule["back"]["median"]) for rule in grown} == {(0, 1)}
+
+
+# ---- the demo's run in examples/
+
+
+def test_the_console_line_on_the_trackers_page_is_the_demo_s():
+    text = (ROOT / "docs/trackers.md").read_text()
+    shown = re.findall(r"^    gradloc: (.*)$", text, re.M)
+    assert shown == [announcement(EVENT), f"gradloc-report /runs/grpo/gradloc --event {EVENT.event_id}"]
+
+
+def test_the_number_that_stands_out_on_the_report_s_page_is_the_demo_s():
+    assert f'("{story.odd_number(EVENT.culprits[0])}")' in page("docs/report.md")
+
+
+def test_the_demo_s_page_is_right_about_its_run():
+    text = page("docs/experiments.md")
+    tokens = int(re.search(r"about (\d+) response tokens", text)[1])
+    assert EVENT.trigger.num_tokens == pytest.approx(tokens, rel=0.1)
+    threshold = EVENT.trigger.tau / math.sqrt(tokens)
+    assert f"640, the published value: {threshold:.0f} for {tokens} tokens" in text
+    low, high = map(float, re.search(r"seeds 1 to 5 have norms from ([\d.]+) to ([\d.]+)", text).groups())
+    assert all(low <= norm <= high for norm in DEMO.metrics.finite(MEAN) if norm < threshold)
+
+
+# ---- transcripts
+
+
+def test_the_health_page_s_transcript_is_what_the_command_prints():
+    (command, shown) = re.search(r"^    \$ (gradloc-report health \S+)\n((?:    .*\n)+)", _health(), re.M).groups()
+    arguments = [sys.executable, "-m", "gradloc.report", *command.split()[1:]]
+    done = subprocess.run(arguments, cwd=ROOT, env={"COLUMNS": "120"}, capture_output=True, text=True, check=True)
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    wanted = [line[4:].rstrip() for line in shown.splitlines()]
+    assert wanted[-1] == "..." and lines[1 : len(wanted)] == wanted[:-1]
+
+
+def _health() -> str:
+    return (ROOT / "docs/health.md").read_text()
+
+
+# ---- figures whose record is not kept
+
+
+def test_the_explosion_s_text_says_what_its_table_says():
+    cells = next(row for row in rows(section("explosion.md", "## The safeguards")) if row.startswith("| unprotected"))
+    before, warning, spike = (float(cell) for cell in cells.split("|")[4:7])
+    assert f"from {before} to {warning}" in page("docs/explosion.md")
+    assert (round(warning / before), round(spike / before)) == (11, 185)  # "eleven and 185 times the healthy one"
+
+
+@pytest.mark.parametrize("name", ["explosion", "knights", "quartiles", "trigger", "experiments", "benchmarks"])
+def test_a_page_with_figures_of_runs_that_are_not_kept_says_so(name):
+    assert re.search(r"[Nn]o record of (this|these) \w+ is kept", page(f"docs/{name}.md"))
