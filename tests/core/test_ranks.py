@@ -115,6 +115,7 @@ def _connects(rank, folder, broken):
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", [None, 0, 1])
 def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, tmp_path):
     begun = time.monotonic()

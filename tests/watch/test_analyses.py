@@ -124,6 +124,7 @@ def in_layout(folder, layout):
     return bool(torch.equal(*weights))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp-once", "fsdp2"])
 def test_ranks_measure_together_what_one_process_does(bare_world, tmp_path, layout):
     one_step(tmp_path / "one")

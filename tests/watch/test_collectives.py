@@ -57,7 +57,14 @@ def collectives(folder: str, layout: str, spoiled: str, action: str) -> list[tup
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp1", marks=pytest.mark.slow), "fsdp2-once"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("fsdp1", marks=pytest.mark.slow),
+        pytest.param("fsdp2-once", marks=pytest.mark.full),
+    ],
+)
 def test_all_ranks_issue_the_same(bare_world, tmp_path, layout, spoiled):
     given = {"folder": str(tmp_path), "layout": layout, "spoiled": spoiled, "action": "mask"}
     first, second = bare_world.run("tests.watch.test_collectives.collectives", **given)

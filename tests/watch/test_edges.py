@@ -57,6 +57,7 @@ class ByHand(Long):
             param.grad.mul_(min(1.0, 0.25 / (self.norm + 1e-6)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Long, ByHand])
 def test_a_norm_that_the_loop_clips_is_seen(kind, tmp_path):
     check(*watched(kind, tmp_path, trigger={"warmup": 8, "window": 16}))
@@ -188,6 +189,7 @@ def uneven(folder: str) -> dict:
     return {"weights": torch.cat([param.detach().flatten() for param in model.parameters()])}
 
 
+@pytest.mark.full
 def test_a_rank_without_a_micro_batch(bare_world, tmp_path):
     own, stock = (bare_world.run("tests.watch.test_edges.uneven", folder=folder) for folder in (str(tmp_path), ""))
     assert torch.equal(own[0]["weights"], stock[0]["weights"])

@@ -11,9 +11,11 @@ WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers"}
 """Kinds of which the gradient of some head is not known."""
 HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
 LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
+QUICK = ("cross-entropy", "clipped", "distilled", "value-head")
+FEW_QUICK = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in KINDS]
 DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
 ON_RANKS = [
-    pytest.param(layout, kind, marks=() if (layout, kind) in DEFAULT else pytest.mark.slow)
+    pytest.param(layout, kind, marks=pytest.mark.full if (layout, kind) in DEFAULT else pytest.mark.slow)
     for layout in ("ddp", "fsdp2", "fsdp1")
     for kind in LAYERED
     if (layout, kind) != ("fsdp1", "clipped-by-group")  # it has one clip for all
@@ -29,7 +31,7 @@ def check(kind, found):
     assert found.error < (5e-3 if kind in HALF else 1e-4) and found.apart < (5e-3 if kind in HALF else 1e-5), found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_QUICK)
 def test_planted_tokens_are_named_without_logits_gradients(kind):
     check(kind, measure(kind, 1, keeps=("not kept",))["not kept"])
 
