@@ -29,11 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.forward_state import RngState
 from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import PeerFailure, Ranks
 from ..core.sharding import local_shard
-from ..core.step import LossReplay, Outputs, Recorded, RngState
+from ..core.step import LossReplay, Outputs, Recorded
 from ..record.analysis import Update
 from ..search.weights import MovedWeights
 from .buckets import BucketNumbers

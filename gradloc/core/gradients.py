@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from .forecast import HOST_PART, PART
+from .forward_state import ForwardState, OwnBuffers
 from .precision import Shift
 from .ranks import Ranks
 from .sharding import (
@@ -28,7 +29,6 @@ from .sharding import (
     trainable,
     unwrapped,
 )
-from .step import ForwardState, OwnBuffers
 
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .gradients import Gradient, GradientSpace
+from .host_step import HostStep
 from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit, rounds_moves
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
-from .step import HostStep, Outputs, Recorded, TrainingStep, below, run_backward
+from .step import Outputs, Recorded, TrainingStep, below, run_backward
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ..core.gradients import GradientSpace
+from ..core.host_step import HostStep
 from ..core.ranks import Ranks
 from ..core.selection import mask_without
-from ..core.step import HostStep
 from ..core.trigger import Spike
 from ..record import (
     Action,

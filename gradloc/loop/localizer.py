@@ -31,11 +31,12 @@ import torch
 from ..core.actions import Outcome, decide, decide_without_search
 from ..core.forecast import WAYS
 from ..core.gradients import Gradient, GradientSpace
+from ..core.host_step import HostStep, to_host
 from ..core.memory import SearchMemory, StepPeak
 from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
-from ..core.step import HostStep, LossReplay, Scheduled, TrainingStep, has_finite_loss, to_host, typical_sizes
+from ..core.step import LossReplay, Scheduled, TrainingStep, has_finite_loss, typical_sizes
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..explain.text import plural

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..core.step import Details, Numerics, Outputs, Recorded, RngState, TrainingStep, record, run_backward
+from ..core.forward_state import RngState
+from ..core.step import Details, Numerics, Outputs, Recorded, TrainingStep, record, run_backward
 from .bundle import Bundle
 
 

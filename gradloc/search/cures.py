@@ -16,8 +16,9 @@ import torch
 
 from ..core.certificate import fullest, judge, recompute
 from ..core.gradients import Gradient
+from ..core.host_step import HostStep, to_host
 from ..core.ranks import Ranks
-from ..core.step import MASK, NUM_TOKENS, Groups, HostStep, Recorded, to_host
+from ..core.step import MASK, NUM_TOKENS, Groups, Recorded
 from ..explain.advice import options_of
 from ..explain.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
 from ..record import Cured

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from ..core.certificate import judge
 from ..core.gradients import GradientSpace
+from ..core.host_step import HostStep
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..core.step import Groups, HostStep, TrainingStep
+from ..core.step import Groups, TrainingStep
 from ..core.trigger import Spike
 from ..record import Certificate, Fault, Rerun
 from .auto import auto, share

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from ..core.fp32_head import precise_linear
+from ..core.host_step import to_host
 from ..core.ranks import Ranks
-from ..core.step import Details, Numerics, Outputs, Recorded, to_host
+from ..core.step import Details, Numerics, Outputs, Recorded
 from ..loop.batch import Rows, joined
 from ..record import Fault
 from .anew import TapRecorded, kept, present

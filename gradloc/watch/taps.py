@@ -33,9 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..core.forward_state import MovingState, RngState, generators_in
 from ..core.gradients import host_copy
 from ..core.sharding import compute_dtype, is_reduction_deferred
-from ..core.step import MovingState, Recorded, RngState, generators_in, record
+from ..core.step import Recorded, record
 from .head import typical_size
 from .step import autocast_now, auxiliary_loss, returned_log_probs
 from .zero import is_engine

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.engines import EngineSpace, WeightView
+from ..core.forward_state import OwnBuffers
 from ..core.ranks import Ranks
-from ..core.step import OwnBuffers
 
 
 def is_engine(module: Any) -> bool:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradloc.core.host_step import HostStep, to_host
 from gradloc.core.step import (
     Details,
-    HostStep,
     LossReplay,
     Numerics,
     Outputs,
@@ -17,7 +17,6 @@ from gradloc.core.step import (
     kl_coefficients,
     record,
     run_backward,
-    to_host,
 )
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 

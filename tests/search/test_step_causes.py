@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gradloc.core import step as step_module
+from gradloc.core import host_step
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import mask_without
@@ -162,7 +162,7 @@ def without(spiking, culprits):
 
 
 def test_what_passes_through_no_token_is_not_taken_for_the_culprit_s(monkeypatch):
-    monkeypatch.setattr(step_module, "ByRow", step_module.Scheduled)  # an engine whose micro-batches come whole
+    monkeypatch.setattr(host_step, "ByRow", host_step.Scheduled)  # an engine whose micro-batches come whole
     spiking = Spiking({(3, 2): 300.0})
     add_router_loss(spiking.model, 1.0)
     found = spiking.search()

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gradloc.core.forward_state import RngState
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
-from gradloc.core.step import Numerics, Outputs, Recorded, RngState
+from gradloc.core.step import Numerics, Outputs, Recorded
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.host_step import HostStep
 from gradloc.core.ranks import Ranks
-from gradloc.core.step import HostStep
 from gradloc.core.trigger import Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.gather import SpikeContext, raw_event

@@ -19,18 +19,8 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.step import (
-    ByRow,
-    Details,
-    LossReplay,
-    Numerics,
-    Outputs,
-    Recorded,
-    RngState,
-    TrainingStep,
-    below,
-    record,
-)
+from gradloc.core.forward_state import RngState
+from gradloc.core.step import ByRow, Details, LossReplay, Numerics, Outputs, Recorded, TrainingStep, below, record
 from tests.detached import let_through
 from tests.toy_model.amplifier import edit_of
 from tests.toy_model.batch import Batch

@@ -17,8 +17,9 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
+from ...core.forward_state import RngState
 from ...core.ranks import Ranks
-from ...core.step import ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, RngState, record
+from ...core.step import ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, record
 from ...keys import ROW_KEY
 from ...private_api import replaced
 from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of

@@ -27,8 +27,9 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
+from ...core.forward_state import RngState
 from ...core.ranks import Ranks
-from ...core.step import NUM_TOKENS, ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, RngState, record
+from ...core.step import NUM_TOKENS, ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, record
 from ...keys import ROW_KEY
 from ...private_api import replaced
 from ...reweighting.stages import STAGE_MASK_KEY

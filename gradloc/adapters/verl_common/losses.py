@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ...analysis.parts import terms_of
-from ...core.step import MASK, Groups, LossReplay, Outputs, RngState
+from ...core.forward_state import RngState
+from ...core.step import MASK, Groups, LossReplay, Outputs
 from ...explain.advice import options_of
 from ...explain.cures import OF_MASK, loss_settings
 from ...loop.batch import BatchView

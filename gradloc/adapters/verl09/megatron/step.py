@@ -27,9 +27,10 @@ from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
 from ....core.forecast import logit_bytes
+from ....core.forward_state import RngState
 from ....core.fp32_head import precise_linear
 from ....core.ranks import LostRank
-from ....core.step import Numerics, Outputs, Recorded, RngState, Scheduled
+from ....core.step import Numerics, Outputs, Recorded, Scheduled
 from ....private_api import replaced
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward reads and changes outside of its inputs and weights, saved and put back.
+
+That is the random state, buffers such as batch norm's statistics, and values that modules keep in plain attributes.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+
+class RngState:
+    """This process' random state: torch's on the CPU and the accelerator, Python's, NumPy's where it is imported.
+
+    Args:
+        device: of the model.
+        generators: of the model's own, as some modules draw their noise from: torch's, Python's or NumPy's.
+    """
+
+    def __init__(self, device: torch.device, generators: Sequence[Any] = ()):
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self.cpu = torch.get_rng_state()
+        self.accelerator = None if self._module is None else self._module.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._own = [(generator, _state_of(generator)) for generator in generators]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self._module is not None:
+            self._module.set_rng_state(self.accelerator)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._own:
+            _state_of(generator, state)
+
+
+def _state_of(generator: Any, *new: Any) -> Any:
+    """Return a generator's state, or set it."""
+    for get, put in (("get_state", "set_state"), ("getstate", "setstate")):  # torch and NumPy's old one, Python
+        if hasattr(generator, get):
+            return getattr(generator, put if new else get)(*new)
+    if new:
+        generator.bit_generator.state = new[0]
+    return generator.bit_generator.state
+
+
+def generators_in(model: torch.nn.Module) -> list[Any]:
+    """Return the generators that modules keep as attributes, or their code as globals."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
+    files = {type(owner).__module__ for owner in model.modules()}
+    homes = [vars(sys.modules[file]) for file in files if file in sys.modules and not file.startswith("torch.")]
+    known = (value for home in [*map(vars, model.modules()), *homes] for value in home.values())
+    return list({id(value): value for value in known if isinstance(value, kinds)}.values())
+
+
+class OwnAttributes:
+    """The state that modules keep in plain attributes, such as a running maximum: tensors, numbers, and lists, dicts
+    and sets of these. Buffers and parameters are not part of it."""
+
+    _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
+    _CONTAINERS = (list, dict, set)
+    _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+    _OF_ENGINES = ("ds_", "applied_pre_backward")  # DeepSpeed's own, on each module of the model
+    _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+
+    def __init__(self, model: torch.nn.Module):
+        self._saved: list[tuple[dict[str, Any], str, Any, Any]] = []
+        for owner in model.modules():
+            for name, value in self.of(owner):
+                self._saved.append((vars(owner), name, value, self.copied(value)))
+
+    @classmethod
+    def of(cls, owner: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield a module's own, by name; none of a wrapper's, which says there whether ranks reduce."""
+        kind = type(owner).__module__
+        for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
+            is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
+            is_state = is_state and not name.startswith(cls._OF_ENGINES)
+            if is_state and not (kind.startswith("torch.") and name.startswith("_")) and not cls._is_freed(value):
+                yield name, value
+
+    @staticmethod
+    def _is_freed(value: Any) -> bool:
+        """Whether this is one of FSDP1's views of weights that are not gathered now."""
+        return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
+
+    @staticmethod
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return copy.copy(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring back every value that was replaced or changed in place."""
+        for owner, name, value, copied in self._saved:
+            if owner.get(name) is not value:
+                owner[name] = value
+            if isinstance(value, torch.Tensor):
+                if value is not copied and value._version and not torch.equal(value, copied):
+                    value.copy_(copied)
+            elif isinstance(value, list):
+                value[:] = copied
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(copied)
+
+
+class MovingState:
+    """Learns in a model's first forwards which attributes and buffers move, and keeps these for each later forward.
+
+    A model without such state pays nothing from the fourth forward on.
+    """
+
+    _NUM_FORWARDS = 3
+    _MOST = 4096  # entries of a list, dict or set that is copied before each forward
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._in_place: set[tuple[int, str]] = set()
+        """Tensors that are written to, and so have to be copied."""
+        self._marks: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._num_seen = 0
+
+    def before_forward(self, model: torch.nn.Module) -> OwnAttributes:
+        """Return what the next forward begins with."""
+        if self._num_seen < self._NUM_FORWARDS:
+            self._num_seen += 1
+            self._learn(model)
+        found = OwnAttributes.__new__(OwnAttributes)
+        found._saved = []
+        for key, (owner, name) in self._places.items():
+            value = owner.get(name)
+            has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+            is_long = isinstance(value, OwnAttributes._CONTAINERS) and len(value) > self._MOST
+            if name in owner and not has_graph and not is_long:
+                is_kept = isinstance(value, torch.Tensor) and key not in self._in_place
+                found._saved.append((owner, name, value, value if is_kept else OwnAttributes.copied(value)))
+        return found
+
+    def _learn(self, model: torch.nn.Module) -> None:
+        """Compare with the forward before."""
+        if any(isinstance(owner, FSDP1) for owner in model.modules()):
+            return  # its views of weights are attributes, and are others in each forward
+        marks: dict[tuple[int, str], tuple[Any, Any]] = {}
+        for owner in model.modules():
+            buffers = [(owner._buffers, name, value) for name, value in owner._buffers.items() if value is not None]
+            for place, name, value in [*((vars(owner), *each) for each in OwnAttributes.of(owner)), *buffers]:
+                key = id(place), name
+                marks[key] = value, self._mark(value)
+                value_before, mark_before = self._marks.get(key, marks[key])
+                if value is not value_before or marks[key][1] != mark_before:
+                    self._places[key] = place, name
+                    if value is value_before:
+                        self._in_place.add(key)
+        self._marks = marks if self._num_seen < self._NUM_FORWARDS else {}
+
+    @staticmethod
+    def _mark(value: Any) -> Any:
+        """Return what differs once a value was changed in place."""
+        if isinstance(value, torch.Tensor):
+            return 0 if value.is_inference() else value._version
+        if isinstance(value, dict):
+            return [(id(key), id(each)) for key, each in value.items()]
+        return [id(each) for each in value] if isinstance(value, list | set) else None
+
+
+class OwnBuffers:
+    """A module's own buffers, such as batch norm's statistics, and whether a forward has moved them since."""
+
+    def __init__(self, owner: torch.nn.Module):
+        self._owner, self._before = owner, dict(owner._buffers)
+        self._versions = self._now()
+        self._values: dict[str, torch.Tensor] = {}
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Which tensors they are, and how often each was written to; batch norm's kernels do not count all of it."""
+        there = [buffer for buffer in self._owner._buffers.values() if buffer is not None]
+        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in there]
+
+    def have_moved(self) -> bool:
+        return self._now() != self._versions
+
+    def saved(self) -> "OwnBuffers":
+        """As they are now, with copies of their values."""
+        found = OwnBuffers(self._owner)
+        found._values = {name: buffer.clone() for name, buffer in found._before.items() if buffer is not None}
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring the saved ones back, in the tensors that held them."""
+        if self.have_moved():
+            self._owner._buffers.update(self._before)
+            for name, value in self._values.items():
+                self._before[name].copy_(value)  # type: ignore[union-attr]
+
+
+class ForwardState:
+    """Everything that a forward moves except ``.grad``: the random state, these buffers, modules' plain attributes."""
+
+    def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = (), model: torch.nn.Module | None = None):
+        self._rng = RngState(device, [] if model is None else generators_in(model))
+        self._buffers = [each.saved() for each in moving]
+        self._attributes = None if model is None else OwnAttributes(model)
+
+    def restore(self) -> None:
+        for each in self._buffers:
+            each.restore()
+        if self._attributes is not None:
+            self._attributes.restore()
+        self._rng.restore()
