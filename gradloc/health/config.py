@@ -65,7 +65,7 @@ class HealthConfig:
     mismatch_kl: Limits = (0.1, None)
     """KL between the rollout engine and the policy in the update, either sign."""
     mismatch_rise: Limits = (10.0, None)
-    """The same KL (k3 estimate), as a multiple of what it was at the start; nothing below 0.001 counts."""
+    """The k3 estimate of that KL, as a multiple of its level at the start; values below 0.001 do not count."""
     mismatch_chi2: Limits = (1.0, 100.0)
     """Chi-squared divergence per token between the rollout engine and the policy in the update."""
     mismatch_weight: Limits = (2.0, None)
@@ -90,7 +90,7 @@ class HealthConfig:
     """Share of the responses that are empty."""
 
     def check(self) -> None:
-        """What a setting may be with another one; the rules' limits become pairs of numbers."""
+        """Check settings against each other, and turn the rules' limits into pairs of numbers."""
         at_most = f"at most {_KEY}.window={self.window}, which is all that is remembered"
         require(self.warmup <= self.window, f"{_KEY}.warmup", at_most, self.warmup)
         for name in self.rule_names():
@@ -98,7 +98,7 @@ class HealthConfig:
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
-        """The settings that are rules, in order."""
+        """Return the settings that are rules, in order."""
         return tuple(each.name for each in fields(cls) if "allowed" not in each.metadata)
 
 

@@ -21,7 +21,7 @@ class Reason:
     """Why a step is not healthy."""
 
     name: str
-    """Of the rule, and of its setting under ``trainer.health``."""
+    """The rule's name, which is also its setting under ``trainer.health``."""
     state: str
     """``warning`` or ``danger``."""
     metric: str
@@ -31,7 +31,7 @@ class Reason:
     sentence: str
 
     def advice(self, trainer: str | None = None, settings: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
-        """What people do about it on this trainer, else on any verl: pairs of a sentence and config lines.
+        """Return what people do about it on this trainer, else on any verl: pairs of a sentence and config lines.
 
         ``settings`` are the run's own, by verl's names: what they have already is left out.
         """

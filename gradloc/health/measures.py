@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule compares with its limits, made from one value per step and what is remembered of the earlier ones.
+"""Measures that rules compare with their limits: one value per step, and a memory of the earlier ones.
 
 Each measure takes finite values only, gives None while it has nothing to say, and keeps what a checkpoint needs.
 """
@@ -26,7 +26,7 @@ class Reading:
     value: float
     """The metric behind it: the step's value, or a mean over the last steps."""
     typical: float | None = None
-    """What it is held against, where that was learned from the run."""
+    """The run's own usual value, where the rule learns one."""
 
 
 class Window:
@@ -66,7 +66,7 @@ class Window:
             values.extend(float(value) for value in state[name])
 
     def _push(self, value: float) -> float | None:
-        """The mean of the last values once there are enough of them."""
+        """Return the mean of the last values once there are enough of them."""
         recent = self._kept["recent"]
         recent.append(value)
         return fmean(recent) if len(recent) == recent.maxlen else None

@@ -71,7 +71,7 @@ class Monitor:
 
 
 def _zero_variance(batch: Any) -> dict[str, float]:
-    """The share of prompts whose rollouts have equal rewards; nothing where every prompt has one rollout."""
+    """Return the share of prompts whose rollouts have equal rewards; nothing where every prompt has one rollout."""
     from ..rollout_filter.groups import group_rows  # needs numpy, which the rules do without
 
     facts = batch.facts

@@ -42,13 +42,13 @@ class Rule:
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
     do: tuple[str, ...]
-    """What people do about it: names of actions, whose sentences and config lines ``words.advice`` has."""
+    """Names of actions in :mod:`~..explain.advice`, which has their sentences and config lines."""
     is_strict: bool
     """Whether a number at the limit is still within it, as in verl's alert rules."""
 
 
 def _first(*names: str) -> Read:
-    """The first of these metrics that the step has, where it is finite."""
+    """Return the first of these metrics that the step has, where it is finite."""
 
     def read(metrics: Mapping[str, float]) -> tuple[str, float] | None:
         for name in names:
@@ -77,7 +77,7 @@ def _no_gradient(metrics: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """The share, or what verl's own metrics say of it: 1 where all rewards of a batch are equal, else at least 0."""
+    """Return the share of prompts whose rollouts have equal rewards, or 1 where verl's metrics show one reward."""
     if ZERO_VARIANCE in metrics:
         return _first(ZERO_VARIANCE)(metrics)
     ends = [metrics.get(f"critic/score/{end}") for end in ("max", "min")]
@@ -99,7 +99,7 @@ MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {
     "against the start, if notable": lambda config, clip: AgainstStart(config.warmup, config.recent, _MISMATCH_FLOOR),
     "against the window": lambda config, clip: AgainstWindow(config.warmup, config.recent, config.window),
 }
-"""What remembers the run for a rule, of the settings and the clip limit; None where it has nothing to hold on to."""
+"""Makes a rule's measure from the settings, its limits and the clip limit; None where the rule cannot be judged."""
 
 _READS = {"non_finite": _non_finite, "no_gradient": _no_gradient, "zero_variance": _zero_variance}
 

@@ -31,10 +31,10 @@ class Columns:
     row: Ints
     """0 to R - 1."""
     place: Ints
-    """In the row, from 0; tokens that the mask left out count."""
+    """The token's position in its row, from 0; masked tokens count."""
     ids: Ints | None = None
     group: Ints | None = None
-    """Of the row: the prompt that it answers."""
+    """The index of the prompt that the token's row answers."""
     prompt: Ints | None = None
     """Tokens of the row's prompt."""
     order: Ints | None = None
@@ -49,7 +49,7 @@ class Columns:
         return self.trainer - self.rollout
 
     def only(self, kept: NDArray[np.bool_]) -> Columns:
-        """The tokens at which ``kept`` (N,) is true."""
+        """Return the tokens at which ``kept`` (N,) is true."""
         found: dict[str, Any] = {name: None if value is None else value[kept] for name, value in vars(self).items()}
         return Columns(**found)
 
@@ -67,7 +67,7 @@ def columns(
     group: Sequence[object] | None = None,
     prompt: Sequence[int] | None = None,
 ) -> Columns:
-    """Rows of log-probs as :class:`Columns`.
+    """Return rows of log-probs as :class:`Columns`.
 
     Args:
         rollout: the rollout engine's log-probs in nats: (R, T), or R rows of any length.

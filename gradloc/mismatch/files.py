@@ -32,7 +32,7 @@ NAMES = {
     "length": ("input_lengths", "input_length"),
     "counts": ("sample_loss_mask",),
 }  # fmt: skip
-"""What a column is called, by trainers and by us; the first that is there counts."""
+"""The names of each column in trainers' files and ours; the first one present is read."""
 TEXT_ONLY = {
     "verl's rollout dump": {"input", "output", "score"},
     "TRL's completions": {"prompt", "completion", "advantage"},
@@ -41,7 +41,7 @@ TEXT_ONLY = {
 
 
 def read(path: Path) -> dict[str, Columns]:
-    """The two columns of each step that a file or folder holds, by the step's name, in order.
+    """Return the two columns of each step that a file or folder holds, by the step's name, in order.
 
     Raises:
         MismatchError: if there is nothing to read, or a column is missing.
@@ -114,7 +114,7 @@ def _columns(files: list[Path]) -> Columns:
 
 
 def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
-    """What a reader makes of what the file gives, or in a sentence why nothing."""
+    """Return what a reader makes of a file's content, or a sentence that says why it makes nothing."""
     try:
         with np.errstate(all="ignore"):
             return reader(given)
@@ -125,7 +125,7 @@ def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
 
 
 def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
-    """By our names, an array for each row; a token's own numbers are cut where the row's name changes."""
+    """Return the columns by our names, an array for each row; a flat column is cut where the row's name changes."""
     if np.ndim(table["rollout"][0]) > 0:
         return {
             name: [np.ravel(np.asarray(row, None if name in ("group", "row") else float)) for row in rows]
@@ -140,7 +140,7 @@ def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
 
 
 def _made(table: dict[str, list[NDArray]]) -> Columns:
-    """Rows as they stand in the file, perhaps with their prompts, as columns of what the mask leaves."""
+    """Return a file's rows, with or without their prompts, as columns of the tokens that the mask leaves."""
     rollout, ids = table["rollout"], table.get("ids")
     masks = [mask > 0 for mask in table.get("mask") or map(np.ones_like, rollout)]
     for row, mask in enumerate(masks):
@@ -160,7 +160,7 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
 
 
 def _json_lines(file: Path) -> Mapping[str, Any]:
-    """A row on each line."""
+    """Read JSON lines, one row each."""
     with file.open(encoding="utf-8") as lines:
         rows = [parse_json(line) for line in lines if line.strip()]
     return {name: [row[name] for row in rows] for name in rows[0]}
@@ -194,7 +194,7 @@ def _parquet(file: Path) -> Mapping[str, Any]:
 
 
 def _safetensors(file: Path) -> Mapping[str, Any]:
-    """A bundle's tensors: eight bytes for the header's length, the header in JSON, the numbers."""
+    """Return a bundle's tensors: eight bytes for the header's length, the header in JSON, the numbers."""
     data, types = file.read_bytes(), {"F32": "<f4", "F64": "<f8", "I64": "<i8", "F16": "<f2", "BOOL": "?"}
     begins = 8 + int.from_bytes(data[:8], "little")
     return {

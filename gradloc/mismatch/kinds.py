@@ -20,6 +20,6 @@ class Kind:
 
 _TABLE = read_table("mismatch.ini")
 DOUBTS = _TABLE.pop("doubts")
-"""What else is said where a kind alone would not show what is seen."""
+"""Sentences added to a verdict, by name, where the kind alone would mislead."""
 KINDS = {name: Kind(**section) for name, section in _TABLE.items()}
 NOTHING = "cannot tell"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two columns of log-probs show: numbers of tokens, rows and the whole batch, by which the kinds differ."""
+"""Statistics of two columns of log-probs, by token, row and batch, that separate the kinds of disagreement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .columns import Columns, Floats
 Numbers = dict[str, float]
 LAGS = (-1, 1, -2, 2, -3, 3)
 LEAST_Q = 0.02
-"""Below this 1 - p, noise of log-probs is no longer in proportion to it."""
+"""The 1 - p below which the noise of a log-prob stops being in proportion to 1 - p."""
 UNSURE = 0.1
 """Tokens with a larger 1 - p have noise that says how exact the kernels are."""
 EARLY = 16
@@ -44,7 +44,9 @@ class Tokens:
         self.next = is_same & (columns.place[1:] == columns.place[:-1] + 1)
 
     def beyond(self, noise: float) -> NDArray:
-        """Tokens (N,) that differ by far more than logits' noise of this size, nats, explains, and by 0.2 nats."""
+        """Return tokens (N,) that differ by far more than logits' noise of this size, nats, explains, and by 0.2
+        nats.
+        """
         return (np.abs(self.z) > 8 * noise) & (np.abs(self.d) > 0.2)
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class Tokens:
 
 
 def partners(columns: Columns, lag: int) -> NDArray:
-    """The token (N,) that many places on in the same row; -1 where there is none, or the mask leaves it out."""
+    """Return the token (N,) that many places on in the same row; -1 where there is none, or the mask leaves it out."""
     key = columns.row * (1 << 32) + columns.place
     there = np.minimum(np.searchsorted(key, key + lag), len(key) - 1)
     return np.where(key[there] == key + lag, there, -1)
@@ -81,7 +83,7 @@ def moves(tokens: Tokens) -> tuple[NDArray, NDArray]:
 
 
 def row_scales(tokens: Tokens, kept: NDArray) -> Floats:
-    """The size of z that 70 % of a row's kept tokens stay below (R,): single tokens do not rule it."""
+    """Return the size of z that 70 % of a row's kept tokens stay below (R,): single tokens do not rule it."""
     label, z = tokens.row[kept], np.abs(tokens.z[kept])
     order = np.lexsort((z, label))
     counts = np.bincount(label, minlength=int(tokens.row[-1]) + 1)
@@ -90,10 +92,11 @@ def row_scales(tokens: Tokens, kept: NDArray) -> Floats:
 
 
 def unevenness(tokens: Tokens) -> Numbers:
-    """How much the rows' mean sizes of z around its median differ, relative to their mean, beyond the chance of
+    """Return how much the rows' mean sizes of z around its median differ, relative to their mean, beyond the chance of
     independent tokens; and in standard errors. ``prompts``: the same between prompts, where they are known, of d less
     its mean over three other tokens of the same id or more: other weights and a sampler that cuts do to an id alike in
-    all rows, another prompt does not."""
+    all rows, another prompt does not.
+    """
     found = _uneven("uneven", tokens.z - np.median(tokens.z), tokens.row)
     columns = tokens.columns
     if columns.ids is None:
@@ -130,8 +133,10 @@ def correlation(x: Floats, y: Floats) -> float:
 
 
 def layouts(tokens: Tokens, scales: Floats) -> Numbers:
-    """How closely the rows' ``scales`` (R,) follow what padding or packing would do to them: correlations of logs with
-    a row's length, its prompt's, how much shorter that is than the longest of a micro-batch, its place in a pack."""
+    """Return how closely the rows' ``scales`` (R,) follow what padding or packing would do to them: correlations of
+    logs with a row's length, its prompt's, how much shorter that is than the longest of a micro-batch, its place in a
+    pack.
+    """
     columns = tokens.columns
     first = np.flatnonzero(np.diff(tokens.row, prepend=-1))
     known = {"length": np.bincount(tokens.row).astype(float)}
@@ -171,7 +176,7 @@ def temperature(tokens: Tokens) -> Numbers:
 
 
 def dependence(tokens: Tokens) -> Numbers:
-    """Whether differences come from something that stays, as weights do: noise is drawn anew at each token.
+    """Return whether differences come from something that stays, as weights do: noise is drawn anew at each token.
 
     Returns:
         ``neighbours``: the correlation of z at places next to one another; ``by_id``: the share of its variance that
@@ -195,7 +200,7 @@ def dependence(tokens: Tokens) -> Numbers:
 
 
 def identity(d: Floats) -> Numbers:
-    """What holds of tokens that were sampled from the rollout's column.
+    """Return what holds of tokens that were sampled from the rollout's column.
 
     Returns:
         ``mean_ratio``: of exp(d), which is 1, with ``ratio_error``, its standard error. A ratio counts as at most e^20.

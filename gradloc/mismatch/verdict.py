@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what is seen in two columns to the name of their disagreement, or "cannot tell".
+"""Names the disagreement of two columns of log-probs, or says "cannot tell".
 
 Looks go from the local to the whole: each takes out, or mends, the tokens that it explains. One table, `WHOLE`, names
 what the rest has in common.
@@ -21,22 +21,22 @@ from .stats import Numbers, Tokens
 FLOOR = 0.14
 """Noise of logits that bfloat16 kernels have, nats: of real forwards, times about two."""
 FADED_KL = 0.005
-"""What a tail still does to the tokens above it."""
+"""The KL that a cut tail still causes among the tokens above it."""
 FADES = 3.0
 """Nats above the likeliest token of a tail at which it has faded."""
 EFFECT = 0.04
-"""Of the variance: less of it is no sign of other weights, however many tokens there are."""
+"""The share of the variance below which a dependence is no sign of other weights, however significant."""
 LEAST = 0.02
 """Nats of logits: below it two columns agree, whatever the rest looks like."""
 UPPER, HIGHEST = 0.25, 0.4
 """Nats of logits, of one token in a hundred and of one in a thousand, two at least: neither cut sampling nor noise
 raises any so far."""
 TILT = 0.1
-"""Of 1: weights alone tilt less, see :func:`~.stats.identity`."""
+"""The distance from 1 that other weights alone do not reach; see :func:`~.stats.identity`."""
 SMALL_KL = 0.028
-"""Below it, per token, another version of a policy; above it another model."""
+"""The KL per token that separates another version of the policy (below) from another model (above)."""
 FEW_OUTLIERS = 0.04
-"""Of the tokens: this share may differ where the weights differ, without a kind of their own."""
+"""The share of tokens that may be outliers under other weights without being a kind of their own."""
 FAR = 12.0
 """Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
 GAIN = 2.0
@@ -65,9 +65,9 @@ class Verdict:
     worst: float
     """Largest |d|."""
     evidence: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By kind, the numbers that it was named by."""
+    """The numbers that each kind was named by."""
     why_not: str = ""
-    """Where nothing can be said: why not."""
+    """Why there is no verdict; empty where there is one."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Found:
 
 
 def judge(given: Columns) -> Verdict:
-    """Names the disagreement of two columns.
+    """Name the disagreement of two columns.
 
     Takes time in proportion to the tokens, about a microsecond each.
     """
@@ -136,8 +136,8 @@ def judge(given: Columns) -> Verdict:
 
 
 def beyond_noise(rollout: Floats, trainer: Floats, mask: Floats) -> tuple[NDArray, float]:
-    """Tokens (R, T) at which two columns (R, T) differ by more than noise, and the noise, nats of logits: the batch's
-    own, and at most what bfloat16 kernels have.
+    """Return tokens (R, T) at which two columns (R, T) differ by more than noise, and the noise, nats of logits: the
+    batch's own, and at most what bfloat16 kernels have.
 
     Raises:
         MismatchError: as :func:`~.columns.columns`.
@@ -149,7 +149,7 @@ def beyond_noise(rollout: Floats, trainer: Floats, mask: Floats) -> tuple[NDArra
 
 
 def gaps(tokens: Tokens) -> Found | None:
-    """Tokens at which the engine's log-prob is missing, or one constant while the trainer's varies."""
+    """Return tokens at which the engine's log-prob is missing, or one constant while the trainer's varies."""
     columns, kind = tokens.columns, "never_sampled"
     missing = ~np.isfinite(columns.rollout)
     marks, large = missing, ~missing & (np.abs(tokens.d) > 0.3)
@@ -202,7 +202,7 @@ def shifted(tokens: Tokens) -> Found | None:
 
 
 def strange_rows(tokens: Tokens) -> Found | None:
-    """Rows that differ where others agree: as padding or packing would have it, or some prompts'."""
+    """Return rows that differ where others agree: as padding or packing would have it, or some prompts'."""
     columns, row = tokens.columns, tokens.row
     if row[-1] < 7:
         return None
@@ -262,7 +262,7 @@ def strange_tokens(tokens: Tokens) -> Found | None:
 
 
 PROMPTS = {"stale": 0.15, "truncated": 0.22, "other_weights": 0.35}
-"""By how much the prompts of a language model differ under these kinds at most, see :func:`~.stats.unevenness`."""
+"""The most that a language model's prompts differ under these kinds; see :func:`~.stats.unevenness`."""
 WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "truncated": lambda n: n["mean_ratio"] < 1 - max(5 * n["ratio_error"], 0.004) and n["upward"] < 0.35,
     "temperature": lambda n: (
@@ -273,7 +273,7 @@ WHOLE: dict[str, Callable[[Numbers], bool]] = {
     "other_weights": lambda n: stays(n),
     "noise": lambda n: n["noise"] <= FLOOR,
 }
-"""By which numbers a whole batch's kinds are recognized; the first that fits."""
+"""Tests of a whole batch's numbers, by kind; the first that holds names it."""
 
 
 MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
@@ -285,23 +285,26 @@ MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "prompts": (" ".join(PROMPTS), lambda n: n.get("prompts_sigma", 0) > 4 and n["prompts"] > n["prompts_usual"]),
     "cut_rows": ("truncated", lambda n: n["uneven_sigma"] > 10 and n["uneven"] > 0.5),
 }
-"""What a kind alone would not show, by the names of its sentences in explain/mismatch.ini."""
+"""Tests for the further sentences of explain/mismatch.ini, by name, that a kind needs."""
 
 
 def most_bend(n: Numbers) -> float:
-    """How much wider another temperature spreads the unlikely tokens than the others: most where the two are far apart,
-    which only sure tokens show."""
+    """Return how much wider another temperature spreads the unlikely tokens than the others: most where the two are far
+    apart, which only sure tokens show.
+    """
     return 1.25 * abs(float(np.log(n["slope"]))) if n["r"] > 0.9 else 0.3
 
 
 def stays(n: Numbers) -> bool:
-    """Whether the difference is of weights: it depends on what the token is, or nothing else could be so large."""
+    """Return whether the difference is of weights: it depends on what the token is, or nothing else could be so
+    large.
+    """
     depends = any(n[f"{by}_sigma"] > 5 and n[by] > EFFECT for by in ("neighbours", "by_id") if by in n)
     return (depends and n["noise"] > LEAST) or (n["noise"] > FLOOR and not n["has_ids"])
 
 
 def in_common(tokens: Tokens) -> Found | str:
-    """What the tokens that no local kind explains have in common, or why that is not known."""
+    """Return what the tokens that no local kind explains have in common, or why that is not known."""
     count = max(2, len(tokens) // 1000)
     numbers = {
         "noise": tokens.scale,

@@ -98,7 +98,7 @@ _VERDICTS = {
 
 
 def render(record: dict[str, Any]) -> str:
-    """The record of :func:`replay` as text."""
+    """Return the record of :func:`replay` as text."""
     certificate, search, batches = record["certificate"], record["search"], record["micro_batches"]
     step, norm, oracle, culprits = (record[name] for name in ("step", "norm", "oracle", "culprits"))
     whole = "the whole step" if batches["is_whole_step"] else "a part of the step; only its gradient is replayed"
@@ -142,7 +142,7 @@ def _figure(value: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
         description="Replay a gradient spike from its bundle and compare the culprits with the event's.",

@@ -43,11 +43,11 @@ class Bundle:
     event: Event
     layout: tuple[BundleEntry, ...]
     tensors: dict[str, torch.Tensor]
-    """What a replay reads of them."""
+    """The bundle's tensors that a replay reads, by name."""
     multi_modal: dict[str, torch.Tensor]
     """``multi_modal.<row>.<name>``: a row's inputs apart from text, by the model's names."""
     dtype: torch.dtype
-    """Of the run's forward."""
+    """The dtype of the run's forward."""
     is_critics: bool
     """Whether values stand where an actor's log-probs stand."""
     num_tokens: int
@@ -55,7 +55,7 @@ class Bundle:
 
     @property
     def max_culprits(self) -> int | None:
-        """As the run's own config has it."""
+        """The limit on culprits in the run's own config."""
         found: Any = self.meta.actor
         for name in ("gradloc", "search", "max_culprits"):
             found = found.get(name) if isinstance(found, dict) else None
@@ -66,7 +66,9 @@ class Bundle:
         return self.tensors["response_mask"][slice(*entry.rows)]
 
     def part(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
-        """One micro-batch's tensors, without the positions on either side that are padding in all of its rows."""
+        """Return one micro-batch's tensors, without the positions on either side that are padding in all of its
+        rows.
+        """
         rows = {name: tensor[slice(*entry.rows)].to(device) for name, tensor in self.tensors.items()}
         num_prompt = rows["input_ids"].shape[1] - rows["response_mask"].shape[1]
         attended = rows["attention_mask"].any(0).nonzero()
@@ -75,7 +77,7 @@ class Bundle:
         return cut | {name: rows[name][:, : end - num_prompt] for name in _SHORT if name in rows}
 
     def inputs(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
-        """One micro-batch's inputs apart from text, row after row as a processor joins them."""
+        """Return one micro-batch's inputs apart from text, row after row as a processor joins them."""
         found: dict[str, list[torch.Tensor]] = {}
         for row in range(*entry.rows):
             for name, tensor in self.multi_modal.items():

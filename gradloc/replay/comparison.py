@@ -22,7 +22,7 @@ Named = dict[tuple[int, int, int, tuple[int, ...]], dict[str, Any]]
 
 
 def named_by_event(bundle: Bundle) -> Named:
-    """The event's culprits."""
+    """Return the event's culprits."""
     masks = {(entry.rank, entry.micro_batch): bundle.token_mask(entry) for entry in bundle.layout}
     tokens = {(*where, *place) for where, mask in masks.items() for place in mask.nonzero().tolist()}
     named: Named = {}
@@ -35,7 +35,7 @@ def named_by_event(bundle: Bundle) -> Named:
 
 
 def named_by_replay(culprits: Iterable[Span], bundle: Bundle) -> Named:
-    """The culprits that the replay's search has named."""
+    """Return the culprits that the replay's search has named."""
     named: Named = {}
     for culprit in culprits:
         entry = bundle.layout[culprit.tokens[0].micro_batch]
@@ -50,7 +50,7 @@ def tokens_of(named: Named) -> set[tuple[int, ...]]:
 
 
 def side_by_side(expected: Named, replayed: Named) -> list[dict[str, Any]]:
-    """One row per place, with what each side says of it; None where it does not name it."""
+    """Return one row per place, with what each side says of it; None where it does not name it."""
     return [
         {**_placed(place), "span": said["span"], "event": expected.get(place), "replay": replayed.get(place)}
         for place, said in {**expected, **replayed}.items()
@@ -62,7 +62,9 @@ def _placed(place: tuple) -> dict[str, Any]:
 
 
 def compare_weights(bundle: Bundle, space: GradientSpace, model_path: str) -> dict[str, str]:
-    """Whether the weights are the event's, by its fingerprint; a ReplayError if the model is another altogether."""
+    """Return whether the weights are the event's, by its fingerprint; a ReplayError if the model is another
+    altogether.
+    """
     expected, at = bundle.meta.fingerprint, bundle.event.step
     if expected is None:  # written by hand
         return {"verdict": "unknown", "sentence": "The bundle has no fingerprint of the weights to compare."}
@@ -87,7 +89,7 @@ def refuse_nan(bundle: Bundle, step: ReplayStep) -> None:
 
 
 def ask_oracle(task: Task, bundle: Bundle, replayed: Named) -> dict[str, Any]:
-    """Every token's gradient norm and share by a probe of its own, and how the strategy did against that."""
+    """Return every token's gradient norm and share by a probe of its own, and how the strategy did against that."""
     space, named = task.prober.space, tokens_of(replayed)
     alone = tokens_of({place: said for place, said in replayed.items() if len(place[-1]) == 1})
     found, square = [], task.spike.grad_norm**2

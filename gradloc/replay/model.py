@@ -42,7 +42,7 @@ def load(path: str, bundle: Bundle, device: torch.device) -> Any:
 
 
 def _find(path: Path, name: str) -> tuple[Path, bool]:
-    """The folder to load from, and whether it is a checkpoint of verl's FSDP workers."""
+    """Return the folder to load from, and whether it is a checkpoint of verl's FSDP workers."""
     for folder in (path, path / name):
         if (folder / "fsdp_config.json").is_file() and (folder / "huggingface" / "config.json").is_file():
             return folder, True
@@ -84,7 +84,7 @@ def _load(folder: Path, is_checkpoint: bool, bundle: Bundle, device: torch.devic
 
 
 def _joined_shards(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole weights, in the shards' own precision: verl's merger would round them to bfloat16."""
+    """Return the whole weights, in the shards' own precision: verl's merger would round them to bfloat16."""
     paths = sorted(folder.glob("model_world_size_*_rank_*.pt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     shards = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     whole = {}

@@ -54,7 +54,7 @@ class ReplayStep(TrainingStep):
         return self._parts[micro_batch]["response_mask"]
 
     def details(self, micro_batch: int) -> Details:
-        """Each token weighs as in a mean over the run's whole step, which the bundle may be a part of."""
+        """Weigh each token as in a mean over the run's whole step, which may be more than the bundle holds."""
         return Details(weights=self.token_mask(micro_batch) / self._bundle.num_tokens)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:

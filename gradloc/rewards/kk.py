@@ -23,7 +23,7 @@ SOLUTION_LINE = re.compile(r"\b([A-Za-z]+)\b.*?\b(knight|knave)\b", re.IGNORECAS
 
 
 def score(data_source: str, solution_str: str, ground_truth: dict, extra_info: dict | None = None, **_) -> dict:
-    """As verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.kk``, ``name=score``."""
+    """Return as verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.kk``, ``name=score``."""
     return compute_score(solution_str, ground_truth)
 
 
@@ -64,7 +64,7 @@ def compute_score(solution_str: str, ground_truth: dict) -> dict:
 
 
 def has_format(text: str) -> bool:
-    """Whether each tag is there exactly once, in the right order."""
+    """Return whether each tag is there exactly once, in the right order."""
     positions = [text.find(tag) for tag in TAGS]
     return all(text.count(tag) == 1 for tag in TAGS) and positions == sorted(positions)
 
@@ -76,7 +76,7 @@ def parse_solution(text: str) -> dict[str, str]:
 
 
 def parse_answer(text: str, names: list[str]) -> dict[str, str] | None:
-    """The roles that an answer gives these people, by name.
+    """Return the roles that an answer gives these people, by name.
 
     Returns:
         None if a person is missing, or there are more or fewer roles than people: an answer that hedges is none.

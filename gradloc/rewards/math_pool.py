@@ -188,7 +188,7 @@ def score(gold: str, answer: str, limit_s: float | None = None) -> float:
 
 
 def counts() -> dict[str, int]:
-    """This process's items so far: ``scored``, ``timeouts`` and ``errors``."""
+    """Return this process's items so far: ``scored``, ``timeouts`` and ``errors``."""
     return dict(_shared_pool().counts)
 
 

@@ -20,6 +20,6 @@ def reweight(advantages: torch.Tensor, old_log_prob: torch.Tensor, alpha: float)
 
 
 def kept_share(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> float:
-    """The share of the tokens' absolute advantages (B, T) that is left."""
+    """Return the share of the tokens' absolute advantages (B, T) that is left."""
     total = before[mask].abs().sum()
     return float(after[mask].abs().sum() / total) if total > 0 else 1.0

@@ -94,7 +94,9 @@ def update_in_stages(
 
 
 def merged(names: list[str], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """The stages' metrics, together and apart: each a list over ranks, as verl has them, of numbers or of lists."""
+    """Return the stages' metrics, together and apart: each a list over ranks, as verl has them, of numbers or of
+    lists.
+    """
     both: dict[str, Any] = {}
     for metrics in updates:
         for key, values in metrics.items():

@@ -50,7 +50,8 @@ def kept_groups(
 
 
 def rank(groups: GroupStatistics, settings: FilterSettings) -> tuple[np.ndarray, int]:
-    """All groups, best first, ties in the order of the batch; and how many of them, from the first on, may be kept.
+    """Return all groups, best first, ties in the order of the batch; and how many of them, from the first on, may be
+    kept.
 
     With ``include_zero=False``, groups whose rewards are all equal may not, and come last.
     """
@@ -63,7 +64,7 @@ def rank(groups: GroupStatistics, settings: FilterSettings) -> tuple[np.ndarray,
 
 
 def best_run(groups: GroupStatistics, candidates: np.ndarray, settings: FilterSettings) -> np.ndarray:
-    """The first candidates, as many as the filter keeps.
+    """Return the first candidates, as many as the filter keeps.
 
     ``top_k`` keeps ``int(value * G)`` groups, at least one. ``top_p`` keeps the shortest run whose mass reaches
     ``value`` of the total. A group's mass is ``linear``, its score (for ``smallest`` mirrored: largest + smallest -
@@ -109,5 +110,5 @@ def fill_up(kept: np.ndarray, best_first: np.ndarray, sizes: np.ndarray, divisor
 
 
 def advantage_scale(scaling: str, kept_ratio: float) -> float:
-    """The factor on advantages, so that a step on a small share of the rows is a smaller step."""
+    """Return the factor on advantages, so that a step on a small share of the rows is a smaller step."""
     return {"none": 1.0, "linear": kept_ratio, "sqrt": kept_ratio**0.5}[scaling]

@@ -48,7 +48,7 @@ def groups_of(uids: Sequence[str], token_scores: Any, response_mask: Any) -> Gro
 
 
 def group_rows(uids: Sequence[str], rewards: Sequence[float], lengths: Sequence[int]) -> GroupStatistics:
-    """The same by each row's reward and number of response tokens."""
+    """Return the same by each row's reward and number of response tokens."""
     number: dict[str, int] = {}
     group_of_row = np.array([number.setdefault(str(uid), len(number)) for uid in uids], dtype=np.int64)
     reward, length = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)

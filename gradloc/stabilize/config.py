@@ -64,7 +64,7 @@ class LayerClipConfig:
     """``off``; ``adagc``: a factor over the moving average of the layer's clipped norms (arXiv 2502.11034);
     ``zscore``: robust standard deviations over the median of its log-norms."""
     group: str = setting("layer", one_of("layer", "kind", "tensor"))
-    """What is clipped together: a ``layer``, a ``kind`` of module, or each ``tensor`` alone."""
+    """The group that one factor clips: a ``layer``, a ``kind`` of module, or each ``tensor`` alone."""
     relative_factor: float = setting(2.0, number("a number of at least 1", lambda value: value >= 1))
     """``adagc``: a norm may be this many times the moving average."""
     beta: float = setting(0.98, number("in [0, 1)", lambda value: 0 <= value < 1))

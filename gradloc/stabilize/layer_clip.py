@@ -28,7 +28,7 @@ class _Average:
         self._average = math.inf
 
     def limit(self) -> float:
-        """The largest norm that is not clipped."""
+        """Return the largest norm that is not clipped."""
         return self._factor * self._average
 
     def learn(self, norm: float, is_warming_up: bool, is_clipped: bool) -> None:
@@ -46,7 +46,7 @@ class _Average:
 
 
 class _LogNorms(NormHistory):
-    """Of one layer: robust standard deviations of the log-norm over its median, as the spike trigger counts them."""
+    """Limits a layer by robust standard deviations of its log-norm over the median, as the spike trigger does."""
 
     def __init__(self, settings: LayerClipConfig):
         # one norm is enough for a threshold: LayerClip counts the warm-up itself
@@ -82,7 +82,7 @@ class LayerClip:
         return self._num_steps < self._settings.warmup
 
     def clip(self, norms: Mapping[str, float]) -> dict[str, float]:
-        """The factor on each layer's gradient in the step that is about to be taken; learns from it.
+        """Return the factor on each layer's gradient in the step that is about to be taken; learns from it.
 
         Args:
             norms: norm per layer before clipping, all finite. A norm of 0 (an expert that no token was sent to) is not

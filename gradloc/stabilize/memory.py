@@ -7,12 +7,12 @@ from .config import StabilizeConfig
 
 
 class StabilizerMemory:
-    """What the actor's stabilizers have learned; None before the first update."""
+    """Holds the state of the actor's stabilizers; None before the first update."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] | None = None
         self.to_send: dict[str, Any] | None = None
-        """What the workers need with the next update, the first after a resume."""
+        """The state that the workers need with the first update after a resume."""
 
     def after_update(self, learned: dict[str, Any] | None) -> None:
         """Keep the first process's state; all have the same."""
@@ -28,7 +28,9 @@ class StabilizerMemory:
 
 
 def build_memory(settings: StabilizeConfig, clip_key: str, grad_clip: Any) -> StabilizerMemory | None:
-    """The memory, or None while all stabilizers are off; says that layer_clip replaces the clip at ``clip_key``."""
+    """Return the memory, or None while all stabilizers are off; says that layer_clip replaces the clip at
+    ``clip_key``.
+    """
     if not settings.is_on:
         return None
     clip = settings.layer_clip

@@ -27,7 +27,7 @@ def ratio_weights(
     upper: float | None,
     lower: float | None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """One weight per token from its own ratio, or from its sequence's.
+    """Return one weight per token from its own ratio, or from its sequence's.
 
     Inside the bounds the weight is 1. Outside, ``mask`` gives 0. ``clamp`` gives upper / r above, so that r times its
     weight is the truncated ratio, and r / lower below: the further out of bounds, the less the token counts.
@@ -82,7 +82,8 @@ class TokenWeigher:
         given: torch.Tensor | None,
         metrics: dict[str, Any],
     ) -> torch.Tensor:
-        """The factors on the token losses of one micro-batch: ``given`` times the weight of each clip that is on.
+        """Return the factors on the token losses of one micro-batch: ``given`` times the weight of each clip that is
+        on.
 
         Args:
             model_inputs: the micro-batch, with ``rollout_log_probs`` and ``response_mask`` (B, T).

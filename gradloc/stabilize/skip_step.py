@@ -24,13 +24,13 @@ class SkipStep:
         self._norms: deque[float] = deque(maxlen=settings.window)
 
     def threshold(self) -> float | None:
-        """The norm above which the next step is skipped; None until half a window of norms has been seen."""
+        """Return the norm above which the next step is skipped; None until half a window of norms has been seen."""
         if len(self._norms) < self._num_needed:
             return None
         return statistics.fmean(self._norms) + self._num_deviations * statistics.stdev(self._norms)
 
     def is_outlier(self, norm: float) -> bool:
-        """Whether to skip the step; learns its norm either way, unless it is not finite."""
+        """Return whether to skip the step; learns its norm either way, unless it is not finite."""
         threshold = self.threshold()
         if not math.isfinite(norm):
             return False

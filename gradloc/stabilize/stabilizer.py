@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer's actor calls: the stabilizers on the real gradient, sharded as it is.
+"""The stabilizers that a trainer's actor calls, on the real gradient and its shards.
 
 Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them. With
 ``layer_clip`` that reduction replaces verl's own clip: localization looks first, and what it decides to take is
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def _tensor_of(name: str) -> str:
-    """A parameter's name without the modules that FSDP and checkpointing wrap around."""
+    """Return a parameter's name without the modules that FSDP and checkpointing wrap around."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -62,8 +62,9 @@ class Stabilizer:
         self._num_nonfinite = self._num_skipped = 0
 
     def measure(self) -> torch.Tensor:
-        """Norm of what is in ``.grad``, by one reduction for all layers: a float64 scalar, the same on every rank, NaN
-        or inf when an element is not finite."""
+        """Return norm of what is in ``.grad``, by one reduction for all layers: a float64 scalar, the same on every
+        rank, NaN or inf when an element is not finite.
+        """
         self._squares = self._space.squares()
         return self._squares.sum().sqrt()
 
@@ -126,7 +127,7 @@ class Stabilizer:
     # ---- inside
 
     def _parts_of(self, stage: str) -> dict[str, Any]:
-        """What learns and is on, for one stage."""
+        """Return what learns and is on, for one stage."""
         if stage not in self._by_stage:
             parts: dict[str, Any] = {}
             if self.clips_layers:

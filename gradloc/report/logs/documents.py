@@ -15,7 +15,7 @@ from .tables import SAMPLE, read_columns
 
 
 def is_document(source: Source) -> bool:
-    """Whether a file is one JSON value, and not a value on each line."""
+    """Return whether a file is one JSON value, and not a value on each line."""
     head = source.text_head.lstrip()
     if head[:1] not in ("{", "["):
         return False
@@ -28,7 +28,7 @@ def is_document(source: Source) -> bool:
 
 
 def read_document(source: Source) -> list[Recording]:
-    """The rows of a document; none where it is something else."""
+    """Return the rows of a document; none where it is something else."""
     text = source.read().decode(source.coding or "utf-8", errors="replace").lstrip("\ufeff")
     try:
         document = parse_json(text)
@@ -74,7 +74,7 @@ def _texts(entries: Iterable[dict], names: list[str]) -> Iterator[list[str]]:
 
 
 def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
-    """What a notebook's cells printed, read as a console."""
+    """Return what a notebook's cells printed, read as a console."""
     outputs = [out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or ()]
     texts = [str(part) for out in outputs if isinstance(out, dict) for part in out.get("text") or ()]
     return read_lines(source, "".join(texts).split("\n"))
@@ -126,12 +126,13 @@ def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
 
 
 _AXES = (("x", "steps", "iters"), ("y", "values"))
-"""What a series' steps and its values are called."""
+"""The names of a series' steps and of its values."""
 
 
 def _entries_of(document: dict) -> list[dict]:
-    """The rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms; of ``{"1": {...}}`` by
-    step; and of pandas' ``to_json``, in any of its forms."""
+    """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms; of ``{"1": {...}}``
+    by step; and of pandas' ``to_json``, in any of its forms.
+    """
     if isinstance(document.get("data"), list) and isinstance(document.get("columns"), list):
         names = [*map(str, document["columns"])]
         return [dict(zip(names, row, strict=False)) for row in document["data"] if isinstance(row, list)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file is, its content says: one table of formats, the first that fits reads it."""
+"""Recognizes a file's format by its content: a table of formats, read by the first that fits."""
 
 import math
 import re
@@ -35,7 +35,7 @@ FORMATS: tuple[tuple[Callable[[Source], bool], Callable[[Source], list[Recording
     (tables.is_table, tables.read_table),
     (lambda source: source.coding is not None, read_lines),
 )
-"""What fits, by a file's first bytes and else its name, and what reads it: to nothing where it is something else."""
+"""Pairs of a test on a file's first bytes or name, and a reader, which returns nothing for another format."""
 KNOWN = (
     "a console log (verl, TRL, OpenRLHF, slime, NeMo-RL, AReaL, prime-rl, Megatron), verl's file logger, TensorBoard, "
     "W&B, MLflow, SwanLab, trackio, trainer_state.json, a printed table, or a CSV, parquet or .xlsx"
@@ -55,14 +55,14 @@ _ENDINGS = re.compile(
 _SETTINGS = re.compile(
     r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
-"""What is found among logs and is none."""
+"""Files that are often found among logs and are not logs."""
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 
 def read(
     paths: Sequence[Path], metric: str | None = None, pattern: str | None = None
 ) -> tuple[list[LoggedRun], list[str]]:
-    """The runs in files, folders, or standard input (``-``), and notes on what could not be read.
+    """Return the runs in files, folders, or standard input (``-``), and notes on what could not be read.
 
     Args:
         paths: at least one.
@@ -82,7 +82,7 @@ def read(
 
 
 def _read(paths: Sequence[tuple[Path, Path]], metric: str | None) -> tuple[list[LoggedRun], list[str]]:
-    """The runs in files or folders, each with the name that the user gave it."""
+    """Return the runs in files or folders, each with the name that the user gave it."""
     chains: dict[tuple, list[Recording]] = {}
     notes: list[str] = []
     for named, path in paths:
@@ -100,8 +100,9 @@ def _read(paths: Sequence[tuple[Path, Path]], metric: str | None) -> tuple[list[
 
 
 def _chain(recording: Recording) -> tuple:
-    """What recordings share that can be one run: event files in one folder, slurm-41.out and slurm-42.out, local runs
-    of W&B or SwanLab with one name."""
+    """Return what recordings share that can be one run: event files in one folder, slurm-41.out and slurm-42.out, local
+    runs of W&B or SwanLab with one name.
+    """
     folder = recording.folder
     if recording.format == "TensorBoard":
         return folder, recording.format
@@ -131,7 +132,7 @@ def check(path: Path) -> None:
 
 
 def _exported(host: str, page: str) -> str:
-    """How a tracker writes the run that a page of its shows to a file."""
+    """Return the command by which a tracker exports the run at this address."""
     parts = [part for part in page.partition("?")[0].split("/") if part != "runs"]
     run = shlex.quote("/".join(parts[:3])) if len(parts) >= 3 else "ENTITY/PROJECT/RUN_ID"
     ways = {
@@ -146,7 +147,9 @@ def _exported(host: str, page: str) -> str:
 
 
 def read_file(path: Path, name: str | None = None) -> list[Recording]:
-    """The runs of one file, by the first format that fits and finds one; raises ReportError where there is none."""
+    """Return the runs of one file, by the first format that fits and finds one; raises ReportError where there is
+    none.
+    """
     name, notes = name or path.name, []
     if not path.is_file():
         raise ReportError(f"{name} is neither a file, a folder nor a pipe: name a log of training steps.")
@@ -184,11 +187,11 @@ _KINDS = (
     (rb"#!.*\b(?:ba|z)?sh\b", "is a shell script, not what it printed"),
     (rb"(?s).*?^(?:import|from) \w+|.*?^def \w+\(", "is Python code, not what it printed"),
 )
-"""What a file's first bytes say that it is."""
+"""A file's first bytes, and what they identify."""
 
 
 def _what_it_is(source: Source) -> str:
-    """What a file is that is no log; empty where that is not known."""
+    """Describe a file that is not a log; empty where its kind is not known."""
     found = next((what for begins, what in _KINDS if re.match(begins, source.head[:4096], re.M | re.I)), "")
     if not found and source.coding is None:
         return "is no text, and no tracker's file that is known"
@@ -196,7 +199,7 @@ def _what_it_is(source: Source) -> str:
 
 
 def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
-    """The recordings of a folder; of those that hold the same norms, the one with the most metrics."""
+    """Return the recordings of a folder; of those that hold the same norms, the one with the most metrics."""
     found: list[Recording] = []
     unread: list[str] = []
 
@@ -234,7 +237,7 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
 def files_of(
     folder: Path, depth: int, is_one: Callable[[Path], bool] = lambda folder: False, top: Path | None = None
 ) -> Iterator[Path]:
-    """The files of a folder and of those below it, by name; a folder that ``is_one`` counts as one file.
+    """Yield the files of a folder and of those below it, by name; a folder that ``is_one`` counts as one file.
 
     A link to a folder is not followed, nor one out of ``top``, which is the folder where None.
     """
@@ -258,7 +261,7 @@ def _natural(name: str) -> list:
 
 
 def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
-    """Each run once: a console log and a tracker's files hold the same norms."""
+    """Return each run once: a console log and a tracker's files hold the same norms."""
     norms = [_norms(recording) for recording in recordings]
     num_metrics = [sum(not name.startswith("_") for name in recording.rows[-1][1]) for recording in recordings]
     order = sorted(range(len(recordings)), key=lambda at: (-len(norms[at]), -num_metrics[at]))
@@ -275,7 +278,7 @@ def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
 
 
 def _norms(recording: Recording) -> list[float]:
-    """The first norm of each row; inf for one that is not finite."""
+    """Return the first norm of each row; inf for one that is not finite."""
     norms: list[float] = []
     for _, values in recording.rows:
         norms += [value for name, value in values.items() if is_norm(name)][:1]
@@ -283,7 +286,7 @@ def _norms(recording: Recording) -> list[float]:
 
 
 def _is_within(few: list[float], many: list[float]) -> bool:
-    """Whether one list of norms is a stretch of the other; loggers round differently."""
+    """Return whether one list of norms is a stretch of the other; loggers round differently."""
     is_near = partial(math.isclose, rel_tol=5e-3, abs_tol=5e-4)
     ends = range(len(few), len(many) + 1)
     sample = range(0, len(few), len(few) // 64 + 1)  # of equal norms each stretch would be compared to its end

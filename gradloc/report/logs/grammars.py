@@ -36,7 +36,7 @@ HEADED_GLOBALLY = re.compile(
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d+)", re.IGNORECASE)
 _NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _OPENED = r"(?:[\w.]+\(|[\['\"])*"
-"""What may open before a number: tensor( [ a quotation mark."""
+"""Opening text before a number: ``tensor(``, ``[``, a quotation mark."""
 _PAIRS = re.compile(
     rf"['\"]([^'\"]{{1,120}})['\"]\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.])"
     # a name of at most eight words: a line may hold a whole answer
@@ -113,7 +113,7 @@ class Grammar:
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)
-        """By the process that printed them: several may print into one log."""
+        """The runs by the process that printed them; several may print into one log."""
         self.is_counted = False
         """Whether the lines do not say their step, so that steps were counted."""
         self.num_drawn = 0
@@ -133,7 +133,7 @@ class Grammar:
         return bool(values)
 
     def step_at(self, place: tuple[str, int] | None) -> int | None:
-        """The step of a row by its place."""
+        """Return the step of a row by its place."""
         return None if place is None else self.rows[place[0]][place[1]][0]
 
     @property
@@ -228,7 +228,7 @@ class Printed(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self.bars: dict[int, int] = {}
-        """By their totals, the counts of the progress bars, the one that was drawn last at the end."""
+        """The counts of the progress bars by their totals, the last drawn one at the end."""
         self._first: dict[int, int] = {}
         self._pending: dict[str, float] = {}
         self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
@@ -289,7 +289,7 @@ class Printed(Grammar):
         self.is_counted = bool(counted)
 
     def _steps(self, total: int, counts: list[int | None]) -> list[int]:
-        """A bar's counts; of lines before the first bar as far apart as the next ones. Empty where not known."""
+        """Return a bar's counts; of lines before the first bar as far apart as the next ones. Empty where not known."""
         known = [count for count in counts if count is not None]
         num_before = len(counts) - len(known)
         if not known or not num_before:
@@ -301,7 +301,7 @@ class Printed(Grammar):
 
 
 def _is_training(values: dict[str, float]) -> bool:
-    """Whether a printed dict is of training itself: it has a norm, or a loss and nothing of an evaluation."""
+    """Return whether a printed dict is of training itself: it has a norm, or a loss and nothing of an evaluation."""
     if any(map(is_norm, values)):
         return True
     return any("loss" in name and not name.startswith(("eval", "val", "test")) for name in values) and not any(
@@ -310,7 +310,9 @@ def _is_training(values: dict[str, float]) -> bool:
 
 
 def _next_step(rows: list[Row], epoch: float | None) -> int:
-    """The step of a line that does not say it: one more than the last, or where a resumed run's epoch is again."""
+    """Return the step of a line that does not say it: one more than the last, or where a resumed run's epoch is
+    again.
+    """
     if rows and epoch is not None and epoch < rows[-1][1].get("epoch", epoch):
         return next((step for step, values in rows if values.get("epoch", -1.0) >= epoch), 1)
     return rows[-1][0] + 1 if rows else 1
@@ -325,7 +327,7 @@ class Blocks(Grammar):
         super().__init__()
         self._step: dict[str, int] = {}
         self._process = ""
-        """Of the last headline: the lines below it may not say."""
+        """The step of the last headline, which the lines below it may not repeat."""
         self._is_fresh = False
 
     @property
@@ -375,7 +377,9 @@ class Labelled(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self.lengths: dict[str, dict[int, int]] = defaultdict(dict)
-        """Of the rows that say epoch and place in it and no step, the epoch's length; 0 where they do not say it."""
+        """The epoch's length, by row, where rows give an epoch and a batch in place of a step; 0 where it is
+        unknown.
+        """
         self.is_late = False
         """Whether the first epoch of such lines may be any."""
         self._above: str | None = None
@@ -528,7 +532,7 @@ def as_float(text: str) -> float:
 
 
 class Bar(Grammar):
-    """What tqdm prints behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
+    """Reads tqdm's text behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
 
     title = "a progress bar's values"
 

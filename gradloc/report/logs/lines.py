@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers print, line by line, among everything else that a console shows, and inside of other lines.
+"""Reads the steps that trainers print, line by line, among everything else that a console shows.
 
 Each grammar knows one way to print a step. Every line goes to the first grammar that takes it, the surest first. The
 grammar with the most gradient norms is the log; a note counts the norms of the others.
@@ -69,7 +69,7 @@ _CONFIG_LINES = 4000
 
 
 def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
-    """The steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
+    """Return the steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
     json_lines, printed, labelled = Json(), Printed(), Labelled()
     blocks = Blocks()
     columns, headed = ConsoleTable(), Headed()
@@ -167,7 +167,7 @@ _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, those of a dict that pprint has printed over several put together."""
+    """Yield the lines, those of a dict that pprint has printed over several put together."""
     parts: list[str] = []
     for line in lines:
         if parts and line[:1].isalpha():  # of another process
@@ -189,11 +189,11 @@ class _Skipped:
 
     def __init__(self, grammars: list[Grammar]) -> None:
         self.step: int | None = None
-        """What a line without values has said last."""
+        """The last message on a line without values."""
         self._grammars = grammars
         self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
         self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        """By what is said and after which rows, how often each process has said it."""
+        """How often each process printed a message, by the message and the rows before it."""
 
     def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
@@ -220,7 +220,7 @@ class _Skipped:
             self._found.append((skip, places))
 
     def found_in(self, best: Grammar) -> list[Skip]:
-        """The skipped steps, each with the step of the log's own rows that it came after."""
+        """Return the skipped steps, each with the step of the log's own rows that it came after."""
         at = self._grammars.index(best)
         return [
             replace(skip, step=best.step_at(places[at])) if skip.step is None else skip for skip, places in self._found
@@ -228,7 +228,7 @@ class _Skipped:
 
 
 def _stripped(line: str) -> tuple[str, str]:
-    """A line without Ray's mark of repetition, and the process that printed it."""
+    """Return a line without Ray's mark of repetition, and the process that printed it."""
     if "[repeated " in line:
         line = _REPEATED.sub("", line)
     process = _PROCESS.search(line[:80])
@@ -255,7 +255,7 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
 
 
 def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
-    """The last value of a file that ends within a line may lack digits: 90 of 903."""
+    """Drop the last value of a file that ends within a line, which may lack digits: 90 of 903."""
     step, values = grammar.rows[_stripped(last)[1]][-1]
     name = next(reversed(values), None)
     if name is None or last.rstrip().endswith((")", "]")):
@@ -291,7 +291,7 @@ class _Config:
 
 
 def read_by_pattern(path: Path, pattern: str) -> Recording:
-    """The rows of a file by a pattern.
+    """Return the rows of a file by a pattern.
 
     Args:
         path: an existing file.
@@ -343,7 +343,7 @@ _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
 
 
 def unwrapped(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, each that is a JSON object around another line replaced by that one."""
+    """Yield the lines, each that is a JSON object around another line replaced by that one."""
     for line in lines:
         if line[:1] == "{" and _WRAPS.search(line):
             try:
@@ -358,7 +358,7 @@ def unwrapped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def texts_of(document: Any) -> list[str]:
-    """The lines in an export of a log store, the oldest first where their times are known; none where it is none."""
+    """Return the lines in an export of a log store, oldest first where times are known; empty for another file."""
     found = list(_walk(document, None))
     if all(isinstance(time, str) and time.isdigit() for time, _ in found):
         found = [(int(time), text) for time, text in found]
@@ -369,7 +369,7 @@ def texts_of(document: Any) -> list[str]:
 
 
 def _walk(entry: Any, time: Any) -> Iterator[tuple[Any, str]]:
-    """Each line and its time."""
+    """Yield each line and its time."""
     if isinstance(entry, list):
         if len(entry) == 2 and isinstance(entry[1], str) and str(entry[0]).isdigit():  # Loki's pairs
             yield entry[0], entry[1]
@@ -390,7 +390,7 @@ def _walk(entry: Any, time: Any) -> Iterator[tuple[Any, str]]:
 
 
 def literal(text: str) -> Any:
-    """A Python literal as it was printed, such as a Trainer's ``log_history``; None where it is none.
+    """Return a Python literal as it was printed, such as a Trainer's ``log_history``; None where it is none.
 
     >>> literal("[{'loss': nan, 'grad_norm': np.float64(0.5)}]")
     [{'loss': 'nan', 'grad_norm': 0.5}]

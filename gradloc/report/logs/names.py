@@ -45,7 +45,7 @@ _LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)"
 _NO_LOSS = re.compile(
     r"\b(?:eval|val|valid|validation|test)|aux|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
 )
-"""What is the loss of an evaluation, or of one part of the model."""
+"""Names of losses that belong to an evaluation or to one part of the model."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 _PARTS = re.compile(
     r"^(?:train|training|metrics|optim|trainer|stats|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_"
@@ -60,14 +60,14 @@ _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
 _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad")
-"""What the whole name is where it does not say that the norm is the gradient's."""
+"""Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
 _PART = re.compile(r"critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]")
-"""What names the norm of one part of the weights."""
+"""Words in the name of a norm of one part of the weights."""
 
 
 def number(text: Any, is_decimal_comma: bool = False) -> float | None:
-    """A number as a log spells it; None where it is none.
+    """Return a number as a log spells it; None where it is none.
 
     >>> number("tensor(0.25, device='cuda:0')"), number("np.float64(1e-06)"), number("24.44s"), number(True)
     (0.25, 1e-06, 24.44, None)
@@ -86,7 +86,7 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
 
 
 def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
-    """The entries that are numbers, or spell one; of nested ones, those inside."""
+    """Return the entries that are numbers, or spell one; of nested ones, those inside."""
     made = {}
     for name, value in data.items():
         if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def step_of(values: Mapping[str, float | None]) -> int | None:
-    """The step that a row says it is of.
+    """Return the step that a row says it is of.
 
     >>> step_of({"loss": 0.1, "Global Iter": 7.0})
     7
@@ -110,14 +110,14 @@ def step_of(values: Mapping[str, float | None]) -> int | None:
 
 
 KEYS = tuple("metricname metric_name metric.name attribute_path metric key tag title name".split())
-"""What the name of a metric is called where each entry or row holds one value; then what adds to it."""
+"""The fields that name a metric where each row holds one value, then the fields that qualify it."""
 _MORE = tuple("variant series context metric.context runcontext subset split".split())
 VALUES = tuple("value metricvalue metric_value metric.value float_value y".split())
 _RUNS = tuple("run_id run.hash run_hash run_name run experiment_key experimentkey task".split())
 
 
 def long_columns(names: Iterable[Any]) -> tuple[str, list[str], str | None] | None:
-    """The fields of the value, of the metric's name and of the run's, where an entry or row holds one value.
+    """Return the fields of the value, of the metric's name and of the run's, where an entry or row holds one value.
 
     >>> long_columns(["task", "iter", "metric", "variant", "value"]), long_columns(["step", "loss", "name"])
     (('value', ['metric', 'variant'], 'task'), None)
@@ -130,7 +130,7 @@ def long_columns(names: Iterable[Any]) -> tuple[str, list[str], str | None] | No
 
 
 def one_value(entry: Mapping[str, Any]) -> dict[str, float] | None:
-    """The one metric of such an entry; None where it is another kind."""
+    """Return the one metric of such an entry; None where it is another kind."""
     found = long_columns(entry)
     if found is None or not isinstance(entry[found[1][0]], str):
         return None
@@ -140,13 +140,13 @@ def one_value(entry: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def as_step(value: float | None) -> int | None:
-    """A number as a step; None where it is none."""
+    """Return a number as a step; None where it is none."""
     return int(value) if value is not None and abs(value) < 2**53 else None
 
 
 @lru_cache(maxsize=4096)  # asked of the same few names in every row
 def is_norm(name: str) -> bool:
-    """Whether a metric's name looks like a gradient norm, and not like a limit of one.
+    """Return whether a metric's name looks like a gradient norm, and not like a limit of one.
 
     >>> is_norm("Grad. Norm"), is_norm("train/global_gradient_norm"), is_norm("max_grad_norm"), is_norm("loss")
     (True, True, False, False)
@@ -160,8 +160,8 @@ def is_norm(name: str) -> bool:
 
 
 def norm_of(counts: Mapping[str, int]) -> str | None:
-    """The metric that holds the gradient norms: the actor's, else the one that looks like it; ``counts`` says how many
-    values each metric has.
+    """Return the metric that holds the gradient norms: the actor's, else the one that looks like it; ``counts`` says
+    how many values each metric has.
 
     None when no name looks like a gradient norm, or several do and none has twice the values of each other.
 
@@ -187,11 +187,11 @@ _SURER = (
     lambda name: not re.search(r"\d", name),
     lambda name: not _BARE_NORM.fullmatch(_plain(name).replace("_", "")),
 )
-"""What of several norms' names makes some surer than the others, unless they have less than half the values."""
+"""Tests that prefer some of several norms' names, unless these have less than half the values."""
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names in one line, the first ones."""
+    """Return names in one line, the first ones."""
     names = [name for name in names if not name.startswith("_")]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest if names else "none"
@@ -213,7 +213,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A metric's name in small letters, without what says that it is of training.
+    """Return a metric's name in small letters, without what says that it is of training.
 
     >>> _plain("train/Grad. Norm"), _plain("rollout/raw_reward")
     ('grad_norm', 'raw_reward')

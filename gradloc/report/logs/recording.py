@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reader returns, rows of numbers in the order in which they were written; and a run's metrics, by step."""
+"""The result of every reader: rows of numbers in the order of writing, and a run's metrics by step."""
 
 import math
 from collections.abc import Iterable
@@ -41,11 +41,11 @@ class Recording:
     source: str
     """The file's or folder's name."""
     format: str = ""
-    """What wrote it, in words."""
+    """The name of the program or logger that wrote it."""
     run: str = ""
     """The run's name, where the source says one."""
     process: str = ""
-    """Of a log that several processes print into, which one; a resumed run is another process."""
+    """The process, in a log that several print into; a resumed run is another process."""
     rows: list[Row] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """The run's settings by their dotted names, where the source holds them."""
@@ -54,7 +54,7 @@ class Recording:
     verdicts: list[str] = field(default_factory=list)
     """GradLoc's sentences about its events."""
     folder: Path | None = None
-    """Where it is; None for standard input."""
+    """The source's folder; None for standard input."""
     receipt: str = ""
     """How much of the file was read."""
     is_counted: bool = False
@@ -64,7 +64,7 @@ class Recording:
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:
-    """Rows from single values in the order in which they were written.
+    """Return rows from single values in the order in which they were written.
 
     >>> gather([(1, "a", 0.5), (1, "b", 2.0), (2, "a", 0.25), (1, "a", 4.0)])
     [(1, {'a': 0.5, 'b': 2.0}), (2, {'a': 0.25}), (1, {'a': 4.0})]
@@ -108,20 +108,20 @@ class Metrics:
         return bool(self.steps)
 
     def get(self, name: str) -> list[float | None]:
-        """The values of one metric, one per step; all None when there is no such metric."""
+        """Return the values of one metric, one per step; all None when there is no such metric."""
         return self.series.get(name) or [None] * len(self.steps)
 
     def logged(self, name: str) -> list[tuple[int, float]]:
-        """The steps that have one metric, and its values."""
+        """Return the steps that have one metric, and its values."""
         pairs = zip(self.steps, self.get(name), strict=True)
         return [(step, value) for step, value in pairs if value is not None]
 
     def known(self, name: str) -> list[tuple[int, float]]:
-        """The steps and values at which one metric is finite, in order."""
+        """Return the steps and values at which one metric is finite, in order."""
         return [(step, value) for step, value in self.logged(name) if math.isfinite(value)]
 
     def finite(self, name: str) -> list[float]:
-        """The finite values of one metric, in order."""
+        """Return the finite values of one metric, in order."""
         return [value for _, value in self.known(name)]
 
     @property
@@ -131,7 +131,7 @@ class Metrics:
 
     @property
     def own_norm(self) -> str:
-        """The same as the log itself calls it."""
+        """The norm's name in the log itself."""
         return self.called.get(self.norm or "", self.norm or "norm")
 
     @property

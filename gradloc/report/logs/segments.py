@@ -30,7 +30,7 @@ STARTS = 50
 """How often a run may be resumed; beyond it is another run."""
 _LENGTHS = ("response_length/max", "response_length/mean", "completions/max_length", "train/completions/max_length")
 _OF_TRAINER = {"grad_norm", "learning_rate", "epoch", "loss"}
-"""What every Trainer of Transformers logs by these names."""
+"""Names that every Trainer of Transformers logs."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class LoggedRun:
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
-    """Where its first log is; None for standard input."""
+    """The folder of its first log; None for standard input."""
     receipt: str = ""
     """How much of its first log was read."""
     is_counted: bool = False
@@ -102,7 +102,7 @@ class LoggedRun:
 
     @property
     def metrics(self) -> Metrics:
-        """What the run came to: every step as it was logged last."""
+        """The run's metrics, every step as it was logged last."""
         return surviving(self.segments[-1])
 
     @property
@@ -117,7 +117,7 @@ class LoggedRun:
 
 
 def surviving(tip: Segment) -> Metrics:
-    """The steps of a segment and of those that it goes on from, each as it was logged last."""
+    """Return the steps of a segment and of those that it goes on from, each as it was logged last."""
     history = _history(tip)
     if len(history) == 1:
         return tip.metrics
@@ -133,7 +133,7 @@ def surviving(tip: Segment) -> Metrics:
 
 
 def _history(tip: Segment) -> list[tuple[Segment, float]]:
-    """The segments that a run came from, the oldest first, and the step at which each was left."""
+    """Return the segments that a run came from, the oldest first, and the step at which each was left."""
     parts: list[tuple[Segment, float]] = []
     segment, until = tip, math.inf
     while segment is not None:
@@ -143,7 +143,7 @@ def _history(tip: Segment) -> list[tuple[Segment, float]]:
 
 
 def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) -> list[LoggedRun]:
-    """The runs in what was read; raises ReportError where ``metric`` is given and no run has it.
+    """Return the runs in what was read; raises ReportError where ``metric`` is given and no run has it.
 
     A chain holds recordings that may go on from each other, such as the files of one folder.
     """
@@ -160,7 +160,7 @@ def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) ->
 
 
 def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
-    """A chain's segments, each put after the one that it goes on from."""
+    """Return a chain's segments, each put after the one that it goes on from."""
     runs: list[LoggedRun] = []
     for recording in chain:
         _count_through_epochs(recording)
@@ -193,8 +193,9 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
 
 
 def _are_mixed(steps: Sequence[int]) -> bool:
-    """Whether steps are out of order: once each, or as often each and near each other, as ranks print them. No resume
-    leaves them so."""
+    """Return whether steps are out of order: once each, or as often each and near each other, as ranks print them. No
+    resume leaves them so.
+    """
     back = [before - after for before, after in pairwise(steps) if after < before]
     counts = Counter(steps)
     is_once = len(counts) == len(steps)
@@ -246,7 +247,7 @@ def _count_through_epochs(recording: Recording) -> None:
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:
-    """The segment that this one goes on from: of those that led to the last one, the latest that began earlier.
+    """Return the segment that this one goes on from: of those that led to the last one, the latest that began earlier.
 
     Another file goes on from the last one only where it begins well after that one's beginning and goes further.
     """
@@ -262,15 +263,18 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 
 
 def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, float]]], list[str]]:
-    """Rows in the order written, as stretches in which steps go forwards, and sentences about what was put together."""
+    """Return rows in the order written, as stretches in which steps go forwards, and sentences about what was put
+    together.
+    """
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
     counts = Counter(name for _, values in rows[:MANY] for name in values if not _is_bookkeeping(name))
     most = max(counts.values(), default=0)
     main = {name for name, count in counts.items() if 2 * count > most}
 
     def is_beside(values: dict[str, float]) -> bool:
-        """Whether a row is none of training's own, such as an evaluation's: without the norm, or with none of the
-        metrics that most rows have. It may call its loss as training does."""
+        """Return whether a row is none of training's own, such as an evaluation's: without the norm, or with none of
+        the metrics that most rows have. It may call its loss as training does.
+        """
         return not (any(map(is_norm, values)) if has_norms else main & values.keys())
 
     again = sum(
@@ -333,7 +337,7 @@ class _Stretch:
 
 
 def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
-    """Whether two rows say different things of one metric."""
+    """Return whether two rows say different things of one metric."""
     return any(
         known[name] != value and not (math.isnan(known[name]) and math.isnan(value))
         for name, value in values.items()

@@ -53,7 +53,7 @@ class Source:
         return "" if self.coding is None else self.head.decode(self.coding, errors="replace").lstrip("\ufeff")
 
     def read(self) -> bytes:
-        """Its bytes as a whole; raises ReportError where they are more than a document may have."""
+        """Return its bytes as a whole; raises ReportError where they are more than a document may have."""
         content = self.stream.read(DOCUMENT + 1)
         if len(content) > DOCUMENT:
             raise ReportError(
@@ -63,7 +63,7 @@ class Source:
         return content
 
     def lines(self) -> Iterator[str]:
-        """Its lines without their ends, which may be \\n, \\r\\n or \\r: a progress bar's end in \\r alone."""
+        """Yield its lines without their ends, which may be \n, \r\n or \r: a progress bar's end in \r alone."""
         reader = io.TextIOWrapper(self.stream, self.coding or "utf-8", errors="replace")
         try:
             while line := reader.readline(LINE):
@@ -91,7 +91,7 @@ def _cut(name: str, why: object) -> str:
 
 
 def _opened(path: Path, notes: list[str]) -> tuple[io.BufferedReader, bool]:
-    """A file's bytes, unpacked where it is packed, and whether it is."""
+    """Return a file's bytes, unpacked where it is packed, and whether it is."""
     stream = io.BufferedReader(path.open("rb", buffering=0), HEAD)
     packed = next((kind for magic, kind in _PACKED.items() if stream.peek(6).startswith(magic)), None)
     if packed is None:
@@ -101,7 +101,7 @@ def _opened(path: Path, notes: list[str]) -> tuple[io.BufferedReader, bool]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What can be unpacked of a file; where it is cut off or damaged, it ends."""
+    """A compressed file's content, which ends where the file is cut off or damaged."""
 
     def __init__(self, file: BinaryIO, path: Path, notes: list[str]):
         self._name, self._notes, self._packed, self._size = path.name, notes, path.stat().st_size, 0
@@ -125,7 +125,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _coding(head: bytes) -> str | None:
-    """How the letters are coded; None for bytes that are no text."""
+    """Return how the letters are coded; None for bytes that are no text."""
     for mark, coding in _MARKS.items():
         if head.startswith(mark):
             return coding
@@ -157,7 +157,7 @@ def _open_zst(stream: BinaryIO) -> BinaryIO:
 
 
 def spool(stream: BinaryIO, name: str, until: ExitStack) -> Path:
-    """A pipe as a file, which can be read more than once and lasts as long as ``until``."""
+    """Return a pipe as a file, which can be read more than once and lasts as long as ``until``."""
     copy = until.enter_context(tempfile.NamedTemporaryFile())
     size = 0
     while part := stream.read(MB):
@@ -169,7 +169,7 @@ def spool(stream: BinaryIO, name: str, until: ExitStack) -> Path:
 
 
 def unpack(path: Path, until: ExitStack) -> Path:
-    """The folder with an archive's files, which lasts as long as ``until``; the path itself where it is none.
+    """Return the folder with an archive's files, which lasts as long as ``until``; the path itself where it is none.
 
     Raises:
         ReportError: when it is too large, damaged, or locked.
@@ -210,7 +210,8 @@ def unpack(path: Path, until: ExitStack) -> Path:
 
 
 def is_spreadsheet(path: Path) -> bool:
-    """Whether a file is an .xlsx: a zip with a table of contents of its own; raises ReportError where it is too large.
+    """Return whether a file is an .xlsx: a zip with a table of contents of its own; raises ReportError where it is too
+    large.
 
     A zip's own list of files is read only where it is short.
     """

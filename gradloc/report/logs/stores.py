@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trackers keep, read as bytes, by SQLite or as text: none of them need be installed.
+"""Reads trackers' own files as bytes, by SQLite or as text; no tracker needs to be installed.
 
 What TensorBoard, W&B and SwanLab write while a run goes on are streams of records with a length before each, a record
 being a protocol buffer. A run that was killed leaves its last record cut off; everything before it is whole.
@@ -36,7 +36,7 @@ _TENSORS = {1: _FLOAT, 2: _DOUBLE}  # TensorFlow's DT_FLOAT and DT_DOUBLE
 
 
 def is_tensorboard(source: Source) -> bool:
-    """Whether the first record is an event with a time."""
+    """Return whether the first record is an event with a time."""
     head = source.head
     is_event = len(head) > 21 and head[4:8] == b"\0\0\0\0" and head[12:13] == b"\x09" and head[0] < 64
     return ".tfevents." in source.name or source.coding is None and is_event
@@ -81,7 +81,7 @@ def _scalars(records: Iterator[bytes]) -> Iterator[tuple[int, str, float]]:
 
 
 def _tensor(content: Any) -> float | None:
-    """The number of a tensor that holds one, as TensorFlow 2 writes scalars."""
+    """Return the number of a tensor that holds one, as TensorFlow 2 writes scalars."""
     tensor = dict(fields(content))
     kind = _TENSORS.get(tensor.get(1))
     content = next((tensor[field] for field in (4, 5, 6) if isinstance(tensor.get(field), bytes)), None)
@@ -130,7 +130,7 @@ def _add_config(made: Recording, content: Any) -> None:
 
 
 def _item(content: Any) -> tuple[str, Any]:
-    """A key, which may be nested, and its value in JSON."""
+    """Return a key, which may be nested, and its value in JSON."""
     texts: dict[int, list[str]] = {1: [], 2: [], 16: [""]}
     for field, value in fields(content):
         if field in texts:
@@ -182,7 +182,9 @@ def _logged(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def fields(content: Any) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protocol buffer: numbers, and bytes as they are. What is damaged ends it; a number has none."""
+    """Yield the fields of a protocol buffer: numbers, and bytes as they are. What is damaged ends it; a number has
+    none.
+    """
     at, end = 0, len(content) if isinstance(content, bytes) else 0
     while at < end:
         key, at = _varint(content, at)
@@ -226,7 +228,7 @@ def _number(value: Any, kind: struct.Struct) -> float | None:
 
 
 def read_database(source: Source) -> list[Recording]:
-    """Every run in an MLflow or trackio database; of tables alone, since a view may have no end."""
+    """Return every run in an MLflow or trackio database; of tables alone, since a view may have no end."""
     where = source.path.resolve().as_uri()
     for mode in ("ro", "ro&immutable=1"):  # the second where the folder cannot be written: a journal needs that
         clock = _Clock(sum(file.stat().st_size for file in source.path.parent.glob(f"{escape(source.path.name)}*")))
@@ -274,7 +276,7 @@ class _Clock:
 
 
 def _tables(database: sqlite3.Connection) -> set[str] | None:
-    """The tables that are read; None where one computes its rows."""
+    """Return the tables that are read; None where one computes its rows."""
     made = database.execute("select name, type, rootpage, sql from sqlite_master").fetchmany(1000)
     ours = [row for row in made if str(row[0]).lower() in ("metrics", "configs", "runs", "params")]
     is_plain = all(row[1] == "table" and row[2] and not _COMPUTED.search(str(row[3])) for row in ours)
@@ -323,7 +325,7 @@ def _read_mlflow(source: Source, database: sqlite3.Connection, clock: _Clock) ->
 
 
 def is_mlflow_run(folder: Path) -> bool:
-    """Whether a folder is a run of MLflow's file store, or that run's ``metrics``, copied without the rest."""
+    """Return whether a folder is a run of MLflow's file store, or that run's ``metrics``, copied without the rest."""
     if folder.name != "metrics":
         return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
     first = next((file for file in sorted(folder.rglob("*")) if file.is_file()), None)
@@ -334,7 +336,7 @@ def is_mlflow_run(folder: Path) -> bool:
 
 
 def read_mlflow_run(folder: Path) -> Recording:
-    """A run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
+    """Return a run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
     values, notes = [], []
     metrics = folder if folder.name == "metrics" else folder / "metrics"
     for name, text in _files(metrics).items():

@@ -23,14 +23,14 @@ _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 SAMPLE = 200
 """Rows by which a table is understood."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
-"""What a console prints and no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
+"""Marks of a console log that no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
 _CONTEXT = re.compile(r"\{['\"]\w+['\"]: ['\"]([^'\"]*)['\"]\}")
 """Aim's {'subset': 'train'}."""
 _TAG = re.compile(r"(?:^|-)tag-(.+)$")
 
 
 def is_table(source: Source) -> bool:
-    """Whether the first two lines are a head and numbers below it."""
+    """Return whether the first two lines are a head and numbers below it."""
     if source.path.suffix.lower() in (".csv", ".tsv"):
         return source.coding is not None
     lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
@@ -47,7 +47,7 @@ def is_table(source: Source) -> bool:
 
 
 def read_table(source: Source) -> list[Recording]:
-    """The runs of a table; raises ReportError where no column has the step or a gradient norm."""
+    """Return the runs of a table; raises ReportError where no column has the step or a gradient norm."""
     lines = (line for line in source.lines() if line.strip() and not line.startswith(("sep=", "# ", "==")))
     first = next(lines, "").lstrip("\ufeff")
     second = next(lines, "")
@@ -60,7 +60,7 @@ def read_table(source: Source) -> list[Recording]:
 
 
 def _delimiter(lines: list[str]) -> str | None:
-    """The delimiter that makes the most columns of the head; a blank where pandas has printed a frame."""
+    """Return the delimiter that makes the most columns of the head; a blank where pandas has printed a frame."""
     if lines and lines[0].startswith("sep="):
         lines = lines[1:]
     if not lines:
@@ -100,7 +100,7 @@ def _step_column(columns: list[str]) -> int | None:
 
 
 def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
-    """The column of epochs, where each row is one and none has a norm."""
+    """Return the column of epochs, where each row is one and none has a norm."""
     at = next((at for at, name in enumerate(names) if name.strip().lower() in ("epoch", "epochs")), None)
     if at is None or any(map(is_norm, names)):
         return None
@@ -112,7 +112,7 @@ def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
 def read_columns(
     source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",", form: str = ""
 ) -> list[Recording]:
-    """The runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
+    """Return the runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
     table = _Table(source, names, rows, delimiter)
     table.form = form
     if table.step_at is not None and (long := table.long):
@@ -128,7 +128,7 @@ class _Table:
     """
 
     form = ""
-    """What the file is, where it is no CSV."""
+    """The file's format, where it is not a CSV."""
 
     def __init__(self, source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str):
         self.source = source
@@ -159,7 +159,7 @@ class _Table:
             )
 
     def _with_index(self, names: list[str], sample: list[list[str]]) -> list[str]:
-        """The columns with a name for the one that a frame's rows are numbered by."""
+        """Return the columns with a name for the one that a frame's rows are numbered by."""
         if sample and len(names) > 1 and len(sample[0]) == 1 and _step_column(sample[0]) is not None:
             return [sample.pop(0)[0], *names]  # pandas prints an index's name on a line of its own
         lengths = [len(cells) - (len(cells) > len(names) and not cells[-1].strip()) for cells in sample]
@@ -174,7 +174,7 @@ class _Table:
         return names
 
     def _has_decimal_comma(self, sample: list[list[str]]) -> bool:
-        """Whether quoted numbers are as 0,49; raises ReportError where others are as 0.49."""
+        """Return whether quoted numbers are as 0,49; raises ReportError where others are as 0.49."""
         cells = [cell.strip() for row in sample for cell in row]
         commas = [cell for cell in cells if _DECIMAL_COMMA.fullmatch(cell) and not _THOUSANDS.fullmatch(cell)]
         points = [cell for cell in cells if re.fullmatch(r"[-+]?\d+\.\d+", cell)]
@@ -192,7 +192,7 @@ class _Table:
         return number(self._text(cells, at), self.has_decimal_comma)
 
     def _long(self, sample: list[list[str]]) -> tuple[int, list[int], int | None] | None:
-        """Where the value, the metric's name and the run's are, where a row holds one value; else None.
+        """Return where the value, the metric's name and the run's are, where a row holds one value; else None.
 
         Repeated steps with one numeric column and a few categorical columns also count as such a table.
         """
@@ -211,7 +211,7 @@ class _Table:
         return (numeric[0], texts, None) if is_long else None
 
     def read_long(self, value_at: int, tags: list[int], run_at: int | None) -> list[Recording]:
-        """One value a row, and maybe the name of its metric and of its run."""
+        """Return one value a row, and maybe the name of its metric and of its run."""
         stem = re.sub(r"(\.csv|\.tsv|\.gz|\.txt)+$", "", self.source.name)
         tag = _TAG.search(stem)
         alone = tag[1] if tag else stem
@@ -239,7 +239,9 @@ class _Table:
         ]
 
     def read_wide(self) -> list[Recording]:
-        """A column for each metric, or W&B's for each run and metric; MIN and MAX are of the steps in one point."""
+        """Return a column for each metric, or W&B's for each run and metric; MIN and MAX are of the steps in one
+        point.
+        """
         source, runs = self.source, self._columns_by_run()
         shared = runs.pop("", {}) if len(runs) > 1 else {}
         is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in self.names)
@@ -272,7 +274,7 @@ class _Table:
         return list(made.values())
 
     def _columns_by_run(self) -> dict[str, dict[int, str]]:
-        """By run, the places of its metrics and their names."""
+        """Return by run, the places of its metrics and their names."""
         runs: dict[str, dict[int, str]] = {}
         for place, column in enumerate(self.names):
             if place == self.step_at or not column or _TIMES.search(column) or column.endswith(("__MIN", "_timestamp")):
@@ -285,7 +287,9 @@ class _Table:
 
 
 def _is_index(names: list[str], sample: list[list[str]]) -> bool:
-    """Whether the first of the rows' cells counts them, and is not a step next to a number that a comma has cut."""
+    """Return whether the first of the rows' cells counts them, and is not a step next to a number that a comma has
+    cut.
+    """
     first = [number(cells[0]) for cells in sample]
     step_at = _step_column(names)
     steps = {cells[0 if step_at is None else step_at + 1] for cells in sample}
@@ -299,11 +303,11 @@ _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 """A line that is nothing but a frame."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LINES = 400
-"""Of the head, in which a table has to begin."""
+"""The number of lines in which a table has to begin."""
 
 
 def is_boxed(source: Source) -> bool:
-    """Whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
+    """Return whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
     boxes = [[cell for cells in rows for cell in cells] for rows in _boxes(source.text_head.splitlines()[:_LINES])]
     return any(
         any(map(is_norm, cells))
@@ -314,7 +318,7 @@ def is_boxed(source: Source) -> bool:
 
 
 def read_boxes(source: Source) -> list[Recording]:
-    """One run, from all framed tables of a file; lines between them are passed over.
+    """Return one run, from all framed tables of a file; lines between them are passed over.
 
     Raises:
         ReportError: where the tables of single steps are out of order, so that a row may have slipped into another.
@@ -341,7 +345,7 @@ def read_boxes(source: Source) -> list[Recording]:
 
 
 def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
-    """The cells of each table, row by row; a line outside of a frame ends it."""
+    """Yield the cells of each table, row by row; a line outside of a frame ends it."""
     rows: list[list[str]] = []
     for line in lines:
         text = _COLOUR.sub("", line).strip()
@@ -356,7 +360,7 @@ def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
 
 
 def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:
-    """The numbers of each step in a table, by their names."""
+    """Yield the numbers of each step in a table, by their names."""
     if not _is_one_steps(box[0]):
         rows = (numbers(dict(zip(box[0], cells, strict=False))) for cells in box[1:])
         yield from filter(None, rows)
@@ -371,7 +375,7 @@ def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:
 
 
 def _is_one_steps(head: list[str]) -> bool:
-    """Whether a table's first row has a name and a value, and so is no head."""
+    """Return whether a table's first row has a name and a value, and so is no head."""
     if len(head) != 2:
         return False
     is_head = any(map(is_norm, head)) or _spelled(head[0]) in STEPS
@@ -379,7 +383,7 @@ def _is_one_steps(head: list[str]) -> bool:
 
 
 def _spelled(name: str) -> str:
-    """A step's name in small letters; other names stay."""
+    """Return a step's name in small letters; other names stay."""
     plain = re.sub(r"[\s.]+", "_", name.lower()).strip("_")
     plain = plain.removesuffix("s") if plain in ("steps", "iterations") else plain
     return plain if plain in STEPS else name
@@ -389,7 +393,7 @@ def _spelled(name: str) -> str:
 
 
 def read_parquet(source: Source) -> list[Recording]:
-    """The runs of a parquet file, some rows at a time."""
+    """Return the runs of a parquet file, some rows at a time."""
     package = _package("pyarrow.parquet", f"{source.name} is parquet")
     with _sentence_of(source, "parquet"), package.ParquetFile(source.path) as file:
         data, schema, size = file.metadata, file.schema_arrow, source.path.stat().st_size
@@ -404,7 +408,7 @@ def read_parquet(source: Source) -> list[Recording]:
 
 
 def _bounded(batch: Any) -> Any:
-    """A batch whose texts, each stored once, may be written out; raises ValueError where that takes too much."""
+    """Return a batch whose texts, each stored once, may be written out; raises ValueError where that takes too much."""
     dictionaries = [column.dictionary for column in batch.columns if hasattr(column, "dictionary")]
     longest = sum(max((len(text) for text in texts.to_pylist() if text), default=0) for texts in dictionaries)
     if longest * batch.num_rows + batch.nbytes > DOCUMENT:
@@ -413,7 +417,7 @@ def _bounded(batch: Any) -> Any:
 
 
 def read_spreadsheet(source: Source) -> list[Recording]:
-    """The runs of every sheet with a step and numbers; their values, not their formulas."""
+    """Return the runs of every sheet with a step and numbers; their values, not their formulas."""
     made, refusal = [], None
     package = _package("openpyxl", f"{source.name} is a spreadsheet")
     with (
@@ -460,7 +464,7 @@ def _texts(rows: Iterable[Iterable[Any]]) -> Iterator[list[str]]:
 
 
 def _package(package: str, what: str) -> Any:
-    """The package; raises ReportError where it is not installed."""
+    """Return the package; raises ReportError where it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:
