@@ -41,7 +41,7 @@ mutants:       ## which changes of the code would the tests not notice; an hour 
 	scripts/test.sh mutants
 
 figures:       ## measures anew what the pages state: hours on two cores; a run that was stopped goes on
-	.gradloc/venv/bin/python -m benchmarks.figures
+	.gradloc/venv/bin/python -m lab.benchmarks.figures
 
 check:         ## patches/ is what its sources say
 	bash make_patch.sh --check

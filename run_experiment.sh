@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs a named experiment on a patched verl: finds a Python and hands over to experiments/.
+# Runs a named experiment on a patched verl: finds a Python and hands over to lab/experiments/.
 # `./run_experiment.sh --help` says what it takes; `./run_experiment.sh demo` needs nothing.
 set -euo pipefail
 
@@ -16,7 +16,7 @@ else
 fi
 for candidate in "${candidates[@]}"; do
     if runs_here "$candidate"; then
-        exec "$candidate" "$HERE/experiments" "$@"
+        exec "$candidate" "$HERE/lab/experiments" "$@"
     fi
 done
 if [[ -n ${PYTHON-} ]]; then

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.adapters.conformance.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
-from experiments.cpu.environment import CACHE, ensure_patched_copy  # noqa: E402
-from experiments.verl09 import ENVIRONMENT  # noqa: E402
+from lab.experiments.cpu.environment import CACHE, ensure_patched_copy  # noqa: E402
+from lab.experiments.verl09 import ENVIRONMENT  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
 from tests import trainers  # noqa: E402
 from tests.trainers import OF_VERL07, TRAINER  # noqa: E402
@@ -51,12 +51,13 @@ FIRST = ["trainer", "worlds", "worlds of features"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
 LONG = """
 benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
-experiments/llm/test_natural experiments/test_launch house/test_figures house/test_imports house/test_pages
-loop/test_localizer mismatch/test_bugs mismatch/test_columns mismatch/test_files report/logs/test_collection
-report/logs/test_given report/logs/test_made report/pages/test_one_truth report/pages/test_page reward/test_answers
-reward/test_pool search/test_auto search/test_step_causes search/test_candidates search/test_cost search/test_cures
-search/test_find search/test_method search/test_overflow search/test_share search/test_unrepeatable tell/test_tell
-watch/test_demo watch/test_harmless watch/test_price watch/test_ranks watch/test_semantics watch/test_words
+experiments/llm/test_natural experiments/test_launch repo_checks/test_figures repo_checks/test_imports
+repo_checks/test_pages loop/test_localizer mismatch/test_bugs mismatch/test_columns mismatch/test_files
+report/logs/test_collection report/logs/test_given report/logs/test_made report/pages/test_one_truth
+report/pages/test_page reward/test_answers reward/test_pool search/test_auto search/test_step_causes
+search/test_candidates search/test_cost search/test_cures search/test_find search/test_method search/test_overflow
+search/test_share search/test_unrepeatable notify/test_notify watch/test_demo watch/test_harmless watch/test_price
+watch/test_ranks watch/test_semantics watch/test_words
 """
 """Modules that need no verl and yet take most of the time of those that do not: `make quick` is to take a minute."""
 

@@ -45,7 +45,7 @@ def compute_score(solution_str: str, ground_truth: dict) -> dict:
     if not solution:
         raise ValueError(
             f"a Knights-and-Knaves row has the solution {ground_truth['solution_text_format']!r}, which says nothing "
-            "about anybody: check the file with `python -m experiments.kk.generate --check FILE`."
+            "about anybody: check the file with `python -m lab.experiments.kk.generate --check FILE`."
         )
     # As published: what comes before a header of another turn is no part of the response.
     text = solution_str.split("Assistant:", 1)[-1]

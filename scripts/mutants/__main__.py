@@ -25,7 +25,7 @@ from forks import OUTPUT, Chosen, Traced, copied, in_copies, run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gradloc" / "mutants"
-RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+RECORD = ROOT / "lab" / "benchmarks" / "results" / "mutants.json"
 BY_HAND = ROOT / "tests" / "data" / "mutants.json"
 SEED, SAMPLE, WORKERS = 20, 900, 2
 

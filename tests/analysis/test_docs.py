@@ -38,4 +38,4 @@ def test_the_codes_own_defaults_are_the_documented_ones(settings):
 def test_every_experiment_named_exists():
     named = set(re.findall(r"run_experiment\.sh (buckets-[\w-]+)", PAGES["buckets"]))
     assert named == {"buckets-demo", "buckets-demo-ppo", "buckets-ragen"}
-    assert all((REPO / "experiments" / f"{name}.yaml").is_file() for name in named)
+    assert all((REPO / "lab" / "experiments" / f"{name}.yaml").is_file() for name in named)

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from benchmarks import counts
-from benchmarks.counter import DeviceCounter
+from lab.benchmarks import counts
+from lab.benchmarks.counter import DeviceCounter
 
 
 def test_operations_and_reads_are_counted_where_a_gpu_would_have_them():

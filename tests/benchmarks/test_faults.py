@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in a search on the real trainer: a sample of benchmarks.faults, all of it, and what the page says."""
+"""Faults in a search on the real trainer: a sample of lab.benchmarks.faults, all of it, and what the page says."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import faults
-from benchmarks.faults import Fault
+from lab.benchmarks import faults
+from lab.benchmarks.faults import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = ("goes on, the step ", "all end, with ")
@@ -33,6 +33,6 @@ def test_so_it_is_with_every_fault(tmp_path):
 
 
 def test_the_page_has_the_record_and_no_outcome_is_bad():
-    record = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
+    record = json.loads((ROOT / "lab" / "benchmarks" / "results" / "faults.json").read_text())
     assert faults.markdown(record) in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     assert [key for key, outcome in record["outcomes"].items() if not outcome.startswith(GOOD)] == []

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import figures
+from lab.benchmarks import figures
 
 
 @pytest.fixture
@@ -42,4 +42,4 @@ def test_a_record_of_the_present_sources_is_kept(results, capsys):
 
 @pytest.mark.parametrize("module", sorted({call[0] for calls in figures.COMMANDS.values() for call in calls}))
 def test_every_command_is_a_benchmark_that_takes_a_folder(module):
-    assert importlib.util.find_spec(f"benchmarks.{module}")
+    assert importlib.util.find_spec(f"lab.benchmarks.{module}")

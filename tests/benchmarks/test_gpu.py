@@ -8,13 +8,13 @@ import statistics
 
 import pytest
 
-from benchmarks.counter import DeviceCounter
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cells, forecast
 from gradloc.core.forecast import MODELS, PINNING, WAYS
+from lab.benchmarks.counter import DeviceCounter
+from lab.benchmarks.gpu import __main__ as gpu
+from lab.benchmarks.gpu import cells, forecast
 from tests.world import REPO
 
-RESULTS = REPO / "benchmarks" / "results" / "gpu.json"
+RESULTS = REPO / "lab" / "benchmarks" / "results" / "gpu.json"
 PAGE = (REPO / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 

@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from benchmarks.localization.plan import Cell, full, quick
-from benchmarks.localization.published import formula_cost
-from benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE, Planter
-from benchmarks.localization.tables import markdown
-from benchmarks.localize import measure
-from benchmarks.run import finish
+from lab.benchmarks.localization.plan import Cell, full, quick
+from lab.benchmarks.localization.published import formula_cost
+from lab.benchmarks.localization.scenarios import PLANTS, SCENARIOS, WHOLE, Planter
+from lab.benchmarks.localization.tables import markdown
+from lab.benchmarks.localize import measure
+from lab.benchmarks.run import finish
 from tests.toy_model import AGGREGATIONS, Loss, build, random_batch
 
 pytestmark = pytest.mark.full

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a benchmark's run says of itself."""
 
-from benchmarks import run
+from lab.benchmarks import run
 
 
 def test_sources_are_the_same_where_only_words_about_them_have_changed(monkeypatch, tmp_path):
@@ -16,4 +16,4 @@ def test_sources_are_the_same_where_only_words_about_them_have_changed(monkeypat
 
 
 def test_a_command_is_told_without_the_place_of_its_output():
-    assert run.as_typed("healthy", ["--pairs", "3", "--out", "there"]) == "python -m benchmarks.healthy --pairs 3"
+    assert run.as_typed("healthy", ["--pairs", "3", "--out", "there"]) == "python -m lab.benchmarks.healthy --pairs 3"

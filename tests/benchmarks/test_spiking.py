@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import spiking
-from benchmarks.localization import pretrained
+from lab.benchmarks import spiking
+from lab.benchmarks.localization import pretrained
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.trigger import series
-from benchmarks.trigger.__main__ import main, score_collapse, score_kind, score_real
-from benchmarks.trigger.rules import RULES, Multiple
+from lab.benchmarks.trigger import series
+from lab.benchmarks.trigger.__main__ import main, score_collapse, score_kind, score_real
+from lab.benchmarks.trigger.rules import RULES, Multiple
 
 
 def kind(name):

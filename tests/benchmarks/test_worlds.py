@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks import worlds
-from benchmarks.worlds import PLANTS, PRECISIONS, markdown, measure, plan_of, world
+from lab.benchmarks import worlds
+from lab.benchmarks.worlds import PLANTS, PRECISIONS, markdown, measure, plan_of, world
 
 ROW = {"precision": "bfloat16", "plant": "row", "micro_batches": 2, "cost": 10, "status": "found", "problems": []}
 

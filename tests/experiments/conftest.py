@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments import catalog
+from lab.experiments import catalog
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -74,7 +74,7 @@ def verl(patched_tree: Path):
 def material(tmp_path_factory) -> Path:
     """Model, tokenizer and data with a warm-up of three steps: the form is right, the text not."""
     pytest.importorskip("transformers")
-    from experiments.cpu import build, material
+    from lab.experiments.cpu import build, material
 
     recipe = material.Recipe(warmup_steps=3, warmup_batch=8, num_train=12, num_val=4)
     return material.build(build.LANGUAGE, recipe, tmp_path_factory.mktemp("material"), report=lambda _: None)

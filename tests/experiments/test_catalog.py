@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from experiments import catalog
-from experiments.catalog import Arm, Experiment, Variable
-from experiments.errors import UsageError
+from lab.experiments import catalog
+from lab.experiments.catalog import Arm, Experiment, Variable
+from lab.experiments.errors import UsageError
 from tests.experiments.conftest import REPO
 
 # What the script sets itself.
@@ -125,7 +125,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path, monkeypatch):
         catalog.load("demo-verl09")
     monkeypatch.setattr(catalog, "CONFIGS", tmp_path)
     (tmp_path / "two.yaml").touch()
-    with pytest.raises(UsageError, match="experiments/catalog.ini lacks it"):
+    with pytest.raises(UsageError, match="lab/experiments/catalog.ini lacks it"):
         catalog.load("two")
 
 

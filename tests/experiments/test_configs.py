@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from experiments import catalog
-from experiments.catalog import Arm
+from lab.experiments import catalog
+from lab.experiments.catalog import Arm
 from tests.experiments.conftest import REPO, composer
 
 pytest.importorskip("hydra")
@@ -18,7 +18,7 @@ def environment(tmp_path, tree):
         "PYTHONPATH": os.pathsep.join([str(tree), str(REPO)]),
         "GRADLOC_RUN_DIR": str(tmp_path / "run, dir=1"),
         "GRADLOC_DEMO_MATERIAL": str(tmp_path / "material"),
-        "VERL_USE_EXTERNAL_MODULES": "experiments.metrics_file",
+        "VERL_USE_EXTERNAL_MODULES": "lab.experiments.metrics_file",
         "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl"),
         "MODEL_PATH": str(tmp_path / "model $x"),
         "TRAIN_FILE": str(tmp_path / "train.parquet"),
@@ -175,7 +175,7 @@ def test_knights_and_knaves_demo_compares_the_published_four_with_three_seeds():
 
 
 def test_knights_and_knaves_demo_is_scored_by_the_reward_that_ships(composed):
-    from experiments.kk import language
+    from lab.experiments.kk import language
 
     config = composed("kk-demo")
     manager = config["reward_manager"]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments.cpu import places
+from lab.experiments.cpu import places
 from tests.experiments.real import demo, explode, largest_difference, run_to_the_end, steps_of
 from tests.world.events import read_events
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from experiments import launch
+from lab.experiments import launch
 from tests.experiments.conftest import REPO
 
 STEP = (
@@ -108,7 +108,7 @@ def test_an_interrupt_ends_the_trainer_and_its_children(tmp_path, number, code):
     launcher = f"""
         import sys
         from pathlib import Path
-        from experiments import launch
+        from lab.experiments import launch
         launch.GRACE_S = 0.5
         command = [sys.executable, "-u", "-c", {textwrap.dedent(trainer)!r}]
         sys.exit(launch.run(command, Path({str(tmp_path / "log")!r}), is_brief=False))

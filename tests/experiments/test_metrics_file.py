@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 
 def test_a_step_with_torch_scalars_is_on_disk_at_once(verl, tmp_path, monkeypatch):
-    import experiments.metrics_file  # noqa: F401
+    import lab.experiments.metrics_file  # noqa: F401
     from verl.utils.tracking import FileLogger
 
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))

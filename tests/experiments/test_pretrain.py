@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from experiments import suite
-from experiments.loop import pretrain
-from experiments.loop.pretrain import PretrainSettings
+from lab.experiments import suite
+from lab.experiments.loop import pretrain
+from lab.experiments.loop.pretrain import PretrainSettings
 
 pytestmark = pytest.mark.full
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from experiments import catalog, target
-from experiments.errors import ExperimentError
+from lab.experiments import catalog, target
+from lab.experiments.errors import ExperimentError
 from patchkit import tree
 from patchkit.refusal import Refusal
 from tests.experiments.conftest import REPO
@@ -88,10 +88,10 @@ def test_a_dry_run_prints_target_command_and_results_and_leaves_nothing(run_expe
         (
             ["demo", "trainer=trl", "gradloc=mask"],
             {"TRL_PYTHON": "/a/python"},
-            ["/a/python -m torch.distributed.run --standalone --nproc-per-node=2 -m experiments.trl.demo gradloc=mask"],
+            ["torch.distributed.run --standalone --nproc-per-node=2 -m lab.experiments.trl.demo gradloc=mask"],
         ),
-        (["demo", "trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m experiments.loop.demo seed=3\n"]),
-        (["pretrain"], {}, [f"{REPO}/.gradloc/venv/bin/python -m experiments.loop.pretrain seed=3\n"]),
+        (["demo", "trainer=loop"], {"LOOP_PYTHON": "/a/python"}, ["/a/python -m lab.experiments.loop.demo seed=3\n"]),
+        (["pretrain"], {}, [f"{REPO}/.gradloc/venv/bin/python -m lab.experiments.loop.pretrain seed=3\n"]),
     ],
     ids=["usual", "0.7.0", "0.9.1", "its Python", "TRL", "a loop", "a loop of its own"],
 )
@@ -239,4 +239,4 @@ def test_it_works_from_a_folder_with_spaces_and_through_a_link(run_experiment, t
     shutil.copytree(REPO, copy, ignore=lambda folder, _: [*kept_out.get(str(folder), ()), "__pycache__"])
     done = run_experiment("demo", "--dry-run", script=copy / "run_experiment.sh")
     assert done.returncode == 0, done.stderr
-    assert f"'{copy}/experiments'" in done.stdout
+    assert f"'{copy}/lab/experiments'" in done.stdout

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import suite
-from experiments.catalog import Arm, Experiment
-from experiments.errors import ExperimentError, UsageError
+from lab.experiments import suite
+from lab.experiments.catalog import Arm, Experiment
+from lab.experiments.errors import ExperimentError, UsageError
 from tests.experiments.conftest import write_lines, write_suite
 
 DUEL = Experiment(
@@ -64,7 +64,7 @@ def run(tmp_path, monkeypatch):
     """Runs cells of the duel, which end as `code` says of their overrides; returns the exit code and who was run."""
     # The summary is a module that is found by PYTHONPATH, as a real one is.
     (tmp_path / "told.py").write_text(
-        "import sys; from experiments import suite; from pathlib import Path\n"
+        "import sys; from lab.experiments import suite; from pathlib import Path\n"
         "cells = suite.read(Path(sys.argv[1]))['cells']\n"
         "print('told', *[(c['folder'], c['exit_code']) for c in cells])\n"
     )

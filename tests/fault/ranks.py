@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of :mod:`benchmarks.links` on several ranks; called inside a rank of :mod:`tests.world`."""
+"""The runs of :mod:`lab.benchmarks.links` on several ranks; called inside a rank of :mod:`tests.world`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from benchmarks import links
+from lab.benchmarks import links
 
 PLAN = links.Plan("gpt", 7, 32, 2, 2e-3, 0.1, 0.999, 2, 4)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import gradloc
-from benchmarks import links
 from gradloc.core.probe import Prober
 from gradloc.fault.updates import Updates
 from gradloc.search.weights import MovedWeights
+from lab.benchmarks import links
 
 SEED = 7
 PLAN = links.Plan("gpt", SEED, 32, 2, 2e-3, 0.1, 0.999, 2, 4)

@@ -4,12 +4,13 @@
 import json
 from pathlib import Path
 
-from benchmarks.mismatch.__main__ import kinds_table, markdown, outcome
 from gradloc.mismatch import KINDS
 from gradloc.mismatch.verdict import SMALL_KL
+from lab.benchmarks.mismatch.__main__ import kinds_table, markdown, outcome
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text("utf-8"))
+RESULTS = ROOT / "lab" / "benchmarks" / "results"
+RECORD = json.loads((RESULTS / "mismatch.json").read_text("utf-8"))
 PAGE = (ROOT / "docs" / "mismatch.md").read_text("utf-8")
 
 
@@ -21,7 +22,7 @@ def test_the_page_has_the_recorded_table():
         f'{counts["two"]} are named as the two, {counts["cannot tell"]} "cannot tell". {counts["one of the two"]} are'
     )
     assert said in PAGE and f"and {counts['another']} otherwise" in PAGE
-    small = outcome(json.loads((ROOT / "benchmarks" / "results" / "mismatch-small.json").read_text("utf-8"))["pairs"])
+    small = outcome(json.loads((RESULTS / "mismatch-small.json").read_text("utf-8"))["pairs"])
     assert f"of pairs {small['one of the two']} are named as one" in PAGE
     assert counts["two"] + counts["cannot tell"] >= 0.95 * sum(counts.values())
 

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks import healthy, links, spiking, unrepeatable, worlds
-from benchmarks.localization import cost
-from benchmarks.localization import tables as localization
-from benchmarks.trigger import __main__ as trigger
-from experiments import suite
-from experiments.llm import natural
-from experiments.loop import pretrain
 from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
+from lab.benchmarks import healthy, links, spiking, unrepeatable, worlds
+from lab.benchmarks.localization import cost
+from lab.benchmarks.localization import tables as localization
+from lab.benchmarks.trigger import __main__ as trigger
+from lab.experiments import suite
+from lab.experiments.llm import natural
+from lab.experiments.loop import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "lab" / "benchmarks" / "results"
 DEMO = read_run(ROOT / "examples" / "demo")
 (EVENT,) = DEMO.events
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+RECORD = ROOT / "lab" / "benchmarks" / "results" / "mutants.json"
 BY_HAND = json.loads((ROOT / "tests" / "data" / "mutants.json").read_text())
 
 sys.path.append(str(ROOT / "scripts" / "mutants"))

@@ -6,10 +6,10 @@ nothing that a run has already, and no cut of the sampling; one that is on is to
 import json
 from pathlib import Path
 
-from benchmarks.lead import HORIZON, lead, main
 from gradloc.explain.advice import actions_of
 from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of
+from lab.benchmarks.lead import HORIZON, lead, main
 
 SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
 

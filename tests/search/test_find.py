@@ -5,11 +5,11 @@ What a search may cost, and how it ends."""
 import pytest
 import torch
 
-from benchmarks.mixtures import LAYOUTS, markdown, measure
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.task import Span
+from lab.benchmarks.mixtures import LAYOUTS, markdown, measure
 from tests.search import spike_of, trained
 from tests.search import task_of as a_step
 from tests.toy_model import Loss, build, random_batch

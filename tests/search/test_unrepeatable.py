@@ -3,11 +3,11 @@
 
 import pytest
 
-from benchmarks.unrepeatable import SIZES, measure, problems
 from gradloc.core.certificate import Removal
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.selection import Token
+from lab.benchmarks.unrepeatable import SIZES, measure, problems
 from tests.search import trained
 from tests.toy_model import build, random_batch
 from tests.toy_model.noise import unrepeatable

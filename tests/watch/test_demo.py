@@ -21,7 +21,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 sys.argv[1:] = ["steps=20", "first_step=18", "last_step=18"]
-runpy.run_module("experiments.loop.demo", run_name="__main__")
+runpy.run_module("lab.experiments.loop.demo", run_name="__main__")
 """
 
 

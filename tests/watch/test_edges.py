@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradloc
-from benchmarks.any_loss import Clipped, Loop, log_probs
+from lab.benchmarks.any_loss import Clipped, Loop, log_probs
 from tests.toy_model.model import build
 from tests.watch.loops import SPIKE, TAU, T, batches
 from tests.watch.loops import Loop as Plain

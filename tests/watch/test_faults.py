@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from benchmarks.localization import pretrained
-from experiments.cpu.environment import CACHE
+from lab.benchmarks.localization import pretrained
+from lab.experiments.cpu.environment import CACHE
 from tests.watch import faults
 from tests.watch.test_harmless import events_in, named
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import gradloc
-from benchmarks.counter import DeviceCounter
+from lab.benchmarks.counter import DeviceCounter
 from tests.toy_model.model import Decoder, ModelSize
 
 MICRO_BATCHES, T = 4, 8

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from benchmarks.counter import DeviceCounter
 from gradloc.core.ranks import Ranks
+from lab.benchmarks.counter import DeviceCounter
 from tests.adapters.trl.as_actor import make_trainer
 from tests.world.harness import make_batch
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.links import Plant
+from lab.benchmarks.links import Plant
 from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.harness import (
@@ -327,7 +327,7 @@ BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), 
 
 
 def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0) -> Plant:
-    """A fault of :mod:`benchmarks.links` in this trainer's engine."""
+    """A fault of :mod:`lab.benchmarks.links` in this trainer's engine."""
     ends = ("model.norm.weight", "lm_head.weight")
     planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends)
     planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from experiments import catalog
-from experiments.errors import UsageError
 from gradloc.rewards import kk as kk_reward
+from lab.experiments import catalog
+from lab.experiments.errors import UsageError
 from tests.experiments.conftest import composer
 from tests.experiments.real import demo, explode, largest_difference
 

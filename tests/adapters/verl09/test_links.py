@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks.links import FAULTS as TRUTH
+from lab.benchmarks.links import FAULTS as TRUTH
 from tests.adapters.verl09.harness import HEALTHY
 from tests.adapters.verl09.test_localization import ACTOR, half
 from tests.world.events import read_events

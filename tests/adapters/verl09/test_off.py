@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import catalog, cli
-from experiments.catalog import Experiment
-from experiments.cpu import environment
-from experiments.launch import end_session
+from lab.experiments import catalog, cli
+from lab.experiments.catalog import Experiment
+from lab.experiments.cpu import environment
+from lab.experiments.launch import end_session
 from tests.experiments.conftest import REPO
 
 from .test_localization import PLANT

@@ -28,7 +28,7 @@ class Letters:
 
 def respond(kind, first, second, length=200):
     """The loop's output where the engine answers so, in turn; and the prompts that it was given."""
-    from experiments.llm import tool_loop
+    from lab.experiments.llm import tool_loop
 
     loop = object.__new__(getattr(tool_loop, kind))
     loop.tokenizer, loop.end = Letters(), END

@@ -3,7 +3,7 @@
 
 import pytest
 
-from experiments.cpu.arithmetic import LARGEST, Addition, draw, to_row
+from lab.experiments.cpu.arithmetic import LARGEST, Addition, draw, to_row
 
 
 def test_a_seed_draws_the_same_additions_none_of_them_twice():

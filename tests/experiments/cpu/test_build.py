@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments.cpu import arithmetic, build, material  # noqa: E402
-from experiments.cpu.build import Recipe  # noqa: E402
+from lab.experiments.cpu import arithmetic, build, material  # noqa: E402
+from lab.experiments.cpu.build import Recipe  # noqa: E402
 
 QUICK = Recipe(warmup_steps=1, warmup_batch=4, num_train=6, num_val=3)
 

@@ -52,7 +52,7 @@ def test_every_shim_does_its_work_when_verl_loads_the_module(patched_tree, tmp_p
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(patched_tree), str(REPO)]),
-        "VERL_USE_EXTERNAL_MODULES": "experiments.cpu.device",
+        "VERL_USE_EXTERNAL_MODULES": "lab.experiments.cpu.device",
         "CUDA_VISIBLE_DEVICES": "-1,-1",
     }
     done = subprocess.run([sys.executable, "-c", CHECKS], env=environ, cwd=tmp_path, capture_output=True, text=True)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def fault(verl):
-    from experiments.cpu import fault
+    from lab.experiments.cpu import fault
 
     yield fault
     fault.arm(None)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from experiments.cpu import places
+from lab.experiments.cpu import places
 from tests.experiments.conftest import write_lines
 from tests.experiments.cpu.test_verdict import EVENT, PLANTED
 

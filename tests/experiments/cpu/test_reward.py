@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
     ],
 )
 def test_an_answer_is_scored_by_rule(verl, text, expected):
-    from experiments.cpu.reward import score
+    from lab.experiments.cpu.reward import score
 
     assert score("any", text, "19") == expected
 
@@ -45,8 +45,8 @@ RIGHT = "1+2=3, so the answer is 3."
 
 
 def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, monkeypatch):
-    from experiments.cpu import build, fault
-    from experiments.cpu.reward import ArithmeticReward
+    from lab.experiments.cpu import build, fault
+    from lab.experiments.cpu.reward import ArithmeticReward
 
     seen = []
     monkeypatch.setattr(fault, "observe", seen.append)
@@ -70,8 +70,8 @@ def test_training_rows_are_shown_to_the_fault_and_validation_rows_are_not(verl, 
     ids=["at-the-limit-without-an-end", "at-the-limit-with-one", "under-the-limit", "validation"],
 )
 def test_only_a_training_response_without_an_end_in_time_is_penalized(verl, length, ending, meta, factor):
-    from experiments.cpu import build
-    from experiments.cpu.reward import ArithmeticReward
+    from lab.experiments.cpu import build
+    from lab.experiments.cpu.reward import ArithmeticReward
 
     tokenizer = build.make_tokenizer()
     manager = ArithmeticReward(tokenizer, 0, None, "data_source", runaway_penalty=0.3)

@@ -12,7 +12,7 @@ PARAMS = {"temperature": 1.0, "top_p": 1.0, "do_sample": True, "max_new_tokens":
 
 @pytest.fixture(scope="module")
 def rollout(verl):
-    from experiments.cpu import rollout
+    from lab.experiments.cpu import rollout
 
     return rollout
 
@@ -33,7 +33,7 @@ def generate(server, prompts, seed, **changes):
 
 
 def test_what_follows_the_first_end_token_is_dropped_and_calls_have_seeds_of_their_own():
-    from experiments import generation
+    from lab.experiments import generation
 
     assert generation.cut_at(4, [1, 4, 2, 4], [0.1, 0.2, 0.3, 0.4]) == ([1, 4], [0.1, 0.2])
     assert generation.cut_at(4, [1, 2], [0.1, 0.2]) == ([1, 2], [0.1, 0.2])

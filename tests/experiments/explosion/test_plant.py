@@ -13,14 +13,14 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def plant(verl):
-    from experiments.explosion import plant
+    from lab.experiments.explosion import plant
 
     return plant
 
 
 @pytest.fixture(scope="module")
 def rollout(verl):
-    from experiments.explosion import rollout
+    from lab.experiments.explosion import rollout
 
     return rollout
 
@@ -105,8 +105,8 @@ def test_the_real_actors_method_is_wrapped(rollout):
 @pytest.fixture
 def observe(verl, tmp_path, monkeypatch):
     """Tells the estimator of rows with these marks, with the run's folder in a place of its own."""
-    from experiments.cpu import build, fault
-    from experiments.explosion import plant
+    from lab.experiments.cpu import build, fault
+    from lab.experiments.explosion import plant
 
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(tmp_path))
     tokenizer = build.make_tokenizer()
@@ -123,7 +123,7 @@ def observe(verl, tmp_path, monkeypatch):
 
 
 def test_the_planted_row_gets_its_advantage_and_the_others_verls_own(observe, plant):
-    from experiments.cpu import fault
+    from lab.experiments.cpu import fault
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     rewards, mask, uids = torch.rand(3, 4), torch.ones(3, 4), np.array(["p", "p", "q"])
@@ -172,7 +172,7 @@ def test_the_long_response_has_no_end_and_the_policys_own_log_probs(server):
 
 
 def test_an_ordinary_rollout_is_the_demos(server, rollout):
-    from experiments.cpu.rollout import HFRollout
+    from lab.experiments.cpu.rollout import HFRollout
 
     answers = server.generate([[7, 8], [9]], PARAMS, 5)
     assert answers == HFRollout.generate(server, [[7, 8], [9]], PARAMS, 5)

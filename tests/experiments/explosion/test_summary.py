@@ -11,8 +11,8 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from experiments import suite  # noqa: E402
-from experiments.explosion import summary  # noqa: E402
+from lab.experiments import suite  # noqa: E402
+from lab.experiments.explosion import summary  # noqa: E402
 from tests.experiments.conftest import write_lines, write_steps, write_suite  # noqa: E402
 
 NORMS = {"healthy": [1.0, 2.0, 1.5, 1.2, 1.1, 1.3], "loud": [1.0, 2.0, 14.0, 250.0, 1.1, 1.3]}

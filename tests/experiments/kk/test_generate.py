@@ -7,7 +7,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 import pyarrow  # noqa: E402
 
-from experiments.kk import generate  # noqa: E402
+from lab.experiments.kk import generate  # noqa: E402
 
 
 def run(capsys, *args):

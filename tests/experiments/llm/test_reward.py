@@ -19,7 +19,7 @@ pytest.importorskip("math_verify")
     ],
 )
 def test_an_answer_gets_what_its_reward_says(verl, kind, answer, expected):
-    from experiments.llm.reward import SCORES
+    from lab.experiments.llm.reward import SCORES
 
     right = "21" if "days" in answer else "7"
     assert SCORES[kind](None, answer, right) == pytest.approx(expected)
@@ -28,7 +28,7 @@ def test_an_answer_gets_what_its_reward_says(verl, kind, answer, expected):
 def test_negative_only_pushes_wrong_answers_down_and_leaves_right_ones(verl):
     import torch
 
-    from experiments.llm.reward import negative_only
+    from lab.experiments.llm.reward import negative_only
 
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])

@@ -3,7 +3,7 @@
 
 import re
 
-from experiments.llm import tasks
+from lab.experiments.llm import tasks
 
 
 def worked_out(text):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of `wild`, from runs on disk."""
 
-from experiments.llm import wild
+from lab.experiments.llm import wild
 from tests.experiments.conftest import write_lines, write_steps, write_suite
 from tests.report.builder import make_culprit, make_event
 

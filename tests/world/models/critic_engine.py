@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import experiments.cpu.critic  # noqa: F401
+import lab.experiments.cpu.critic  # noqa: F401
 from tests.adapters.verl09 import harness
 from verl.workers.utils import losses
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/losses.md is what verl 0.9's own losses do."""
 
-from benchmarks.losses import rows
+from lab.benchmarks.losses import rows
 from tests.benchmarks.test_losses import PAGE
 
 

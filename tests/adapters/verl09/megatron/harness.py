@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from experiments.verl09 import megatron
+from lab.experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, digest_of, make_batch, model_config

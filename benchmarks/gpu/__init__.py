@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What holds on a GPU; `python -m benchmarks.gpu`."""

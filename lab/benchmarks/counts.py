@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update asks of the device with gradloc and without: operations, reads by the host, collectives, bytes.
+
+    python -m lab.benchmarks.counts                  # the installed verl: 0.9 (its engine) or 0.7.0 (its actor)
+    python -m lab.benchmarks.counts --tree ~/verl    # a patched checkout of 0.7
+
+Counted on a CPU, on the path that a GPU takes, see :mod:`lab.benchmarks.counter`. One update is
+two mini-batches of four micro-batches a rank, on two ranks; the spiking one has one token planted in the second
+mini-batch. Writes counts.json and counts.md; the exit code is 1 where a limit is broken.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from lab.benchmarks.actor import is_engine
+from lab.benchmarks.healthy import ON, with_worlds, worlds
+from lab.benchmarks.run import Record, digest, finish, parser, table
+from tests.world import World
+
+ACTOR = "actor_rollout_ref.actor"
+SETTINGS = [
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    f"{ACTOR}.use_dynamic_bsz=false",
+]
+THRESHOLD = f"{ACTOR}.grad_norm_threshold=640"
+PLANT = (13, 5, 1e4)
+"""Row, response position and advantage."""
+MORE_OPS = 0.03
+MOST_READS = 60
+"""Of a spiking update beside its forwards and backwards, and what verl's loss reads where a cure asks it."""
+HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
+
+
+def measure(worlds: dict[str, World], scratch: Path) -> Record:
+    """Count a healthy and a spiking update of each variant, on the first rank.
+
+    Args:
+        worlds: ``unpatched`` and ``on``.
+        scratch: where models and events go.
+    """
+    updates = {}
+    for name in ("unpatched", "on"):
+        folder = scratch / name
+        folder.mkdir()
+        given = {"overrides": [*ON[is_engine()], THRESHOLD] if name == "on" else [], "settings": SETTINGS}
+        worlds[name].run("lab.benchmarks.actor.prepare", name=name, folder=str(folder), **given)
+        for seed in (1, 2):  # the first update allocates
+            worlds[name].run("lab.benchmarks.actor.update", name=name, seed=seed)
+        for kind, plant in (("healthy", None), ("spiking", PLANT)):
+            counted = worlds[name].run("lab.benchmarks.actor.count", name=name, seed=3, plant=plant)
+            updates[f"{kind}, {name}"] = counted[0]
+    return {"core_sha256": digest(), "verl": "0.9" if is_engine() else "0.7", "updates": updates}
+
+
+def broken(run: Record) -> list[str]:
+    """What is over its limit, a sentence each."""
+    updates = run["updates"]
+    plain, healthy, spiking = (updates[name] for name in ("healthy, unpatched", "healthy, on", "spiking, on"))
+    over = []
+    if healthy["spikes"] or not spiking["spikes"]:
+        over.append(f"spikes: healthy {healthy['spikes']}, expected 0; spiking {spiking['spikes']}, expected 1")
+    if healthy["ops"] > (1 + MORE_OPS) * plain["ops"]:
+        over.append(f"a healthy update has {healthy['ops']} operations, at most 3 % more than {plain['ops']} expected")
+    if healthy["reads_before_step"] > plain["reads_before_step"]:
+        over.append(f"{healthy['reads_before_step']} reads before the step, {plain['reads_before_step']} expected")
+    if healthy["collectives"] != plain["collectives"]:
+        over.append(f"collectives {healthy['collectives']}, expected {plain['collectives']}")
+    beside = spiking["reads"] - updates["spiking, unpatched"]["reads"]
+    if beside > MOST_READS:
+        over.append(f"a spiking update reads {beside} times beside its forwards and backwards, expected {MOST_READS}")
+    return over
+
+
+def markdown(run: Record) -> str:
+    """A table: a line for each update."""
+    rows: list[list[object]] = [HEAD]
+    for name, told in run["updates"].items():
+        cells = [f"verl {run['verl']}, {name}", told["ops"], told["reads"], told["reads_before_step"]]
+        rows.append([*cells, told["reads_in_passes"], sum(told["collectives"].values()), f"{told['bytes'] / 1e6:.0f}"])
+    return table(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Count, print a table, and say what is over its limit."""
+    parsed = with_worlds(parser("counts", __doc__)).parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch, worlds(parsed.ranks, parsed.tree) as variants:
+        run = measure(variants, Path(scratch))
+    finish(run, parsed.out, "counts", markdown(run))
+    over = broken(run)
+    for sentence in over:
+        print(f"over its limit: {sentence}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

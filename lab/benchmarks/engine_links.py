@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults of :mod:`lab.benchmarks.links` in verl 0.9's engine: does the event's ``fault`` name the right link?
+
+    python -m lab.benchmarks.engine_links             # three fresh seeds of each; in verl 0.9's environment
+
+verl's own worker and trainer around a model of 60k parameters (tests/adapters/verl09/harness.py), FSDP2, one process.
+Each seed trains once; every fault continues from there, with weights, moments and what gradloc knows put back.
+"""
+
+import copy
+import itertools
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.benchmarks.links import FAULTS, judged, matrix, sentence
+from lab.benchmarks.run import Record, as_typed, digest, finish, parser
+
+HEALTHY = 24
+_AFTER = 3
+
+
+class Kept:
+    """What a run is put back to: local weights, the optimizer's state, and what gradloc has learned."""
+
+    def __init__(self, made: Any):
+        self.made, self.localizer = made, made.engine._watch.localizer
+        self.shards = [_local(param.detach()) for param in made.engine.module.parameters()]
+        self.weights = [shard.clone() for shard in self.shards]
+        self.moments = copy.deepcopy([dict(state) for state in made.engine.optimizer.state.values()])
+        self.step, self.drivers = made.trainer.global_steps, [driver.state() for driver in made.trainer.gradloc.drivers]
+        self.movements, keeper = copy.deepcopy(self.localizer.updates.movements), self.localizer._keeper
+        self.reference = keeper.reference, copy.copy(keeper._norms)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for shard, saved in zip(self.shards, self.weights, strict=True):
+            shard.copy_(saved)
+        for state, saved in zip(self.made.engine.optimizer.state.values(), self.moments, strict=True):
+            state.update(copy.deepcopy(saved))
+        for driver, state in zip(self.made.trainer.gradloc.drivers, self.drivers, strict=True):
+            driver.load_state(copy.deepcopy(state))
+        updates, keeper = self.localizer.updates, self.localizer._keeper
+        updates._is_present = False
+        updates._note()
+        updates.movements, updates._pending, updates._open = copy.deepcopy(self.movements), None, []
+        keeper.reference, keeper._norms = self.reference[0], copy.copy(self.reference[1])
+        self.made.trainer.global_steps = self.step
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def measure(seed: int, folder: str) -> list[Record]:
+    """Return what the first event of each kind of fault says; called inside of a rank."""
+    from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer, plant, save_model, update_with
+    from tests.world.events import read_events
+
+    torch.set_num_threads(1)
+    save_model(f"{folder}/model")
+    overrides = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={folder}/events", f"{ACTOR}.optim.weight_decay=0.01"]
+    made, kept, rows = make_trainer(overrides, f"{folder}/model"), None, []
+    for fault, is_gradual in itertools.product(FAULTS, (False, True)):
+        planted = plant(made, fault, is_gradual, seed)
+        shutil.rmtree(f"{folder}/events", ignore_errors=True)
+        if kept is not None:
+            kept.put_back()
+        for step in range(0 if kept is None else HEALTHY - 1, HEALTHY + planted.steps + _AFTER):
+            if kept is None and step == HEALTHY - 1:
+                kept = Kept(made)
+            update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
+        events = read_events(Path(folder, "events")) if Path(folder, "events", "events.jsonl").exists() else []
+        own = [event for event in events if event["step"]["global_step"] > HEALTHY]
+        row = {"model": "verl 0.9", "seed": seed, "fault": fault, "gradual": is_gradual}
+        rows.append(row | judged(planted, own, HEALTHY))
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    from lab.experiments.verl09 import ENVIRONMENT
+    from tests.world import World
+
+    os.environ.update(ENVIRONMENT)  # what its workers need on a machine without an accelerator
+    made = parser("engine_links", __doc__)
+    made.add_argument("--seeds", type=int, default=3, help="fresh seeds of each fault")
+    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    args = made.parse_args()
+    seeds = args.seed or [random.SystemRandom().randrange(2**20) for _ in range(args.seeds)]
+    rows: list[Record] = []
+    for seed in seeds:
+        with World(1, timeout_s=7200) as world, tempfile.TemporaryDirectory() as folder:
+            rows += world.run("lab.benchmarks.engine_links.measure", seed=seed, folder=folder)[0]
+    record = {"command": as_typed("engine_links"), "sources": digest(), "rows": rows}
+    finish(record, args.out, "engine_links", f"{matrix(rows)}\n\n{sentence(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

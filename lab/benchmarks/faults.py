@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a run in which something fails while a spike is looked into.
+
+    python -m lab.benchmarks.faults                       # every trainer installed here; goes on where it was stopped
+    python -m lab.benchmarks.faults --trainer "TRL, DDP"  # one of them
+    python -m lab.benchmarks.faults --every 20            # each twentieth case
+    python -m lab.benchmarks.faults --pause 90            # a rank stops for 90 s, not for 3
+    python -m lab.benchmarks.faults --table               # the page's table, from the record
+
+Each case is a real trainer on two ranks: one optimizer step with a planted spike, in whose search something fails, and
+a healthy one. Good is either of two ends. The run goes on with the step that its mode promises, the spike's own or the
+one without the token, and leaves those weights, bit for bit. Or all processes end, within a minute, with a sentence.
+Writes faults.json.
+"""
+
+import errno
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gradloc.core import ranks
+from lab.benchmarks.actor import is_engine
+from lab.benchmarks.run import Progress, Record, digest, parser, table, write
+from tests.core.card import Card
+from tests.toy_model.faults import memory_is
+from tests.world import World
+from tests.world import harness as of_world
+from tests.world.spikes import plant
+
+TRAINERS = {
+    "verl 0.7, FSDP2": "",
+    "verl 0.9, FSDP2": "",
+    "verl 0.9, Megatron TP 2": "TP 2",
+    "verl 0.9, Megatron PP 2": "PP 2",
+    "TRL, DDP": "",
+}
+"""And the layout of Megatron."""
+PLACES = {
+    "ride along": ("core.gradients", "GradientSpace.local_squares"),
+    "set aside": ("loop.localizer", "Localizer._set_aside"),
+    "make room": ("loop.localizer", "Localizer._make_room"),
+    "agreement": ("core.ranks", "Ranks.run_local_synced"),
+    "forward": ("core.host_step", "HostStep.forward"),
+    "forward with a graph": ("core.host_step", "HostStep.forward_with_graph"),
+    "backward": ("core.probe", "run_backward"),
+    "certificate": ("search.task", "Task.certify"),
+    "act": ("loop.localizer", "Localizer._act"),
+    "gather": ("loop.localizer", "Localizer._gather"),
+    "take back": ("core.memory", "SearchMemory.close"),
+    "report": ("loop.localizer", "median_size"),
+    "event's folder": ("record.store", "EventStore.write_folder"),
+    "event's line": ("record.store", "EventStore.append"),
+}
+"""Where a search can be, in order, and what is called when it comes there."""
+KINDS = {
+    "SIGKILL": "to one process",
+    "SIGTERM": "to one process",
+    "a rank stands still": "SIGSTOP, and SIGCONT three seconds later",
+    "a rank stands still for 90 s": "likewise",
+    "dead tracker": "of four kinds",
+    "device memory": "one allocation fails, at a place or by its number",
+    "device memory, from here on": "a simulated device gives no more than what was taken",
+    "full disk": "ENOSPC where an event or weights are written; once a device that is really full",
+    "host memory": "a MemoryError",
+    "late file system": "each write answers three seconds late",
+}
+"""What may fail, and how."""
+COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
+SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
+PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
+"""A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits
+for its peers here. The package's patience is longer, so cases have as much less time."""
+_ACTOR = "actor_rollout_ref.actor"
+_ON = [f"{_ACTOR}.spike_detection=True", f"{_ACTOR}.grad_norm_threshold=640"]
+_PLANT = (6, 2, 1e4)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What fails, and where: on a ``rank`` (None: on both), when it comes to ``place`` for the ``number``-th time."""
+
+    kind: str = ""
+    place: str = ""
+    number: int = 1
+    rank: int | None = 0
+    mode: str = "observe"
+
+    @property
+    def key(self) -> str:
+        who = "both ranks" if self.rank is None else f"rank {self.rank}"
+        return f"{self.kind} | {self.place} | {self.number} | {who} | {self.mode}"
+
+
+# ---- on a rank
+
+
+class _Injection:
+    """Counts how often a rank comes to each place, and has the fault happen at one."""
+
+    def __init__(self, fault: Fault, folder: str, pause_s: float):
+        self.fault, self.counts, self.is_on = fault, Counter[str](), False
+        self._folder, self._pause_s = folder, pause_s
+        self.card, self._is_searching = Card(), False
+        self.card.on_allocation = lambda: self._is_searching and self.come("allocation")
+
+    def come(self, place: str) -> None:
+        """This rank is there."""
+        if not self.is_on:
+            return
+        self.counts[place] += 1
+        fault = self.fault
+        if (place, self.counts[place]) == (fault.place, fault.number) and fault.rank in (None, dist.get_rank()):
+            self._happen(fault.kind)
+
+    def _happen(self, kind: str) -> None:
+        Path(f"{self._folder}/happened").write_text(str(time.monotonic()))
+        if kind.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, kind))
+            time.sleep(LIMIT_S)  # until it is delivered
+        elif kind == "a rank stands still":
+            subprocess.Popen(["sh", "-c", f"sleep {self._pause_s}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "device memory, from here on":
+            self.card.fill()
+        elif kind == "late file system":
+            time.sleep(self._pause_s)
+        elif kind == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        elif kind == "host memory":
+            raise MemoryError("made to fail")
+        elif kind == "device memory":
+            raise torch.OutOfMemoryError("made to fail")
+
+    @contextmanager
+    def at(self, places: dict[str, tuple[str, str]]) -> Iterator[None]:
+        """While each of these calls comes by here."""
+        with ExitStack() as stack:
+            for place, (module, path) in places.items():
+                *owners, name = path.split(".")
+                owner = importlib.import_module(module if place in SAVES else f"gradloc.{module}")
+                for each in owners:
+                    owner = getattr(owner, each)
+                stack.enter_context(mock.patch.object(owner, name, self._coming(place, getattr(owner, name))))
+            yield
+
+    def _coming(self, place: str, original: Callable) -> Callable:
+        def coming(*args: Any, **given: Any) -> Any:
+            if place != "agreement":
+                if place not in SAVES or isinstance(args[1], str | os.PathLike):  # a tensor is pickled by torch.save
+                    self.come(place)
+                return original(*args, **given)
+            ranks, local = args  # what a rank computes by itself, before all tell each other how it went
+            return original(ranks, lambda: (self.come(place), local())[1])
+
+        return coming
+
+    @contextmanager
+    def on_card(self) -> Iterator[None]:
+        """While all lies on the simulated device, and the allocations of a search, too, come by here."""
+        from gradloc.loop.localizer import Localizer
+
+        look_into = Localizer._look_into
+
+        def searched(*args: Any) -> Any:
+            self._is_searching = True
+            try:
+                return look_into(*args)
+            finally:
+                self._is_searching = False
+
+        with memory_is(self.card), mock.patch.object(Localizer, "_look_into", searched):
+            yield
+
+
+def suffer(trainer: str, folder: str, fault: dict[str, Any], is_on: bool, pause_s: float, patience_s: float) -> Record:
+    """Train a rank through the fault. A process in which the trainer itself raises ends, as a trainer's does.
+
+    Returns:
+        ``weights``, a hash of them and of the optimizer's state; ``counts`` of places; ``failures`` and ``events``.
+    """
+    os.makedirs(folder, exist_ok=True)
+    said = os.open(f"{folder}/rank{dist.get_rank()}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    os.close(said)
+    of_world.part("core.ranks")._PATIENCE_S = patience_s
+    try:
+        return _trained(trainer, folder, Fault(**fault), is_on, pause_s)
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) -> Record:
+    injection, dump_dir = _Injection(fault, folder, pause_s), f"{folder}/events"
+    overrides = [*_ON, f"{_ACTOR}.gradloc.action.mode={fault.mode}"] if is_on else []
+    places = PLACES
+    with ExitStack() as stack:
+        if TRAINERS[name]:
+            stack.enter_context(_megatron(TRAINERS[name]))
+        if fault.place in COPIES:  # as where memory is short
+            places = PLACES | COPIES
+            stack.enter_context(mock.patch("gradloc.core.forecast.MemoryNeed.least_way", lambda *_: 2))
+        if fault.place in SAVES:
+            places = PLACES | SAVES
+            overrides.append(f"{_ACTOR}.gradloc.evidence.checkpoint=before_step")
+        if fault.kind == "dead tracker":
+            overrides += _tracker(fault.place)
+        trainer = of_world.make_trainer(overrides, dump_dir)
+        if fault.place in COPIES:  # so that the optimizer has a state
+            trainer.update(of_world.make_batch(seed=3))
+        batch = of_world.make_batch(seed=1)
+        plant(batch, *_PLANT)
+        stack.enter_context(injection.at(places))
+        if fault.place == "the device is full" and dist.get_rank() == 0:
+            os.makedirs(dump_dir, exist_ok=True)  # TRL makes it at start
+            os.symlink("/dev/full", f"{dump_dir}/events.jsonl")
+        driver = trainer.driver if is_on else None
+        if fault.place == "a client that raises" and driver is not None:
+            driver.teller.trackers["file"] = SimpleNamespace()
+        injection.is_on = True
+        with injection.on_card() if fault.place in ("", "allocation") else nullcontext():
+            metrics = trainer.update(batch)["metrics"]
+        injection.is_on = False
+        trainer.update(of_world.make_batch(seed=2))
+        weights = trainer.weights_hash()
+    found = {name: metrics.get(f"gradloc/{name}", [0])[0] for name in ("failures", "events", "write_failures")}
+    return {"weights": weights, "counts": dict(injection.counts), **found}
+
+
+@contextmanager
+def _megatron(layout: str) -> Iterator[None]:
+    """While a trainer is verl's Megatron engine, two processes in this layout."""
+    from tests.adapters.verl09.megatron import as_actor
+    from tests.adapters.verl09.megatron.layouts import LAYOUTS
+
+    as_actor._layout.clear()
+    as_actor._layout.update(LAYOUTS[layout].settings)
+    with mock.patch.object(of_world, "other_trainer", lambda: as_actor):
+        yield
+
+
+def _tracker(place: str) -> list[str]:
+    """Settings of alerts that reach nobody."""
+    notify = f"{_ACTOR}.gradloc.notify"
+    if place == "a command that hangs":
+        return [f"{notify}.command='sleep 600'", f"{notify}.timeout_s=5"]
+    if place == "a client that raises":
+        return []
+    listening = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
+    os.environ["GRADLOC_TEST_HOOK"] = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    if place == "a webhook that refuses":
+        listening.close()
+    else:
+        listening.detach()
+    return [f"{notify}.webhook=env:GRADLOC_TEST_HOOK", f"{notify}.timeout_s=5"]
+
+
+# ---- the cases, and what became of them
+
+
+def installed() -> list[str]:
+    """The trainers that this environment has."""
+    has_trl = importlib.util.find_spec("trl") is not None
+    kind = "verl 0.9" if is_engine() else "TRL" if has_trl else "verl 0.7"
+    return [name for name in TRAINERS if name.startswith(kind)]
+
+
+def world_of(trainer: str) -> World:
+    """Two ranks that have what this trainer needs."""
+    if trainer.startswith("verl 0.7"):
+        from lab.experiments.cpu.environment import ensure_patched_copy
+
+        return World(2, path=(str(ensure_patched_copy(sys.executable)),))
+    from lab.experiments.verl09 import ENVIRONMENT
+    from tests.trainers import SETTINGS
+
+    if trainer.startswith("verl 0.9"):
+        os.environ.update(ENVIRONMENT)
+    return World(2, **SETTINGS)
+
+
+def cases_of(counts: list[dict[str, int]]) -> list[Fault]:
+    """Every case of a trainer whose search comes to places so often, by rank."""
+    found: list[Fault] = []
+    for at, place in enumerate(PLACES):
+        most = [of_rank.get(place, 0) for of_rank in counts]
+        if max(most) == 0:
+            continue
+        number, rank = (1, (max(most) + 1) // 2, max(most))[at % 3], at % 2 if min(most) else most.index(max(most))
+        kinds = ("SIGTERM", "SIGKILL", "a rank stands still", "device memory", "host memory")
+        found += [Fault(kind, place, number, rank) for kind in kinds]
+        found += [Fault("device memory", place, number, None)] if min(most) else []
+    for kind in ("device memory", "device memory, from here on"):
+        for rank, of_rank in enumerate(counts):
+            total = of_rank.get("allocation", 0)
+            numbers = sorted({1 + total * part // 6 for part in range(6)} if total else ())
+            found += [Fault(kind, "allocation", number, rank) for number in numbers]
+    found += [Fault("host memory", place, number, rank) for place in COPIES for number in (1, 2) for rank in (0, 1)]
+    for kind in ("full disk", "late file system"):
+        found += [Fault(kind, place, 1, rank) for place in ("event's folder", "event's line") for rank in (0,)]
+        found += [Fault(kind, "weights", 1, rank) for rank in (0, 1)]
+    found.append(Fault("full disk", "the device is full"))
+    trackers = ("a webhook that refuses", "a webhook that is silent", "a command that hangs", "a client that raises")
+    found += [Fault("dead tracker", place) for place in trackers]
+    found += [Fault("full disk", "safetensors"), Fault("late file system", "safetensors")]
+    return [replace(each, mode="mask" if at // 2 % 2 else "observe") for at, each in enumerate(found)]
+
+
+class Trial:
+    """A trainer's cases: the same ranks, until one is lost."""
+
+    def __init__(self, trainer: str, folder: Path, pause_s: float = PAUSE_S, patience_s: float = PATIENCE_S):
+        self.trainer, self._folder, self._patience_s = trainer, folder, patience_s
+        self._world, self._number, self._seconds = world_of(trainer), 0, {"pause_s": pause_s, "patience_s": patience_s}
+        self.cases = cases_of([answer["counts"] for _, answer in self._run()])
+        self._left: dict[tuple[bool, str], list[str]] = {}
+
+    def outcome(self, fault: Fault) -> str:
+        """What became of the run, in words; BAD: neither of the two that are promised; "": nothing failed in it."""
+        found = self._run(fault)
+        happened, fates = Path(f"{self._last}/happened"), {fate for fate, _ in found}
+        if happened.exists():
+            seconds = time.monotonic() - float(happened.read_text())
+        elif fault.place in PLACES | COPIES | SAVES | {"allocation": ()}:
+            return ""
+        if fates == {"went on"}:
+            weights = self._weights(found)
+            place = fault.place if fault.place in COPIES else ""
+            plain, masked = self._reference(place, is_on=False), self._reference(place)
+            failures = max(answer["failures"] for _, answer in found)
+            if weights == plain:
+                return "goes on, the step as it was" + (", and counts the failure" if failures else "")
+            if weights == masked and fault.mode == "mask":
+                return "goes on, the step without the token"
+            return "BAD: goes on with other weights"
+        if not happened.exists():
+            return f"BAD: {'/'.join(fate for fate, _ in found)} with nothing that failed: {self._sentence(fault)}"
+        if "hangs" in fates or seconds > LIMIT_S - (ranks._PATIENCE_S - self._patience_s):
+            return f"BAD: {'/'.join(fate for fate, _ in found)} after {seconds:.0f} s"
+        return f"all end, {self._sentence(fault)}"
+
+    def _reference(self, place: str, is_on: bool = True) -> list[str]:
+        """What is left by a run in which nothing fails: without gradloc, or of the step without the token."""
+        if (is_on, place) not in self._left:
+            self._left[is_on, place] = self._weights(self._run(Fault(place=place, number=0, mode="mask"), is_on))
+        return self._left[is_on, place]
+
+    def _run(self, fault: Fault = Fault(), is_on: bool = True) -> list[tuple[str, Any]]:  # noqa: B008 (frozen)
+        self._number += 1
+        self._last = str(self._folder / str(self._number))
+        given = {"trainer": self.trainer, "folder": self._last, "fault": asdict(fault), "is_on": is_on, **self._seconds}
+        timeout_s = 3 * LIMIT_S + self._seconds["pause_s"]
+        found = self._world.outcomes("lab.benchmarks.faults.suffer", timeout_s=timeout_s, **given)
+        if not fault.kind and {fate for fate, _ in found} != {"went on"}:
+            raise RuntimeError(f"{self.trainer} does not train here:\n" + "\n".join(self._logs().values()))
+        return found
+
+    def _logs(self) -> dict[int, str]:
+        paths = sorted(Path(self._last).glob("rank*.log"))
+        return {int(path.stem[4:]): path.read_text(errors="replace") for path in paths}
+
+    def _sentence(self, fault: Fault) -> str:
+        """Who said why, among those that were left."""
+        logs = [log for rank, log in self._logs().items() if not fault.kind.startswith("SIG") or rank != fault.rank]
+        if any("gradloc: this rank cannot go on in step with its peers" in log for log in logs):
+            return "with gradloc's sentence"
+        return "with the trainer's own error" if any("Traceback" in log for log in logs) else "BAD: without a word"
+
+    @staticmethod
+    def _weights(found: list[tuple[str, Any]]) -> list[str]:
+        return [answer["weights"] for _, answer in found]
+
+    def close(self) -> None:
+        self._world.close()
+
+
+def markdown(record: Record) -> str:
+    """How often each kind of fault came to each outcome, by trainer, and where."""
+    groups: dict[tuple[str, str], Counter[str]] = {}
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for key, outcome in sorted(record["outcomes"].items()):
+        trainer, kind, place, *_ = key.split(" | ")
+        groups.setdefault((kind, outcome), Counter())[trainer] += 1
+        places.setdefault((kind, outcome), {})[place] = None
+    names = [name for name in TRAINERS if any(group[name] for group in groups.values())]
+    order = {place: at for at, place in enumerate(PLACES)}
+    rows: list[list[object]] = [["what fails", "the run", "where", *names]]
+    told: set[str] = set()
+    for (kind, outcome), group in sorted(groups.items()):
+        found = sorted(places[kind, outcome], key=lambda place: order.get(place, len(order)))
+        is_everywhere = len(set(found) & set(PLACES)) == len(PLACES)
+        where = "everywhere" if is_everywhere else ", ".join(found)
+        what = kind if kind in told else f"{kind}: {KINDS[kind]}"
+        told.add(kind)
+        rows.append([what, outcome, where, *(group[name] or "" for name in names)])
+    totals = [sum(group[name] for group in groups.values()) for name in names]
+    rows.append(["", f"{sum(totals)} cases", "", *totals])
+    return table(rows)
+
+
+def _paused(fault: Fault, pause_s: float) -> Fault:
+    """The case by its name in the record, which says a pause that is not the usual one."""
+    return fault if pause_s == PAUSE_S else replace(fault, kind=f"{fault.kind} for {pause_s:.0f} s")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases that the record has not yet, and print the table; the exit code is 1 where an outcome is bad."""
+    options = parser("faults", __doc__)
+    options.add_argument("--trainer", choices=TRAINERS, help="this one alone")
+    options.add_argument("--every", type=int, default=1, help="each so manieth case (%(default)s)")
+    options.add_argument("--kind", default="", help="what fails begins with this")
+    options.add_argument("--pause", type=float, default=PAUSE_S, help="seconds of a stop (%(default)s)")
+    options.add_argument("--table", action="store_true", help="print the record's table, and run nothing")
+    parsed = options.parse_args(arguments)
+    path = parsed.out / "faults.json"
+    record: Record = json.loads(path.read_text()) if path.exists() else {"outcomes": {}}
+    for trainer in () if parsed.table else [parsed.trainer] if parsed.trainer else installed():
+        with TemporaryDirectory() as folder:
+            trial = Trial(trainer, Path(folder), parsed.pause)
+            wanted = [each for each in trial.cases[:: parsed.every] if each.kind.startswith(parsed.kind)]
+            keys = {each: f"{trainer} | {_paused(each, parsed.pause).key}" for each in wanted}
+            todo = [each for each in wanted if keys[each] not in record["outcomes"]]
+            progress = Progress(len(todo))
+            for fault in todo:
+                if outcome := trial.outcome(fault):
+                    record["outcomes"][keys[fault]] = outcome
+                    write({**record, "core_sha256": digest()}, parsed.out, "faults")
+                progress.step(f"{trainer}, {fault.key}: {outcome or 'it did not come there'}")
+            trial.close()
+    print(markdown(record))
+    return int(any("BAD" in outcome for outcome in record["outcomes"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

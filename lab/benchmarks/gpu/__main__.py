@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds on a GPU: repeatability, closure, certificate, recall, cost, memory, waits, on models of random weights.
+
+    python -m lab.benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
+    python -m lab.benchmarks.gpu --first                      # all that is worth knowing first: 45 minutes at most
+    python -m lab.benchmarks.gpu --parts first                # three minutes: whether anything is wrong at all
+    python -m lab.benchmarks.gpu --size 1.5B --tokens 32768
+    python -m lab.benchmarks.gpu --forecast                   # no GPU: what a search takes, by sizes alone
+    torchrun --nproc-per-node 8 -m lab.benchmarks.gpu         # the same step dealt out to eight
+    python -m lab.benchmarks.gpu --device cpu --size tiny --tokens 128
+
+Needs torch and this repository; flash-attn and transformers where they are installed. Every cell is written to gpu.json
+and gpu.md as soon as it is measured; one that fails is written, too, and the others go on. The exit code is 1 where a
+cell failed or says NO.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS has no deterministic kernels
+
+import torch
+import torch.distributed as dist
+
+from gradloc.core.forecast import WAYS
+from lab.benchmarks.gpu import cells, forecast
+from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
+from lab.benchmarks.run import REPO, as_typed, digest, parser, table, write
+
+PARTS = ("first", "room", "mask", "syncs", "two", "cells")
+"""In this order; the first ends in three minutes on a GPU."""
+LIMIT = 45 * 60
+"""Seconds of the first session in all."""
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("short answers", "--parts first --tokens 1024", {}),
+    ("long answers", "--parts first --tokens 32768", {}),
+    ("head, two ranks on one card, waits", "--parts head two syncs --tokens 4096", {}),
+    ("room", "--parts room mask --size 1.5B --tokens 32768", {}),
+    ("room, expandable segments", "--parts room mask --size 1.5B --tokens 32768", EXPANDABLE),
+    ("16k", "--parts cells --tokens 16384", {}),
+    ("32k", "--parts cells --tokens 32768", {}),
+)
+"""Of the first session, what would end a run soonest first: what each is called, its arguments, its environment."""
+
+
+def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A part's cells, each by its name and what measures it."""
+    least = min(parsed.tokens)
+    if part == "head":
+        yield "head", lambda: cells.head_cell(parsed.size, device)
+    if part == "two" and "RANK" not in os.environ:
+        yield "two", lambda: cells.two_cell(device, parsed.size, least, parsed.out)
+    repeats = {"repeats": (cells.repeat_cell,)}
+    spikes = {plant: (cells.spike_cell, plant) for plant in PLANTS}
+    on_a_bench: dict[str, dict[str, tuple[Any, ...]]] = {
+        "first": {
+            "tracker": (cells.tracker_cell,),
+            **repeats,
+            **{name: spikes[name] for name in ("single_10", "three")},
+        },
+        "room": {f"way {number}": (cells.room_cell, number) for number in range(1, len(WAYS))},
+        "mask": {"mask": (cells.mask_cell,)},
+        "syncs": {"syncs": (cells.syncs_cell,)},
+        "cells": repeats | spikes,
+    }
+    attentions_of = {"cells": parsed.attention or attentions(device)}
+    for attention in attentions_of.get(part, ["sdpa"]):
+        for tokens in parsed.tokens if part == "cells" else [least]:
+            bench = cache(partial(Bench, parsed.size, attention, tokens, parsed.dtype, device))
+            where = f"{attention} {tokens} " if part == "cells" else ""
+            for name, measured in on_a_bench.get(part, {}).items():
+                yield where + name, partial(_on, bench, *measured)
+
+
+def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What a cell says, and its bench, which the first one makes."""
+    made = bench()
+    with attended(made.attention, is_deterministic=False):
+        return made.told() | measure(made, *given)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure all parts; write each cell as it comes."""
+    options = parser("gpu", __doc__)
+    add = options.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--size", choices=MODELS, default="0.5B")
+    add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    add("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--first", action="store_true", help="the first session on a GPU: all steps in turn, 45 minutes at most")
+    add(
+        "--forecast", action="store_true", help="measure nothing: what the search's own forecast says of cards of 80 GB"
+    )
+    parsed, given = options.parse_args(arguments), list(sys.argv[1:] if arguments is None else arguments)
+    if parsed.forecast:
+        print(forecast.markdown(parsed.tokens))
+        return 0
+    if parsed.first:
+        if "--out" in given:
+            del given[(at := given.index("--out")) : at + 2]
+        return session(parsed.out, [each for each in given if each != "--first"])
+    device = _join(parsed.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    command = as_typed("gpu", arguments)
+    run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
+    run |= {"cells": [], "is_complete": False}
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    for part in parsed.parts:
+        for name, measure in cells_of(part, parsed, device):
+            run["cells"].append({"part": part, "cell": name, **_measured(measure)})
+            if is_writer:
+                write(run, parsed.out, "gpu")
+                (parsed.out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
+                print(table([HEAD, row_of(run["cells"][-1])]).splitlines()[-1], flush=True)
+    if is_writer:
+        write(run | {"is_complete": True}, parsed.out, "gpu")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(cell["is_ok"] is False for cell in run["cells"]))
+
+
+def session(out: Path, given: Sequence[str] = (), limit: float = LIMIT) -> int:
+    """Run all steps of the first session; 1 if one said NO, failed, or found no time.
+
+    Each is a run of this module in a process and a folder of its own, so that one that runs out of memory costs
+    the others nothing. A step that has its whole record is not run again: an interrupted session goes on.
+
+    Args:
+        out: a folder for each step is made in it, named by its number.
+        given: arguments for every step, which win over its own.
+        limit: seconds for all of them together.
+    """
+    started, codes = time.monotonic(), []
+    for number, (name, arguments, variables) in enumerate(STEPS, 1):
+        folder = out / f"{number}"
+        left = limit - (time.monotonic() - started)
+        command = ["-m", "lab.benchmarks.gpu", *shlex.split(arguments), *given, "--out", str(folder)]
+        print(f"[{number}/{len(STEPS)}] {name}, {left / 60:.0f} minutes left: python {shlex.join(command)}", flush=True)
+        code = _code_of(folder)
+        if code is None:
+            try:
+                environment = {**os.environ, **variables}
+                done = subprocess.run([sys.executable, *command], cwd=REPO, env=environment, timeout=max(left, 0))
+                code = done.returncode
+            except subprocess.TimeoutExpired:
+                print("  no time was left for all of it; the same command goes on here", flush=True)
+                code = 1
+        codes.append(code)
+    return int(any(codes))
+
+
+def _code_of(folder: Path) -> int | None:
+    """How a step ended that was run to its end before; None if there was none."""
+    try:
+        run = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return int(any(cell["is_ok"] is False for cell in run["cells"])) if run.get("is_complete") else None
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        found = measure()
+    except Exception as error:  # the next cell may do
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}", "is_ok": False}
+    return found | {"took_seconds": time.perf_counter() - started}
+
+
+HEAD = ("part", "cell", "model", "tokens", "holds", "took (s)", "what was measured")
+_SAID_ELSEWHERE = {"part", "cell", "model", "tokens", "is_ok", "took_seconds", "attention", "healthy_norm", "plant"}
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The whole run as a table, with where it comes from."""
+    about = f"{run['device']}, torch {run['versions']['torch']}, core `{run['core_sha256'][:8]}`: `{run['command']}`"
+    return f"{about}\n\n{table([HEAD, *map(row_of, run['cells'])])}"
+
+
+def row_of(cell: dict[str, Any]) -> list[str]:
+    """A cell's row of the table."""
+    told = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
+    holds = {True: "yes", False: "NO", None: "-"}[cell["is_ok"]]
+    values = [cell["part"], cell["cell"], cell.get("model", ""), cell.get("tokens", ""), holds]
+    return [*map(str, values), f"{cell['took_seconds']:.1f}", ", ".join(told)]
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name} x{count}" for name, count in value.items()) or "nowhere"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _join(kind: str) -> torch.device:
+    """The device of this process, in a group of one or torchrun's; more processes than devices share them by gloo."""
+    rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    is_shared = kind == "cpu" or size > torch.cuda.device_count()
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"  # as verl's groups have it
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread of gloo's that outlives the interpreter would abort a process that is done

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kind of attention at one size: a healthy step, then planted spikes, each searched and held against the truth.
+
+And what else has to hold on a GPU: the read-out of a real model's head, no waiting for the device, two on one card.
+"""
+
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradloc.core.forecast import WAYS, SearchPlan
+from gradloc.core.gradients import GradientSpace
+from gradloc.core.memory import SearchMemory, StepPeak
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.core.tracker import NormTracker
+from gradloc.core.trigger import Spike
+from gradloc.search.find import localize
+from gradloc.search.task import SearchResult
+from lab.benchmarks.counter import PACKAGE, DeviceCounter
+from lab.benchmarks.localization.memory import peak_memory, wait
+from lab.benchmarks.run import REPO
+from tests.toy_model import Batch, Decoder, ModelSize, Place, ToyStep, log_prob_of, shard
+from tests.toy_model.model import SIZES, Block, _attend
+
+MODELS = {
+    "tiny": SIZES["tiny"],
+    "0.5B": ModelSize(vocabulary=151_936, width=896, layers=24, heads=14),
+    "1.5B": ModelSize(vocabulary=151_936, width=1536, layers=28, heads=12),
+}
+PLANTS = {
+    "single_10": (10.0,),
+    "single_1e3": (1e3,),
+    "single_1e5": (1e5,),
+    "three": (10.0, 6.0, 4.0),
+    "eight": (8.0,) * 8,
+}
+"""Each culprit's own gradient norm, in multiples of the healthy step's."""
+_NUM_MICRO_BATCHES = 4
+_THRESHOLD = 4.0  # times the healthy norm: the lowest that the trigger has
+_LONGEST = 2048  # response tokens of a row
+
+
+def attentions(device: torch.device) -> list[str]:
+    """The kinds of attention that can run here."""
+    if device.type == "cpu":
+        return ["sdpa", "varlen"]
+    return ["sdpa", "sdpa_flash", *(["flash_attn", "varlen"] if find_spec("flash_attn") else [])]
+
+
+class Bench:
+    """A model, a batch and the healthy step over both, on every rank; the parts of the benchmark are measured on it.
+
+    Args:
+        size: a name in ``MODELS``.
+        attention: one of :func:`attentions`.
+        num_tokens: response tokens over all ranks.
+        dtype: of the computation; masters are float32.
+        device: of this rank.
+    """
+
+    def __init__(self, size: str, attention: str, num_tokens: int, dtype: str, device: torch.device):
+        torch.manual_seed(0)
+        self.size, self.attention, self.dtype, self.device = size, attention, dtype, device
+        self.precision = getattr(torch, dtype)
+        with torch.device(device):
+            model = Decoder(MODELS[size])
+        self.batch = random_answers(model, num_tokens)
+        layout = "fsdp2" if dist.is_initialized() else "plain"
+        if device.type == "cuda" and dist.get_backend() == "gloo":
+            layout = "fsdp1"  # processes that share a card: FSDP2's reduce-scatter over gloo ends them (torch 2.11)
+        self.model = shard(model, layout, self.precision, device)
+        self.space, self.ranks = GradientSpace(self.model), Ranks(device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)  # it takes its memory and moves nothing
+        self.tracker, self.peak = NormTracker(8), StepPeak()
+        with attended(attention, is_deterministic=False):
+            for _ in range(4):  # the first allocates; the tracker judges its cost by three
+                self.step, self.seconds = _timed(device, self.update)
+        self.healthy = self.space.norm()
+
+    def update(self) -> ToyStep:
+        """A healthy step, its norms noted as in training."""
+        self.space.clear()
+        step = ToyStep(self.model, self.batch, _NUM_MICRO_BATCHES, self.precision)
+        self.tracker.begin_update()
+        self.tracker.begin_mini_batch()
+        self.peak.begin(self.device)
+        step.train(lambda: self.tracker.after_backward(self.space))
+        self.peak.end(self.device)
+        self.tracker.after_mini_batch(self.space, 1.0, 1.0, is_spike=False)
+        self.optimizer.step()
+        self.tracker.end_update()
+        return step
+
+    def told(self) -> dict[str, Any]:
+        """What every cell says of itself."""
+        return {
+            "model": f"{self.size} {self.dtype} x{self.ranks.size}",
+            "attention": self.attention,
+            "tokens": self.batch.num_tokens,
+            "healthy_norm": self.healthy,
+            "update_seconds": self.seconds,
+            "tracker_is_on": self.tracker.is_on,
+        }
+
+    def spiked(self, plant: str) -> tuple[ToyStep, Spike, dict[Place, float]]:
+        """The step with this spike, trained: its gradient is in ``.grad``."""
+        planted = _planted(plant, self.step, self.batch, self.healthy, self.space, self.ranks)
+        batch = self.batch.planted(planted)
+        step = ToyStep(self.model, batch, _NUM_MICRO_BATCHES, self.precision)
+        self.space.clear()
+        step.train()
+        norm, threshold = self.space.norm(), _THRESHOLD * self.healthy
+        return step, Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens), planted
+
+    def search(self, step: ToyStep, spike: Spike, way: SearchPlan = WAYS[0]) -> tuple[SearchResult, dict[str, Any]]:
+        """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
+        room = SearchMemory(self.space, self.optimizer, self.peak.size, step.forward_bytes())
+        with peak_memory(self.device) as peak:
+            room.make(way)
+            try:
+                strategy = "auto" if way.is_full else "bisect"
+                finding, seconds = _timed(
+                    self.device,
+                    lambda: localize(step, self.space, self.ranks, spike, 1.0, strategy=strategy, max_steps=20),
+                )
+            finally:
+                room.close()
+        figures = {"seconds": seconds, "peak_gib": None, "forecast_gib": None}
+        if self.device.type == "cuda":
+            figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.of(way), 0) / 2**30}
+        return finding, figures
+
+    def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
+        """Where the culprits stand in the batch."""
+        return {self.batch.place(token, self.ranks.size, _NUM_MICRO_BATCHES) for token in finding.tokens}
+
+
+def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
+    """One planted spike, searched: its norm has to be within the bound, its memory within the forecast."""
+    step, spike, planted = bench.spiked(plant)
+    finding, figures = bench.search(step, spike)
+    named, certificate, shares = bench.named(step, finding), finding.certificate, finding.shares
+    bench.space.clear()
+    with attended(bench.attention, is_deterministic=True):
+        truth = _norm_of(bench, step, lambda index: ~_mask(named, step, index))
+    off = abs(certificate.norm_after - truth)
+    is_within = off <= certificate.error_bound + 1e-6 * certificate.norm_after
+    fits = figures["peak_gib"] is None or figures["peak_gib"] <= 1.05 * figures["forecast_gib"]
+    return figures | {
+        "plant": plant,
+        "norm": spike.grad_norm,
+        "recall": len(named & planted.keys()) / len(planted),
+        "false_positives": len(named - planted.keys()),
+        "closure": None if shares is None else shares.closure,
+        "verdict": certificate.verdict,
+        "method": certificate.method,
+        "norm_after": certificate.norm_after,
+        "error_bound": certificate.error_bound,
+        "truth": truth,
+        "cost_f": finding.num_forwards + 2 * finding.num_backwards,
+        "times_update": 1 + figures["seconds"] / bench.seconds,
+        "is_ok": is_within and fits,
+    }
+
+
+def repeat_cell(bench: Bench) -> dict[str, Any]:
+    """How far two passes of the same micro-batch differ, relative to the pass, and a row alone from itself among
+    others; nothing has to hold."""
+    step, space = bench.step, bench.space
+    space.clear()
+    step.loss(0, None).backward()
+    first = space.take()
+    first_norm = space.norm(first)
+    step.loss(0, None).backward()
+    space.add(first, alpha=-1.0)
+    difference = space.norm() / first_norm
+    space.clear()
+    log_prob, again, alone = step.forward(0)[0], step.forward(0)[0], step.forward_rows(0, [0])[0]
+    return {
+        "backward_difference": difference,
+        "forward_difference": float((log_prob - again).abs().max()),
+        "row_difference": float((log_prob[:1] - alone).abs().max()),
+        "is_ok": None,
+    }
+
+
+def tracker_cell(bench: Bench) -> dict[str, Any]:
+    """Whether the tracker stays on, from a sample where a whole gradient takes too long, and what it costs."""
+    tracker = bench.tracker
+    for _ in range(4):
+        bench.update()
+    found = {"cost": tracker.cost(time.perf_counter()), "is_rough": bool(tracker.is_rough)}
+    return found | {"is_ok": tracker.is_on or bench.device.type == "cpu"}
+
+
+def room_cell(bench: Bench, number: int) -> dict[str, Any]:
+    """A spike searched in one of the ways that save memory: the same verdict, the optimizer's state as it was."""
+    step, spike, planted = bench.spiked("three")
+    values = [value for state in bench.optimizer.state.values() for value in state.values()]
+    before = [value.clone() for value in values]
+    finding, figures = bench.search(step, spike, WAYS[number])
+    is_back = all(torch.equal(value, old) for value, old in zip(values, before, strict=True))
+    named = bench.named(step, finding)
+    is_found = named == planted.keys() if WAYS[number].is_full else bool(named)
+    bench.space.clear()
+    return figures | {
+        "way": number,
+        "recall": len(named & planted.keys()) / len(planted),
+        "is_ok": is_back and is_found,
+    }
+
+
+def mask_cell(bench: Bench) -> dict[str, Any]:
+    """The step without the culprits, taken twice: how far the two differ, where two backwards of it may, too."""
+    repeats = repeat_cell(bench)["backward_difference"]
+    step, spike, planted = bench.spiked("three")
+    prober = Prober(step, bench.space, bench.ranks)
+    finding, _ = bench.search(step, spike)
+    prober.compute_without(finding.tokens)
+    first = bench.space.take()
+    norm = bench.space.norm(first)
+    prober.compute_without(finding.tokens)
+    prober.add(first, alpha=-1.0)
+    difference = bench.space.norm() / norm
+    bench.space.clear()
+    is_ok = difference <= max(2**-6, 2 * repeats) and norm < spike.threshold
+    return {"difference": difference, "backward_difference": repeats, "norm": norm, "is_ok": is_ok}
+
+
+def syncs_cell(bench: Bench) -> dict[str, Any]:
+    """Where a healthy update and a search wait for the device; a healthy update may wait nowhere in gradloc."""
+    step, spike, _ = bench.spiked("three")
+    bench.space.clear()
+    healthy = _waits(bench.device, bench.update)
+    step.train()
+    searched = _waits(bench.device, lambda: bench.search(step, spike))
+    bench.space.clear()
+    return {"healthy": healthy, "search": searched, "is_ok": not any(place.startswith("gradloc/") for place in healthy)}
+
+
+def _waits(device: torch.device, work: Any) -> dict[str, int]:
+    """Lines of gradloc that wait for the device, and how often: by torch's own warnings, or by counting on a CPU."""
+    if device.type != "cuda":
+        with DeviceCounter() as counter:
+            work()
+        return {f"gradloc/{place.strip()}": count for place, count in counter.places.most_common()}
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing" in str(warning.message):
+            name = warning.filename
+            ours = name.startswith(PACKAGE)
+            found[f"{'gradloc/' + name.removeprefix(PACKAGE) if ours else name}:{warning.lineno}"] += 1
+    return dict(found.most_common())
+
+
+def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dict[str, Any]:
+    """The first part by two processes on this one device, over gloo: agreement, sharding and gathers are real."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "lab.benchmarks.gpu", "--device", device.type, "--size", size, "--parts", "first"]
+    command += ["--tokens", str(num_tokens), "--out", str(out / "two")]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPO, **silent) as ranks:
+        try:
+            _, errors = ranks.communicate(timeout=600)
+        finally:
+            ranks.terminate()  # torchrun ends its processes, too
+    said = errors.strip().splitlines()[-20:] if ranks.returncode else []
+    return {"exit_code": ranks.returncode, "said": said, "is_ok": ranks.returncode == 0}
+
+
+def _norm_of(bench: Bench, step: ToyStep, selected: Callable[[int], torch.Tensor]) -> float:
+    bench.space.clear()
+    for index in range(step.num_micro_batches):
+        step.loss(index, selected(index)).backward()
+    norm = bench.space.norm()
+    bench.space.clear()
+    return norm
+
+
+def _planted(plant: str, step: ToyStep, batch: Batch, healthy: float, space: GradientSpace, ranks: Ranks) -> dict:
+    """Places spread over the rows, with the advantage that gives each the norm it is to have; every rank the same.
+
+    A token that a model of random weights is sure of has no gradient: its row's next one takes its place.
+    """
+    sizes, rows = PLANTS[plant], len(batch.labels)
+    found: dict[Place, float] = {}
+    for number, size in enumerate(sizes):
+        row, position, norm = (5 * number + 1) % rows, 7 + 3 * number, 0.0
+        while norm < 1e-6 * healthy:
+            space.clear()
+            for index in range(step.num_micro_batches):
+                step.loss(index, _mask({(row, position)}, step, index)).backward()
+            norm, place, position = space.norm(), (row, position), position + 1
+        found[place] = float(batch.advantages[place]) * size * healthy / norm
+    space.clear()
+    return found
+
+
+def _mask(places: set[Place], step: ToyStep, index: int) -> torch.Tensor:
+    mask, rows = torch.zeros_like(step.token_mask(index)), step.rows(index)
+    for row, position in places:
+        if row in rows:
+            mask[rows.index(row), position] = True
+    return mask
+
+
+@torch.no_grad()
+def random_answers(model: Decoder, num_tokens: int) -> Batch:
+    """Rows of random prompts and of answers drawn from the model at every position, row by row; advantages by row.
+
+    Args:
+        model: unsharded, on its device.
+        num_tokens: N, a multiple of the micro-batches of all ranks.
+    """
+    device = next(model.parameters()).device
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    least = _NUM_MICRO_BATCHES * world
+    length = min(num_tokens // least, _LONGEST)
+    rows = max(num_tokens // length // least, 1) * least
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = torch.randint(model.head.out_features, (rows, 16 + length - 1), generator=generator, device=device)
+    labels, old = [], []
+    for row in tokens:
+        logits = model(row[None], length).float()
+        noise = torch.rand(logits.shape, generator=generator, device=device).clamp(1e-20, 1 - 1e-7)
+        labels.append((logits - torch.log(-torch.log(noise))).argmax(-1))
+        old.append(log_prob_of(logits, labels[-1]))
+    before = torch.cat(old)
+    before += 0.05 * torch.randn(before.shape, generator=generator, device=device)
+    advantages = torch.randn(rows, 1, generator=generator, device=device).expand_as(before)
+    fields = tokens, torch.cat(labels), torch.ones_like(before, dtype=torch.bool), advantages, before, before.clone()
+    return Batch(*(field.cpu().clone() for field in fields))
+
+
+@contextmanager
+def attended(attention: str, is_deterministic: bool) -> Iterator[None]:
+    """Context in which the blocks attend in this way; ``is_deterministic``: with kernels that repeat, all of them."""
+    own, was = Block.attend, torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        if attention == "flash_attn":
+            Block.attend = staticmethod(_flash(is_deterministic))
+        if attention == "varlen":
+            Block.attend = staticmethod(_varlen(is_deterministic))
+        if attention == "sdpa_flash":
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                yield
+        else:
+            yield
+    finally:
+        Block.attend = staticmethod(own)
+        torch.use_deterministic_algorithms(was)
+
+
+def _flash(is_deterministic: bool) -> Callable:
+    from flash_attn import flash_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # it takes (B, S, H, D)
+        return flash_attn_func(q, k, v, causal=True, deterministic=is_deterministic).transpose(1, 2)
+
+    return attend
+
+
+def _varlen(is_deterministic: bool) -> Callable:
+    """Rows end to end, as verl packs them; on a CPU, which has no such kernel, one after the other."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows, heads, length, width = q.shape
+        if q.device.type == "cpu":
+            each = [_attend(*(x[row : row + 1] for x in (q, k, v))) for row in range(rows)]
+            return torch.cat(each)
+        from flash_attn import flash_attn_varlen_func
+
+        packed = [x.transpose(1, 2).reshape(rows * length, heads, width) for x in (q, k, v)]
+        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+        given = {"causal": True, "deterministic": is_deterministic}
+        found = flash_attn_varlen_func(*packed, ends, ends, length, length, **given)
+        return found.view(rows, length, heads, width).transpose(1, 2)
+
+    return attend
+
+
+def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+    wait(device)
+    started = time.perf_counter()
+    answer = work()
+    wait(device)
+    return answer, time.perf_counter() - started

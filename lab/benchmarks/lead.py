@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many steps before an explosion each rule of health warned, over logs of any trainers:
+
+python -m lab.benchmarks.lead LOG... [--json]
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+from rich.table import Table
+
+from gradloc.explain.numbers import percent
+from gradloc.explain.text import plural
+from gradloc.record.store import plain
+from gradloc.report.logs import LoggedRun, Segment
+from gradloc.report.logs.segments import surviving
+from gradloc.report.pages import terminal
+from gradloc.report.runs.diagnosis import diagnose
+from gradloc.report.runs.health import HealthConfig, judge
+from gradloc.report.runs.run import read_logs
+
+EXPLOSION = 10.0
+"""Times normal."""
+HORIZON = 20
+"""Logged steps before an explosion in which a warning counts."""
+CHANCE = 0.05
+"""A rule leads where luck would do as well less often than this."""
+
+
+@dataclass
+class RuleLead:
+    """One rule over all runs."""
+
+    name: str
+    ahead: list[int] = field(default_factory=list)
+    """For each explosion that it warned of, the steps from its first warning to the explosion."""
+    num_false: int = 0
+    """Stretches of fault that no explosion followed."""
+    num_steps: int = 0
+    """Steps that it judged."""
+    lucks: list[float] = field(default_factory=list)
+    """For each explosion, the share of its run's steps with a fault in the ``HORIZON`` steps before them."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether luck would warn of as many explosions in fewer than one of 20 cases."""
+        n, p = len(self.lucks), mean(self.lucks or [0.0])
+        by_luck = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(len(self.ahead), n + 1))
+        return bool(self.ahead) and by_luck < CHANCE
+
+    @property
+    def verdict(self) -> str:
+        if not self.lucks:
+            return "not seen: no run with an explosion logs it"
+        if self.leads:
+            return "leads"
+        return "no better than luck" if self.ahead else "never warned before one"
+
+    @property
+    def row(self) -> list[str]:
+        """The rule as a row of the table: name, warned of, steps ahead (median, range), luck, false alarms, verdict."""
+        ahead = f"{median(self.ahead):g} ({min(self.ahead)} to {max(self.ahead)})" if self.ahead else "–"
+        warned = f"{len(self.ahead)} of {len(self.lucks)}"
+        false = f"{self.num_false} in {self.num_steps:,} steps"
+        return [self.name, warned, ahead, percent(mean(self.lucks or [0.0]), 2), false, self.verdict]
+
+
+def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int, float]]]:
+    """Every rule's warnings beside what exploded; and for each explosion its run, first step, and times normal."""
+    rules = {name: RuleLead(name) for name in HealthConfig.rule_names()}
+    onsets = []
+    for run in runs:
+        large = [e for e in diagnose(run).explosions if not e.is_start and e.times >= EXPLOSION]
+        for segment in run.segments:
+            own = sorted((e for e in large if e.segment is segment), key=lambda e: e.first)
+            onsets += [(run.name, e.first, e.times) for e in own]
+            _add(rules, segment, [e.first for e in own])
+    return list(rules.values()), onsets
+
+
+def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> None:
+    """Adds one segment. Places count logged steps, so that a log of every tenth step has the same horizon."""
+    metrics = surviving(segment)
+    health = judge(metrics)
+    place = {step: at for at, step in enumerate(metrics.steps)}
+    first, begins = place[segment.first], [place[step] for step in onsets]
+    for name, rule in rules.items():
+        if name in health.silent:
+            continue
+        faults = [place[v.step] for v in health.verdicts if any(reason.name == name for reason in v.reasons)]
+        for begin in begins:
+            before = [at for at in faults if begin - HORIZON <= at < begin]
+            if before:
+                rule.ahead.append(begin - before[0])
+        known = set(faults)
+        after_fault = [not known.isdisjoint(range(at - HORIZON, at)) for at in range(first, len(metrics.steps))]
+        rule.num_steps += len(after_fault)
+        rule.lucks += [mean(after_fault)] * len(begins)
+        rule.num_false += _num_false([at for at in faults if at >= first], begins)
+
+
+def _num_false(faults: list[int], begins: list[int]) -> int:
+    """Stretches of fault, at most a horizon apart, without an explosion in them or within a horizon after them."""
+    stretches = np.split(faults, np.flatnonzero(np.diff(faults) > HORIZON) + 1) if faults else []
+    return sum(not any(s[0] <= begin <= s[-1] + HORIZON for begin in begins) for s in stretches)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", type=Path, nargs="+", metavar="LOG")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    args = parser.parse_args(argv)
+    runs = read_logs(args.paths).runs
+    rules, onsets = lead(runs)
+    rows = [rule.row for rule in rules if rule.num_steps]
+    if args.json:
+        print(json.dumps(plain({"runs": len(runs), "explosions": onsets, "rules": rows}), indent=2))
+        return
+    console = terminal.console()
+    console.print(
+        f"{plural(len(runs), 'run')}, {plural(sum(len(part.steps) for run in runs for part in run.parts), 'step')}, "
+        f"{plural(len(onsets), 'explosion')}; a rule warned of one when it found fault in the "
+        f"{HORIZON} steps before it."
+    )
+    table = Table(
+        "rule", "warned of", "steps ahead", "by luck", "false alarms", "verdict", box=None, padding=(0, 2, 0, 0)
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

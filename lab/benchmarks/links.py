@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of each link of a step, planted in runs drawn from a seed: does the event's ``fault`` name the right one?
+
+    python -m lab.benchmarks.links                       # ten fresh seeds of each, about 25 minutes on two cores
+    python -m lab.benchmarks.links --seeds 2 --model gpt
+    python -m lab.benchmarks.links --seed 123 --fault second_moments
+    python -m lab.benchmarks.links --healthy 10000       # early warnings in that many steps without a fault
+
+A run trains on the text of Python's own help pages. After a healthy beginning a fault is planted, at once or spread
+over ten steps; the first event is judged whose step is ordinary in the same run without the fault. Runs that never
+spike are counted apart. Writes links.json.
+"""
+
+import contextlib
+import copy
+import io
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradloc
+from lab.benchmarks.run import Progress, Record, as_typed, digest, finish, parser, table
+
+MODELS = ("gpt", "llama")
+FAULTS = {
+    "token": "batch",
+    "row": "batch",
+    "batch": "batch",
+    "one_gradient": "after_backward",
+    "all_gradients": "after_backward",
+    "learning_rate": "last_update",
+    "weight_decay": "last_update",
+    "second_moments": "last_update",
+    "lost_moments": "last_update",
+    "flipped_weight": "weights",
+    "norm_scale": "weights",
+    "head_scale": "weights",
+}
+"""Each planted fault, and the link that it breaks."""
+HEALTHY = 48  # steps before the fault
+_SPREAD = 10  # steps that a gradual fault takes
+_AFTER = 4  # steps after it
+_LENGTH = 48
+_PLACE = 1_000_003  # of a flipped weight, by the sizes of its parameter
+_ENDS = ("model.norm.weight", "lm_head.weight")  # of transformers' models
+_TEXT = torch.tensor(list("\n".join(topics.topics.values()).encode()))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.first(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """A byte-level GPT of no library's."""
+
+    def __init__(self, width: int, depth: int, heads: int):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(_LENGTH, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.05)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed draws."""
+
+    model: str
+    seed: int
+    width: int
+    depth: int
+    rate: float
+    decay: float
+    second_beta: float
+    micro_batches: int
+    rows: int
+
+    @classmethod
+    def of(cls, model: str, seed: int) -> "Plan":
+        """Draw it."""
+        rng = random.Random(f"{model} {seed}")
+        return cls(
+            model,
+            seed,
+            rng.choice((32, 64, 96)),
+            rng.choice((2, 3, 4)),
+            rng.choice((5e-4, 1e-3, 2e-3)),
+            rng.choice((0.0, 0.01, 0.1)),
+            rng.choice((0.95, 0.99, 0.999)),
+            rng.choice((1, 2, 4)),
+            rng.choice((2, 4, 8)),
+        )
+
+
+class Plant:
+    """A fault of a link behind the loss, in a model and its optimizer, sharded or not.
+
+    Args:
+        model: whose weights or gradients are at fault.
+        optimizer: with one group.
+        name: of the fault, among :data:`FAULTS`; "" for none.
+        is_gradual: whether it comes over ten steps.
+        seed: draws the parameter.
+        ends: what the names of the final norm's weight and of the head's end in.
+    """
+
+    weight_factor, moment_factor = 20.0, 1e-6
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        is_gradual: bool,
+        seed: int,
+        ends: tuple[str, str],
+    ):
+        self.optimizer, self.name, self.steps = optimizer, name, _SPREAD if is_gradual else 1
+        self.weights, picked = dict(model.named_parameters()), random.Random(seed)
+        named = [each for each, param in self.weights.items() if param.dim() == 2 and "head" not in each]
+        inner = [each for each in named if "blocks" in each or "layers" in each]
+        gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has flat ones alone
+        norm, head = (next((each for each in self.weights if each.endswith(end)), "") for end in ends)
+        faulty = {"one_gradient": gradient, "flipped_weight": flipped, "norm_scale": norm, "head_scale": head}
+        self.parameter = faulty.get(name, "")
+        """Its name; "" where no single one is at fault."""
+
+    def part(self, step: int) -> float:
+        """Return how far the fault has come in a step, in (0, 1], counted from its first; 0 without."""
+        return (step + 1) / self.steps if self.name and 0 <= step < self.steps else 0.0
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Change weights."""
+        if self.name in ("norm_scale", "head_scale"):
+            self.weights[self.parameter].mul_(self.weight_factor ** (1 / self.steps))
+        if self.name == "flipped_weight":
+            weight = getattr(self.weights[self.parameter], "_local_tensor", self.weights[self.parameter])
+            weight[tuple(_PLACE % size for size in weight.shape)] += 300.0 / self.steps
+
+    @torch.no_grad()
+    def after_backward(self, part: float) -> None:
+        """Change gradients."""
+        if self.name == "one_gradient":
+            self.weights[self.parameter].grad.mul_(200.0**part)
+        if self.name == "all_gradients":
+            for param in self.weights.values():
+                param.grad.mul_(50.0**part)
+
+    @contextlib.contextmanager
+    def optimizer_at_fault(self) -> Iterator[None]:
+        """Around a step of the optimizer: the next norm is the first that shows it."""
+        (group,), each = self.optimizer.param_groups, 1 / self.steps
+        rate, decay = group["lr"], group["weight_decay"]
+        if self.name == "learning_rate":
+            group["lr"] = rate * (1 + 300.0 * each)
+        if self.name == "weight_decay":
+            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
+        for state in self.optimizer.state.values():
+            if self.name == "second_moments":
+                state["exp_avg_sq"].mul_(self.moment_factor**each)
+            if self.name == "lost_moments":
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        yield
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+class Run:
+    """One run: a model, its optimizer and its batches, with a fault from some step on."""
+
+    def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
+        torch.manual_seed(plan.seed)
+        self.plan = plan
+        self.model = self.wrapped(_model(plan))
+        betas = (0.9, plan.second_beta)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), plan.rate, betas, weight_decay=plan.decay)
+        self.watch = gradloc.Watch(self.model, self.optimizer, folder, **given) if folder else None
+        self.rng = torch.Generator().manual_seed(plan.seed + 1)
+        self.step = 0
+        self.plant(fault, is_gradual)
+
+    def plant(self, fault: str, is_gradual: bool) -> None:
+        """Plant this fault, which begins behind the healthy steps; "" for none."""
+        plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else _ENDS
+        self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the model to train. A subclass may wrap it, as in DDP."""
+        return model
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the step's micro-batches: ids and the weights of their tokens."""
+        part, plan = self._part(), self.plan
+        for number in range(plan.micro_batches):
+            starts = torch.randint(len(_TEXT) - _LENGTH - 1, (plan.rows,), generator=self.rng)
+            ids = torch.stack([_TEXT[start : start + _LENGTH + 1] for start in starts])
+            weights = torch.ones(plan.rows, _LENGTH)
+            if part and number == plan.micro_batches - 1:
+                if self.fault.name == "token":
+                    weights[0, 7] = 3e3**part
+                if self.fault.name == "row":
+                    weights[0] = 300.0**part
+            if part and self.fault.name == "batch":
+                weights *= 40.0**part
+            yield ids, weights
+
+    def _part(self) -> float:
+        return self.fault.part(self.step - HEALTHY)
+
+    def backward(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave the gradient of these micro-batches in ``.grad``."""
+        self.optimizer.zero_grad()
+        for ids, weights in batches:
+            given = self.model(ids[:, :-1])
+            logits = given if isinstance(given, torch.Tensor) else given.logits
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+
+    def take(self) -> float:
+        """Take one step; returns the norm of its gradient."""
+        part, fault = self._part(), self.fault
+        if part:
+            fault.before_forward()
+        self.backward(self.batches())
+        if part:
+            fault.after_backward(part)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with fault.optimizer_at_fault() if part else contextlib.nullcontext():
+            self.optimizer.step()
+        self.step += 1
+        return float(norm)
+
+
+def _model(plan: Plan) -> nn.Module:
+    if plan.model == "gpt":
+        return Gpt(plan.width, plan.depth, 4)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": plan.width, "intermediate_size": 3 * plan.width, "num_hidden_layers": plan.depth}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=2 * _LENGTH, pad_token_id=0, **sizes, **heads)
+    return LlamaForCausalLM(config)
+
+
+def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Record]:
+    """Return what the first event of each kind of fault says that the fault made.
+
+    The healthy beginning is run once; each fault continues it in a process of its own, and so does the same run without
+    one. An event whose step has there over half of the way from an ordinary norm to its own, on a logarithmic scale, is
+    natural: its batch made it, and it is not judged.
+
+    Args:
+        model: which.
+        seed: draws the run.
+        kinds: faults, and whether they come over ten steps.
+    """
+    torch.set_num_threads(1)
+    logging.getLogger("gradloc").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run = Run(Plan.of(model, seed), folder=f"{folder}/run")
+        usual = statistics.median([run.take() for _ in range(HEALTHY)])
+        shutil.copytree(f"{folder}/run", f"{folder}/before", dirs_exist_ok=True)
+
+        def ended(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
+            run.plant(fault, is_gradual)
+            norms = [run.take() for _ in range((_SPREAD if is_gradual else 1) + _AFTER)]
+            lines = Path(folder, "run", "gradloc", "events.jsonl")
+            events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+            return norms, [event for event in events if event["step"]["global_step"] > HEALTHY]
+
+        def forked(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
+            found = _in_a_child(lambda: ended(fault, is_gradual))
+            shutil.rmtree(f"{folder}/run")
+            shutil.copytree(f"{folder}/before", f"{folder}/run")
+            return found
+
+        healthy, rows = forked("", True)[0], []
+
+        def is_natural(event: Record) -> bool:
+            norm = event["trigger"]["grad_norm"]  # None where not finite
+            return norm is not None and healthy[event["step"]["global_step"] - HEALTHY - 1] ** 2 >= usual * norm
+
+        for fault, is_gradual in kinds:
+            events = forked(fault, is_gradual)[1]
+            own = [event for event in events if not is_natural(event)]
+            row = {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual}
+            run.plant(fault, is_gradual)
+            natural = [event["fault"]["at"] for event in events if is_natural(event)]
+            rows.append(row | {"natural": natural} | judged(run.fault, own))
+        return rows
+
+
+def _in_a_child(function: Callable[[], Any]) -> Any:
+    """Return what this function returns, as JSON can hold it, called in a copy of this process."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(theirs, "w") as file:
+                json.dump(function(), file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record:
+    """Return whether the first of these events says what was planted."""
+    first = next(iter(events), None)
+    if first is None:
+        return {"at": "no spike", "right": None}
+    found, truth = first["fault"], FAULTS[fault.name]
+    is_later = first["step"]["global_step"] > healthy + 2  # another update came between
+    right = {truth, "weights"} if truth == "last_update" and (fault.steps > 1 or is_later) else {truth}
+    return {
+        "at": found["at"],
+        "label": found["label"],
+        "right": found["at"] in right,
+        "named": fault.parameter in found["parameters"][:3] if fault.parameter else None,
+        "accused": len(first["culprits"]) if truth != "batch" else 0,
+        "step": first["step"]["global_step"],
+        "cost": first["search"]["forwards"] + 2 * first["search"]["backwards"],
+    }
+
+
+def _measured(cell: tuple[str, int, list[tuple[str, bool]]]) -> list[Record]:
+    return measure(*cell)
+
+
+def warnings(model: str, seed: int, steps: int) -> list[Record]:
+    """Return how many early warnings a run without a fault gives."""
+    torch.set_num_threads(1)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: heard.append(entry.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradloc")
+    logger.handlers, logger.propagate = [handler], False
+    folder = tempfile.mkdtemp()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = Run(Plan.of(model, seed), folder=folder)
+            for _ in range(steps):
+                run.take()
+            run.watch.close()
+    finally:
+        shutil.rmtree(folder)
+    early = [line for line in heard if "as usual" in line or "outside of the optimizer" in line]
+    return [{"model": model, "seed": seed, "steps": steps, "warnings": early}]
+
+
+def _warned(cell: tuple[str, int, int]) -> list[Record]:
+    return warnings(*cell)
+
+
+def matrix(rows: list[Record]) -> str:
+    """Return the confusion matrix as a table."""
+    ats = ("batch", "last_update", "weights", "after_backward", "undecided", "no spike")
+    counts: dict[tuple[str, bool], Counter[str]] = {}
+    for row in rows:
+        counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
+    ats = tuple(at for at in ats if any(count[at] for count in counts.values()))
+    order = sorted(counts, key=lambda each: ([*FAULTS].index(each[0]), each[1]))
+    return table(
+        [
+            ("planted", *ats),
+            *(
+                (fault + ", gradual" * is_gradual, *(counts[fault, is_gradual][at] for at in ats))
+                for fault, is_gradual in order
+            ),
+        ]
+    )
+
+
+def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
+    """Return the norms of an earlier batch and of the one that spikes, before the last update and after it."""
+    run = Run(Plan.of(model, seed))
+    is_late = FAULTS[fault] == "last_update"  # the step after the fault spikes
+    for _ in range(HEALTHY - 1 + is_late):
+        run.take()
+    earlier, states = [*run.batches()], [copy.deepcopy(run.model.state_dict())]
+    run.plant(fault if is_late else "", False)
+    run.take()
+    run.plant(fault, False)
+    if FAULTS[fault] == "weights":
+        run.fault.before_forward()
+    states.append(copy.deepcopy(run.model.state_dict()))
+    norms = []
+    for batch in (earlier, [*run.batches()]):
+        norms.append([])
+        for state in states:
+            run.model.load_state_dict(state)
+            run.backward(batch)
+            norms[-1].append(float(nn.utils.get_total_norm([each.grad for each in run.model.parameters()])))
+    return norms
+
+
+def picture(path: Path, seed: int = 11) -> None:
+    """Draw :func:`two_by_two` of a fault of each link."""
+    import matplotlib.pyplot as plt
+
+    torch.set_num_threads(1)
+    faults = {"token": "batch", "learning_rate": "last update", "head_scale": "weights"}
+    figure, panels = plt.subplots(1, len(faults), figsize=(9, 2.9), layout="constrained")
+    for panel, (fault, link) in zip(panels, faults.items(), strict=True):
+        norms = torch.tensor(two_by_two("gpt", seed, fault))
+        panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
+        for row, column in itertools.product((0, 1), (0, 1)):
+            ink = "white" if norms[row, column] > 30 else "black"
+            panel.text(column, row, f"{norms[row, column]:.3g}", ha="center", va="center", fontsize=13, color=ink)
+        panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
+        panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
+        panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)
+        panel.tick_params(length=0)
+    figure.savefig(path, dpi=110)
+
+
+def sentence(rows: list[Record]) -> str:
+    """Return what share is right."""
+    judged = [row for row in rows if row["right"] is not None]
+    named = [row for row in judged if row["named"] is not None]
+    return (
+        f"{sum(row['right'] for row in judged)} of {len(judged)} spikes have the right link; the parameter is among "
+        f"the first three in {sum(row['named'] for row in named)} of {len(named)}; a token is accused in "
+        f"{sum(row['accused'] > 0 for row in judged)} of those whose batch is not at fault."
+    )
+
+
+def main() -> int:
+    made = parser("links", __doc__)
+    made.add_argument("--seeds", type=int, default=10, help="fresh seeds of each fault and model")
+    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    made.add_argument("--model", choices=MODELS, action="append")
+    made.add_argument("--fault", choices=FAULTS, action="append")
+    made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
+    made.add_argument("--picture", type=Path, help="draw the norms of both batches at both weights, and end")
+    made.add_argument("--processes", type=int, default=2)
+    args = made.parse_args()
+    if args.picture:
+        picture(args.picture)
+        return 0
+    fresh = random.SystemRandom()
+    models = args.model or MODELS
+    rows: list[Record] = []
+    if args.healthy:
+        count = max(args.healthy // 500, 1)
+        cells: Iterable[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
+        work: Any = _warned
+    else:
+        seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
+        kinds = list(itertools.product(args.fault or FAULTS, (False, True)))
+        cells = [(model, seed, kinds) for model, seed in itertools.product(models, seeds)]
+        work = _measured
+    progress = Progress(len(list(cells)))
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for found in pool.imap_unordered(work, cells):
+            rows += found
+            progress.step(" ".join(str(found[0][name]) for name in ("model", "seed")))
+    if args.healthy:
+        total = sum(len(row["warnings"]) for row in rows)
+        text = f"{total} early warnings in {sum(row['steps'] for row in rows):,} healthy steps"
+    else:
+        text = f"{matrix(rows)}\n\n{sentence(rows)}"
+    record = {"command": as_typed("links"), "sources": digest(), "rows": rows}
+    finish(record, args.out, "links", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trigger's rule beside others, on generated and on real series of gradient norms.
+
+    python -m lab.benchmarks.trigger --out runs/benchmarks/trigger
+    python -m lab.benchmarks.trigger --series FOLDER     # with any real series, JSON of `series: [[step, norm], ...]`
+
+Needs numpy; about ten minutes on one core. Writes trigger.json (every number, the seeds) and trigger.md.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from lab.benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table
+from lab.benchmarks.trigger import series
+from lab.benchmarks.trigger.rules import RULES, Rule
+from lab.benchmarks.trigger.series import Maker
+
+GROWTHS = (1.25, 1.5, 2.0)
+MINI_BATCHES = (1, 4, 8, 16)
+FIRST = 64  # steps before the first planted spike, as many as the slowest rule's warm-up
+RATE = 0.02  # of steps that get a spike
+SIZES = (3, 10, 100)
+CAP = 10.0  # what counts as a spike on a real series, and as a collapse, in multiples of the level
+BACK = 1.5  # a threshold is back when it is within this factor of what it was
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write the record."""
+    options = parser("trigger", __doc__)
+    options.add_argument("--seeds", type=int, default=100, help="generated series of each kind (default: %(default)s)")
+    options.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
+    parsed = options.parse_args(arguments)
+    run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")), as_typed("trigger", arguments))
+    finish(run, parsed.out, "trigger", markdown(run))
+    return 0
+
+
+def measure(num_seeds: int, files: list[Path], command: str) -> dict[str, Any]:
+    """The whole record: every rule on every series.
+
+    Args:
+        num_seeds: generated series of each kind, seeds 0, 1, ...
+        files: real series.
+        command: for the record.
+    """
+    seeds, started = range(num_seeds), time.perf_counter()
+    collapses = [(growth, size) for growth in GROWTHS for size in MINI_BATCHES]
+    progress = Progress(len(series.HEALTHY) + len(collapses))
+    run: dict[str, Any] = {
+        "command": command,
+        "core_sha256": digest(),
+        "seeds": list(seeds),
+        "rules": list(RULES),
+        "real": [_real(path) for path in files],
+        "healthy": [],
+        "collapses": [],
+    }
+    for number, (kind, series_of) in enumerate(series.HEALTHY.items()):
+        scores = {name: score_kind(series_of, number, make, seeds) for name, make in RULES.items()}
+        run["healthy"].append({"name": kind, "rules": scores})
+        progress.step(kind)
+    for number, (growth, size) in enumerate(collapses):
+        scores = {name: score_collapse(growth, size, number, make, seeds) for name, make in RULES.items()}
+        run["collapses"].append({"growth": growth, "mini_batches": size, "after": series.NUM_AFTER, "rules": scores})
+        progress.step(f"collapse x {growth:g}, {size} mini-batches")
+    run["seconds"] = round(time.perf_counter() - started, 1)
+    return run
+
+
+def _real(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    norms = [float(norm) for _, norm in found["series"]]
+    scores = {name: score_real(norms, make) for name, make in RULES.items()}
+    return {"name": path.stem, "source": found.get("source", ""), "rules": scores}
+
+
+# ---- a rule on a series
+
+
+def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
+    """The threshold that stood before each norm; NaN where there was none. Both (steps, mini-batches)."""
+    found = np.full(norms.shape, np.nan)
+    for step, row in enumerate(norms.tolist()):
+        for position, norm in enumerate(row):
+            threshold = rule.threshold(position)
+            if threshold is not None:
+                found[step, position] = threshold
+            rule.observe(norm)
+        rule.end_step()
+    return found
+
+
+def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict[str, Any]:
+    """False flags on the healthy series, misses on the same with spikes planted; medians and means over seeds.
+
+    A false flag is a flagged mini-batch; they are counted per 1,000 trainer steps.
+    """
+    flags, misses = [], {size: [] for size in SIZES}
+    for seed in seeds:
+        healthy = kind(np.random.default_rng([number, seed]))
+        is_flagged = healthy.norms > thresholds(make(), healthy.norms)
+        flags.append(1000 * is_flagged.sum() / len(is_flagged))
+        planted, factors = series.plant(healthy, np.random.default_rng([number, seed, 1]), RATE, FIRST)
+        is_flagged = planted > thresholds(make(), planted)
+        for size in SIZES:
+            is_size = factors == size
+            if is_size.any():
+                misses[size].append(100 * (~is_flagged[is_size]).mean())
+    return {"false_flags": _summary(flags), **{f"missed_x{size}": _summary(values) for size, values in misses.items()}}
+
+
+def score_collapse(growth: float, size: int, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict:
+    """How a rule lives through a collapse.
+
+    ``unseen`` is the percentage of the collapse's norms over CAP times the healthy level that it does not flag,
+    ``blind`` of those without any threshold, ``back`` the steps after which every position's threshold is what it was
+    before (its median of 64 steps, within BACK); NUM_AFTER + 1 when it never is.
+    """
+    first, last = series.NUM_HEALTHY, series.NUM_HEALTHY + series.GROWING
+    unseen, blind, back = [], [], []
+    for seed in seeds:
+        norms = series.collapse(np.random.default_rng([1000 + number, seed]), growth, size)
+        found = thresholds(make(), norms)
+        during, limit = norms[first:last], found[first:last]
+        is_high = during > CAP
+        unseen.append(100 * (~(during > limit))[is_high].mean())
+        blind.append(100 * np.isnan(limit)[is_high].mean())
+        usual = np.nanmedian(found[first - 64 : first], axis=0)
+        is_back = (np.abs(np.log(found[last + 1 :] / usual)) < np.log(BACK)).all(axis=1)
+        back.append(1 + int(is_back.argmax()) if is_back.any() else series.NUM_AFTER + 1)
+    return {"unseen": _summary(unseen), "blind": _summary(blind), "back": _summary(back)}
+
+
+def score_real(norms: Sequence[float], make: Callable[[], Rule]) -> dict[str, int]:
+    """Of one real series: norms over CAP times the median of the 64 before them, how many of those were not flagged,
+    all other steps, how many of those were."""
+    found = thresholds(make(), np.array(norms)[:, None])[:, 0]
+    counted = {"over": 0, "missed": 0, "others": 0, "flagged": 0}
+    for step, (norm, threshold) in enumerate(zip(norms, found, strict=True)):
+        is_flagged = bool(norm > threshold)
+        if step >= 16 and norm > CAP * median(norms[max(0, step - 64) : step]):
+            counted["over"] += 1
+            counted["missed"] += not is_flagged
+        else:
+            counted["others"] += 1
+            counted["flagged"] += is_flagged
+    return counted
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": float(np.median(values)), "mean": float(np.mean(values)), "worst": float(np.max(values))}
+
+
+# ---- the record as tables
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """All tables of a run's record."""
+    rules, healthy = run["rules"], run["healthy"]
+    parts = []
+    if run["real"]:
+        rows = _real_rows(run["real"], rules)
+        parts += ["### Real series", table([["series", "norms", "over 10 x", *rules], *rows])]
+    head = ["series", *rules]
+    parts += ["### False flags per 1,000 healthy steps", table([head, *_healthy(healthy, rules, "false_flags")])]
+    for size in (10, 3, 100):
+        parts += [f"### Spikes of x {size} missed, in %", table([head, *_healthy(healthy, rules, f"missed_x{size}")])]
+    rows = _collapses(run["collapses"], rules)
+    parts += ["### Collapses", table([["growth a step", "mini-batches", *rules], *rows])]
+    return "\n\n".join(parts)
+
+
+def _real_rows(entries: list[dict], rules: list[str]) -> list[list[str]]:
+    rows = []
+    for entry in entries:
+        first = entry["rules"][rules[0]]
+        cells = [
+            f"{counted['missed']} missed, {100 * counted['flagged'] / counted['others']:.1f} % flagged"
+            for counted in (entry["rules"][rule] for rule in rules)
+        ]
+        rows.append([entry["name"], str(first["over"] + first["others"]), str(first["over"]), *cells])
+    return rows
+
+
+def _healthy(entries: list[dict], rules: list[str], name: str) -> list[list[str]]:
+    return [[entry["name"], *(_cell(entry["rules"][rule][name]) for rule in rules)] for entry in entries]
+
+
+def _collapses(entries: list[dict], rules: list[str]) -> list[list[str]]:
+    rows = []
+    for entry in entries:
+        cells = []
+        for counted in (entry["rules"][rule] for rule in rules):
+            back = counted["back"]["median"]
+            after = f"back after {back:g}" if back <= entry["after"] else f"not back in {entry['after']}"
+            cells.append(f"{counted['unseen']['median']:.0f} % unseen, {after}")
+        rows.append([f"x {entry['growth']:g}", str(entry["mini_batches"]), *cells])
+    return rows
+
+
+def _cell(summary: dict[str, float]) -> str:
+    return f"{summary['median']:.1f} ({summary['mean']:.1f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certificate where kernels do not repeat: the true norm against the stated one, cell by cell.
+
+    python -m lab.benchmarks.unrepeatable
+    python -m lab.benchmarks.unrepeatable --seeds 5
+
+A bare model on two gloo ranks. In every backward each attention output's gradient, and the embedding's, is rounded to
+bfloat16 and a share of its elements a unit off, fresh each time (tests/toy_model/noise.py); the truth is
+recomputed without.
+Writes unrepeatable.json and unrepeatable.md.
+"""
+
+import itertools
+import sys
+
+from lab.benchmarks.run import Record, digest, exit_code, finish, on_two_ranks, parser, table
+
+LAYOUTS = ("fsdp2", "fsdp1")
+DTYPES = ("float32", "bfloat16")
+SHARES = (0.0, 0.001, 0.01, 0.1)
+SIZES = (10.0, 1e3, 1e5)
+KEYS = ("layout", "dtype", "share", "size", "seed")
+HEAD = [
+    "elements off",
+    "spike / healthy",
+    "cells",
+    "kept its word",
+    "largest error / bound",
+    "bound / healthy norm",
+    "by subtraction, swap, recomputation",
+    "cost (f), largest",
+]
+
+
+def measure(seeds: int) -> list[Record]:
+    """One row for each cell and seed: what ``tests.toy_model.scenarios.certify_unrepeatable`` returns, and the cell."""
+    values = itertools.product(LAYOUTS, DTYPES, SHARES, SIZES, range(seeds))
+    cells = [dict(zip(KEYS, cell, strict=True)) for cell in values]
+    rows = on_two_ranks("tests.toy_model.scenarios.certify_unrepeatable", cells)
+    return [{**row, "planted_size": cell["size"]} for row, cell in zip(rows, cells, strict=True)]
+
+
+def problems(row: Record) -> list[str]:
+    """What is wrong in one row; nothing where the certificate keeps its word."""
+    sentences = []
+    if not abs(row["norm_after"] - row["truth"]) <= row["error_bound"]:
+        sentences.append("the true norm is outside of the bound")
+    if row["places"] != row["planted"]:
+        sentences.append("other tokens are named than the planted one")
+    if row["verdict"] != "explained":
+        sentences.append(f"the verdict is {row['verdict']}")
+    return sentences
+
+
+def markdown(rows: list[Record]) -> str:
+    """A table: per share and size the worst over layouts, precisions and seeds."""
+    groups: dict[tuple[float, float], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["share"], row["planted_size"]), []).append(row)
+    lines: list[list[object]] = [HEAD]
+    for (share, size), group in groups.items():
+        error = max(abs(row["norm_after"] - row["truth"]) / row["error_bound"] for row in group)
+        bound = max(row["error_bound"] / row["truth"] for row in group)
+        num_good = sum(not problems(row) for row in group)
+        methods = [row["method"] for row in group]
+        ways = ", ".join(str(methods.count(way)) for way in ("subtract", "swap", "recompute"))
+        line = [f"{share:.1%}", f"{size:g}", len(group), num_good, f"{error:.2g}", f"{bound:.2g}", ways]
+        lines.append([*line, max(row["cost"] for row in group)])
+    return table(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure all cells, print the table, and say what does not hold; returns the exit code."""
+    options = parser("unrepeatable", __doc__)
+    options.add_argument("--seeds", type=int, default=3, help="batches and noises per cell (%(default)s)")
+    parsed = options.parse_args(arguments)
+    rows = measure(parsed.seeds)
+    finish({"core_sha256": digest(), "rows": rows}, parsed.out, "unrepeatable", markdown(rows))
+    return exit_code(rows, problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds that nobody chose: a model, a loss, a layout and planted culprits, all drawn from a seed, and searched.
+
+    python -m lab.benchmarks.worlds                  # 200 fresh worlds, about ten minutes on two cores
+    python -m lab.benchmarks.worlds --worlds 400 --precision bfloat16
+    python -m lab.benchmarks.worlds --seed 123 --seed 456
+    python -m lab.benchmarks.worlds --again          # those that failed before
+
+Seeds are new at each run; those that fail are kept in worlds-failed.json. The truth of each world comes from backwards
+of its own: every token's norm, and the norm without what was named. Writes worlds.json and worlds.md.
+"""
+
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.benchmarks.run import REPO, Progress, Record, as_typed, digest, finish, parser, table
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+FAILED = REPO / "lab" / "benchmarks" / "results" / "worlds-failed.json"
+SPIKE = 4.0  # the threshold, in healthy norms
+MAX_STEPS = 4.0
+_LIMIT_F = 10  # f that an update counts as at least, as search.max_steps has it
+_BITS = 40  # of a seed
+_PATIENCE_S = 900.0  # for a world of two ranks, on a busy machine
+_WITHIN = 0.75  # of a span's tokens: if these were planted, the others are a gap in it, or its end
+_MOST = 1 / 3  # of a batch's tokens that are planted: with more, the batch is at fault
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed draws."""
+
+    precision: str
+    """Of the passes."""
+    weights: str
+    """Precision that the weights are kept in."""
+    layout: str
+    ranks: int
+    micro_batches: int
+    rows: int
+    length: int
+    layers: int
+    width: int
+    vocabulary: int
+    is_tied: bool
+    is_trained: bool
+    aggregation: str
+    kl: float
+    entropy: float
+    by_token: bool
+    """Whether each token has an advantage of its own, or each row."""
+    is_tracked: bool
+    """Whether the micro-batches' norms are known."""
+    plant: str
+    count: int
+    """Culprits; of a scaled batch 0."""
+
+
+PLANTS = (
+    *["tokens"] * 8,
+    *["row"] * 2,
+    *["rows"],
+    *["segment"] * 2,
+    *["group"],
+    *["scaled batch"] * 4,
+    *["cancelling pair"] * 2,
+    *["overflow"],
+    *["none"],
+)
+"""With repeats, for how often each is drawn."""
+
+
+def plan_of(seed: int, precision: str | None = None) -> Plan:
+    """Draw a world's plan."""
+    draw = random.Random(seed)
+    chosen = draw.choice(PRECISIONS)
+    precision = precision or chosen
+    ranks, micro_batches = draw.choice((1, 1, 2)), draw.choice((1, 2, 2, 2, 4, 8))
+    is_kept_half = precision == "bfloat16" and draw.random() < 0.3
+    layout = draw.choice(("fsdp2", "fsdp2", "fsdp1"))
+    if is_kept_half or (precision == "float32" and ranks == 1):
+        layout = "plain" if ranks == 1 and draw.random() < 0.7 else "fsdp2"
+    plant = draw.choice(PLANTS)
+    most = {"tokens": 12, "rows": 3, "row": 1, "segment": 3, "group": 1, "cancelling pair": 2}.get(plant, 0)
+    each = draw.choice((1, 2, 2, 4))
+    heads = draw.choice((2, 4))
+    return Plan(
+        precision=precision,
+        weights=precision if is_kept_half else "float32",
+        layout=layout,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        rows=max(ranks * micro_batches * each, 8),
+        length=draw.choice((8, 12, 24, 48)),
+        layers=draw.randint(1, 5),
+        width=heads * draw.choice((8, 12, 16)),
+        vocabulary=draw.choice((48, 96, 320, 1024)),
+        is_tied=draw.random() < 0.4,
+        is_trained=draw.random() < 0.5,
+        aggregation=draw.choice(("token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean")),
+        kl=draw.choice((0.0, 0.0, 0.05)),
+        entropy=draw.choice((0.0, 0.0, 0.01)),
+        by_token=draw.random() < 0.3,
+        is_tracked=draw.random() < 0.5,
+        plant=plant,
+        count=draw.randint(1, most) if most else 0,
+    )
+
+
+def world(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
+    """Make the world of a seed, search it, and hold the finding against the truth; all its ranks call this together.
+
+    Args:
+        seed: of everything.
+        precision: of the passes, in place of the one that the seed draws.
+        search: settings of :func:`~gradloc.search.find.localize`.
+    """
+    from gradloc.core.gradients import GradientSpace
+    from gradloc.core.ranks import Ranks
+    from gradloc.core.sharding import local_shard
+    from gradloc.core.tracker import NormTracker
+    from gradloc.core.trigger import Spike
+    from gradloc.search.find import localize
+    from tests.toy_model import Loss, Oracle, ToyStep, shard
+
+    plan, draw, started = plan_of(seed, precision), random.Random(seed + 1), time.perf_counter()
+    passes, kept_in = getattr(torch, plan.precision), getattr(torch, plan.weights)
+    loss, ranks = Loss(aggregation=plan.aggregation, kl=plan.kl, entropy=plan.entropy), Ranks()
+    plain = _model(plan, seed).to(kept_in).float()
+    healthy = _batch(plan, plain, seed, draw)
+
+    def step_of(batch: Any) -> tuple[Any, Any, Any]:
+        model = _model(plan, seed, plain).to(kept_in)
+        step = ToyStep(shard(model, plan.layout, passes), batch, plan.micro_batches, passes, loss)
+        tracker = NormTracker(0)
+        tracker.begin_mini_batch()
+        space = GradientSpace(step.model)
+        step.train(lambda: tracker.after_backward(space))
+        return step, space, tracker
+
+    usual = step_of(healthy)[1].norm()
+    batch, planted = _planted(plan, healthy, Oracle(plain, healthy, loss), usual, draw)
+    step, space, tracker = step_of(batch)
+    norm, threshold = space.norm(), SPIKE * usual
+    row: Record = {
+        "seed": seed,
+        **vars(plan),
+        "planted": len(planted),
+        "norm": norm / usual,
+        "tokens": batch.num_tokens,
+    }
+    row |= {"named": 0, "innocent": 0, "missed": 0, "cost": 0, "status": "no spike", "verdict": "", "problems": []}
+    if norm <= threshold:
+        return row | {"seconds": time.perf_counter() - started}
+    before = [None if grad is None else local_shard(grad).clone() for grad in space.current()]
+    spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
+    increments = tracker.increments(space, ranks, 1.0) if plan.is_tracked else None
+    found = localize(step, space, ranks, spike, 1.0, increments, max_steps=MAX_STEPS, **(search or {}))
+    after = [None if grad is None else local_shard(grad) for grad in space.current()]
+    pairs = [pair for pair in zip(before, after, strict=True) if pair != (None, None)]
+    is_restored = all(torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)) for pair in pairs)
+    cost = found.num_forwards + 2 * found.num_backwards
+    named = {
+        batch.place(token, ranks.size, plan.micro_batches): culprit
+        for culprit in found.culprits
+        for token in culprit.tokens
+    }
+    certificate = found.certificate
+    truth = _norm_without(step, space, named) if named else norm
+    spans = [[batch.place(token, ranks.size, plan.micro_batches) for token in each.tokens] for each in found.culprits]
+    hit = [span for span in spans if len(planted.intersection(span)) < _WITHIN * len(span)]
+    innocent = [place for span in hit for place in span if place not in planted]
+    if innocent and plan.plant != "scaled batch":
+        norms = Oracle(plain, batch, loss).norms(innocent)
+        innocent = [place for place in innocent if norms[place] < threshold / 10]
+    is_off = (
+        certificate.norm_after is not None
+        and abs(certificate.norm_after - truth) > certificate.error_bound + 1e-6 * truth
+    )
+    is_full = found.status == "max_culprits" and len(found.culprits) == 8
+    is_found = certificate.verdict == "explained" or is_full
+    problems = [
+        *(["names an innocent"] if innocent else []),
+        *(["does not explain it"] if planted and not is_found else []),
+        *(["is off by more than its bound"] if is_off else []),
+        *(["costs more than max_steps"] if cost > MAX_STEPS * max(3 * plan.micro_batches, _LIMIT_F) else []),
+        *(["changes the gradient"] if not is_restored else []),
+    ]
+    row |= {"named": len(named), "innocent": len(innocent), "cost": cost, "status": found.status}
+    row |= {"missed": len(set(planted) - set(named)), "verdict": certificate.verdict, "problems": problems}
+    row |= {"closure": None if found.shares is None else found.shares.closure, "why": found.stop_reason}
+    return row | {"path": [entry.phase for entry in found.path], "seconds": time.perf_counter() - started}
+
+
+# ---- how a world is made
+
+
+def _model(plan: Plan, seed: int, like: torch.nn.Module | None = None) -> Any:
+    from tests.toy_model.model import Decoder, ModelSize
+
+    torch.manual_seed(seed % 2**31)
+    model = Decoder(ModelSize(plan.vocabulary, plan.width, plan.layers, heads=2))
+    if plan.is_tied:
+        model.head.weight = model.embedding.weight
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+    elif plan.is_trained:
+        _train(model, plan, seed)
+    return model
+
+
+def _train(model: torch.nn.Module, plan: Plan, seed: int) -> None:
+    """Teach the model a random walk whose next word is one of two."""
+    generator = torch.Generator().manual_seed(seed % 2**31 + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        text = _walk(plan, 16, 24, generator)
+        logits = model(text[:, :-1], 23)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _walk(plan: Plan, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    text = [torch.randint(plan.vocabulary, (rows,), generator=generator)]
+    for _ in range(length - 1):
+        turn = torch.randint(2, (rows,), generator=generator)
+        text.append((text[-1] * (3 + 2 * turn) + 1 + turn) % plan.vocabulary)
+    return torch.stack(text, 1)
+
+
+def _batch(plan: Plan, model: Any, seed: int, draw: random.Random) -> Any:
+    from tests.toy_model.batch import _answered
+
+    generator = torch.Generator().manual_seed(seed % 2**31 + 2)
+    tokens = _walk(plan, plan.rows, 5 + plan.length - 1, generator)
+    batch = _answered(model, tokens, plan.length, generator)
+    lengths = torch.randint(max(plan.length // 4, 1), plan.length + 1, (plan.rows, 1), generator=generator)
+    batch = batch.edited(mask=torch.arange(plan.length) < lengths)
+    if plan.by_token:
+        batch = batch.edited(advantages=torch.randn(batch.advantages.shape, generator=generator))
+    return batch
+
+
+def _planted(
+    plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random
+) -> tuple[Any, set[tuple[int, int]]]:
+    """The batch with its culprits, and their places; of a scaled batch none."""
+    places = [tuple(place) for place in batch.mask.nonzero().tolist()]
+    if plan.plant == "none":
+        return batch, set()
+    if plan.plant == "scaled batch":
+        return batch.edited(advantages=batch.advantages * SPIKE * 10 ** draw.uniform(0.5, 4)), set()
+    if plan.plant == "overflow":
+        place = draw.choice(places)
+        return batch.planted({place: draw.choice((-1, 1)) * 10.0 ** draw.randint(22, 36)}), {place}
+    if plan.plant == "cancelling pair":
+        return _pair(plan, batch, oracle, usual, draw, places)
+    found: dict[tuple[int, int], float] = {}
+    for _ in range(plan.count):
+        row, position = draw.choice(places)
+        group = {
+            "tokens": [(row, position)],
+            "segment": [place for place in places if place[0] == row and position <= place[1] < position + 4],
+            "group": [place for place in places if place[0] // 2 == row // 2],
+        }.get(plan.plant, [place for place in places if place[0] == row])
+        if len({*found, *group}) > _MOST * len(places):
+            continue
+        size = usual * SPIKE * 10 ** draw.uniform(0.2, 4) * draw.choice((-1, 1))
+        own = float(oracle.gradient(group).norm())
+        if own > 1e-9 * usual:
+            found |= {place: size / own * float(batch.advantages[place]) for place in group}
+    return batch.planted(found), set(found)
+
+
+def _pair(plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random, places: list) -> tuple[Any, set]:
+    """Two rows alike, with a token in each whose gradients cancel but for a part."""
+    row, position = draw.choice(places)
+    other = (row + 1 + draw.randrange(plan.rows - 1)) % plan.rows
+    changed = {
+        name: getattr(batch, name).clone()
+        for name in ("tokens", "labels", "mask", "old_log_probs", "reference_log_probs")
+    }
+    for value in changed.values():
+        value[other] = value[row]
+    batch = batch.edited(**changed)
+    own = oracle.norm((row, position))
+    if own <= 1e-9 * usual:
+        return batch, set()
+    size = usual * SPIKE * 10 ** draw.uniform(0.5, 3) / own * float(batch.advantages[row, position])
+    pair = {(row, position): size, (other, position): -size * draw.uniform(0.2, 0.8)}
+    return batch.planted(pair), set(pair)
+
+
+def _norm_without(step: Any, space: Any, named: Any) -> float:
+    """The slow obvious way: every micro-batch's whole loss again, with the gradient of the others let through alone."""
+    kept_now = space.take()
+    for index in range(step.num_micro_batches):
+        kept, rows = torch.ones_like(step.token_mask(index)), step.rows(index)
+        for row, position in named:
+            if row in rows:
+                kept[row - rows[0], position] = False
+        step.loss(index, kept).backward()
+    norm = space.norm()
+    space.clear()
+    space.put(kept_now)
+    return norm
+
+
+# ---- running them
+
+
+def _alone(given: tuple[int, str | None, dict]) -> Record:
+    """A world of one rank, in this process."""
+    seed, precision, search = given
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        store = tempfile.mkdtemp()
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+    return tried(seed, precision, search)
+
+
+def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
+    """:func:`world`, of which an error is a problem and no end."""
+    try:
+        return world(seed, precision, search)
+    except Exception as error:
+        row: Record = {"seed": seed, **vars(plan_of(seed, precision)), "named": 0, "cost": 0, "verdict": ""}
+        where = traceback.format_exc().splitlines()[-3:]
+        return row | {"status": "raised", "problems": [f"raises {error!r}"], "why": " ".join(where)}
+
+
+def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str, Any] | None = None) -> list[Record]:
+    """Search the worlds of these seeds, those of one rank two at a time."""
+    from tests.world import World
+
+    alone = [seed for seed in seeds if plan_of(seed, precision).ranks == 1]
+    progress, rows = Progress(len(seeds)), []
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for row in pool.imap_unordered(_alone, [(seed, precision, search or {}) for seed in alone]):
+            rows.append(row)
+            progress.step(row["plant"])
+    with World(2, preloaded=()) as ranks:
+        for seed in (seed for seed in seeds if seed not in set(alone)):
+            given = {"seed": seed, "precision": precision, "search": search}
+            first, other = ranks.run("lab.benchmarks.worlds.tried", timeout_s=_PATIENCE_S, **given)
+            row = dict(first)
+            if [first[name] for name in ("named", "verdict", "cost")] != [
+                other[name] for name in ("named", "verdict", "cost")
+            ]:
+                row["problems"] = [*row["problems"], "the ranks do not agree"]
+            rows.append(row)
+            progress.step(row["plant"])
+    return rows
+
+
+def markdown(rows: Sequence[Record]) -> str:
+    """A line for each precision and each kind of plant."""
+
+    def line(name: str, group: Sequence[Record]) -> list[object]:
+        spiked = [row for row in group if row["status"] != "no spike"]
+        right = sum(not row["problems"] for row in spiked)
+        costs = [row["cost"] for row in spiked if row["micro_batches"] == 2]
+        innocent = sum("names an innocent" in row["problems"] for row in spiked)
+        off = sum("is off by more than its bound" in row["problems"] for row in spiked)
+        part = f"{right / len(spiked):.1%}" if spiked else ""
+        return [name, len(spiked), right, part, innocent, off, statistics.median(costs) if costs else ""]
+
+    head = ["worlds", "spiked", "right", "part", "with an innocent", "over the bound", "median f at M = 2"]
+    groups = [(name, [row for row in rows if row["precision"] == name]) for name in PRECISIONS]
+    groups += [(name, [row for row in rows if row["plant"] == name]) for name in dict.fromkeys(PLANTS)]
+    return table([head, *(line(name, group) for name, group in [*groups, ("all", rows)] if group)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw seeds, search their worlds, print a table, and keep the seeds that fail; returns the exit code."""
+    options = parser("worlds", __doc__)
+    options.add_argument("--worlds", type=int, default=200)
+    options.add_argument("--precision", choices=PRECISIONS, help="of all worlds (default: drawn)")
+    options.add_argument("--seed", type=int, action="append", help="this world (repeatable)")
+    options.add_argument("--again", action="store_true", help="the worlds that failed before")
+    parsed = options.parse_args(arguments)
+    fresh = random.SystemRandom()
+    seeds = parsed.seed or [fresh.getrandbits(_BITS) for _ in range(parsed.worlds)]
+    known = json.loads(FAILED.read_text()) if FAILED.exists() else []
+    if parsed.again:
+        seeds = [each["seed"] for each in known]
+    rows = measure(seeds, parsed.precision)
+    run = {"command": as_typed("worlds", arguments), "core_sha256": digest(), "rows": rows}
+    finish(run, parsed.out, "worlds", markdown(rows))
+    failed = [row for row in rows if row["problems"]]
+    for row in failed:
+        print({name: row[name] for name in ("seed", "precision", "plant", "count", "problems")}, file=sys.stderr)
+    kept = {(each["seed"], each["precision"]) for each in known}
+    known += [
+        {"seed": r["seed"], "precision": r["precision"]} for r in failed if (r["seed"], r["precision"]) not in kept
+    ]
+    if failed:
+        FAILED.write_text(json.dumps(known, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experiments there are: the sections of `catalog.ini`, which says how one is written.
+
+Standard library only: `run_experiment.sh` reads it before anything is installed.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from configparser import ConfigParser, ExtendedInterpolation
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab.experiments import settings
+from lab.experiments.cpu import environment
+from lab.experiments.errors import UsageError
+from lab.experiments.settings import Settings
+
+CONFIGS = Path(__file__).resolve().parent
+ACTIONS = ("mask", "skip", "heal")
+"""What an arm that explodes is also run with."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that an experiment takes a value from."""
+
+    name: str
+    kind: str
+    """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the runs that an experiment compares: the same config, with some values replaced."""
+
+    name: str
+    meaning: str
+    overrides: tuple[str, ...] = ()
+    """Hydra overrides, in order; none for the config as it is."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One config and what is needed to run it."""
+
+    name: str
+    summary: str = ""
+    variables: tuple[Variable, ...] = ()
+    imports: tuple[str, ...] = ("torch", "ray", "hydra")
+    """Packages that must be there."""
+    is_on_cpu: bool = False
+    """Whether it is the demo or builds on it: it then runs in the demo's environment."""
+    is_planted: bool = False
+    """Whether a run ends by comparing its event with what was planted. Not passed on to heirs."""
+    material: str = "lab.experiments.cpu.build"
+    """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder.
+    "" for none."""
+    verls: tuple[str, ...] = ("0.7.0",)
+    """The versions of verl that it runs on with no GPU, the usual one first. Not passed on to heirs."""
+    is_installed: bool = False
+    """Whether its verl is one beside which gradloc is installed, with nothing patched: 0.9."""
+    arms: tuple[Arm, ...] = ()
+    """None for an experiment that is one run."""
+    seeds: tuple[int, ...] = ()
+    """The values of `seed` that every arm runs with; none for the config's own."""
+    summary_module: str = ""
+    """What is run once the arms are through, `python -m MODULE SUITE_DIR`; "" for nothing."""
+    nodes: int = 1
+    """How many Ray nodes a run on the CPU gets, all on this machine; the trainer starts a single one by itself."""
+    config: str = ""
+    """The config that it runs with, without `.yaml`, if that is not `NAME.yaml`. Not passed on to heirs."""
+    overrides: tuple[str, ...] = ()
+    """Hydra overrides of that config. Not passed on to heirs."""
+    script: str = ""
+    """The module of a program of ours that trains in the place of verl's trainer: takes key=value, has no config."""
+    settings: type[Settings] = Settings
+    """What the script takes."""
+    own: environment.Environment = environment.DEMO
+    """Where a script runs, or an installed verl."""
+    started_by: tuple[str, ...] = ()
+    """What stands between Python and `-m` the script."""
+
+    def heir(self, name: str) -> "Experiment":
+        """One whose config builds on this one's, and so needs what this one needs.
+
+        Its arms and their summary are its own, and so is what is not passed on to heirs.
+        """
+        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": ""}
+        return replace(self, name=name, config="", overrides=(), **fresh)
+
+    def on_verl09(self, name: str) -> "Experiment":
+        """Its form for verl 0.9.1, with nothing patched and without a variable that the demo's config has not there."""
+        kept = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
+        own = environment.VERL09
+        return replace(self, name=name, variables=kept, verls=("0.9.1",), is_installed=True, own=own)
+
+    def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
+        """The config's name, and the overrides that Hydra gets with it: its own, then the given ones."""
+        renamed = [f"trainer.experiment_name={self.name}"] if self.config else []
+        return self.config or self.name, [*self.overrides, *renamed, *overrides]
+
+    def problem(self, environ: Mapping[str, str]) -> str | None:
+        """The first thing wrong with its variables, as a sentence, or None."""
+        for variable in self.variables:
+            value = environ.get(variable.name, "")
+            if variable.kind == "number":
+                if variable.name in environ and not is_amount(value):
+                    return (
+                        f"{variable.name}={value} is not a number of at least 0: it sets "
+                        f"{variable.meaning}; unset it to use the experiment's own."
+                    )
+                continue
+            if not value:
+                return f"{variable.name} is not set: {self.name} needs it to name {variable.meaning}."
+            # A name without a leading / . or ~ may be one that transformers looks up by itself.
+            path = os.path.expanduser(value)
+            if variable.kind == "reads" and path[0] in "/." and not os.path.exists(path):
+                return f"{variable.name}={value} does not exist: it has to name {variable.meaning}."
+        return None
+
+
+def is_amount(text: str) -> bool:
+    """Whether a text is a finite number from 0 on."""
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
+
+
+# ---- from the sections
+
+
+def read(text: str) -> dict[str, Experiment]:
+    """The experiments of a catalog, by name.
+
+    Raises:
+        AttributeError: for a key that is no field of `Experiment`.
+        KeyError: for one that is made of another that does not stand above it.
+    """
+    parser = ConfigParser(delimiters=("=",), interpolation=ExtendedInterpolation())
+    parser.optionxform = str  # variables are in capitals
+    parser.read_string(text)
+    found: dict[str, Experiment] = {}
+    for name in parser.sections():
+        own = {key: value for key, value in parser[name].items() if key not in parser.defaults()}
+        found[name] = _experiment(name, own, found)
+    return found
+
+
+def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) -> Experiment:
+    """An experiment from what its section says, and from the one above that it is made of."""
+    base = Experiment(name)
+    if "builds_on" in own:
+        base = above[own.pop("builds_on")].heir(name)
+    if "form_of" in own:
+        base = above[own.pop("form_of")].on_verl09(name)
+    variables = {variable.name: variable for variable in base.variables}
+    arms = {arm.name: arm for arm in base.arms}
+    fields: dict[str, Any] = {}
+    for key, value in own.items():
+        kind, _, which = key.partition(" ")
+        first, *lines = value.splitlines() or [""]
+        if not which:
+            fields[key] = _field(key, value)
+        elif kind == "arm":
+            arms[which] = Arm(which, first, tuple(lines))
+        elif kind == "exploding":
+            arms |= _with_twin(which, first, own[f"twin {which}"].splitlines(), lines)
+        elif kind != "twin":
+            variables[which] = Variable(which, kind, first)
+    return replace(base, variables=tuple(variables.values()), arms=tuple(arms.values()), **fields)
+
+
+def _field(name: str, text: str) -> Any:
+    """A field of `Experiment` from its text, by what its default is."""
+    default = getattr(Experiment, name)
+    if name == "settings":
+        return getattr(settings, text)
+    if name == "own":
+        return getattr(environment, text)
+    if name == "seeds":
+        return tuple(map(int, text.split()))
+    if isinstance(default, tuple):
+        return tuple(text.split())
+    return text == "yes" if isinstance(default, bool) else type(default)(text)
+
+
+def _with_twin(name: str, meaning: str, healthy: list[str], more: list[str]) -> dict[str, Arm]:
+    """An arm that explodes, the same with spikes masked, skipped or healed, and its healthy twin."""
+    exploding, key = (*healthy, *more), "actor_rollout_ref.actor.gradloc.action.mode"
+    acting = [Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{key}={m}")) for m in ACTIONS]
+    arms = [Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", tuple(healthy))]
+    return {arm.name: arm for arm in arms}
+
+
+_ALL = read((CONFIGS / "catalog.ini").read_text(encoding="utf-8"))
+ON_VERL09 = {name.removesuffix("-verl09"): entry for name, entry in _ALL.items() if name.endswith("-verl09")}
+"""By the experiment's name: its form for verl=0.9.1."""
+TRAINERS = {"trl": _ALL["demo-trl"], "loop": _ALL["demo-loop"]}
+"""The demo's forms for other trainers than verl."""
+EXPERIMENTS = {e.name: e for e in _ALL.values() if e not in (*ON_VERL09.values(), *TRAINERS.values())}
+DEMO, PUBLISHED = EXPERIMENTS["demo"], EXPERIMENTS["gradloc-qwen3-4b"]
+
+
+def names() -> list[str]:
+    """Every experiment's name, sorted."""
+    return sorted(EXPERIMENTS)
+
+
+def forms_of(experiment: Experiment) -> list[Experiment]:
+    """The experiment, and its form for verl 0.9.1 if it has one."""
+    return [experiment, *(form for name, form in ON_VERL09.items() if name == experiment.name)]
+
+
+def form_for(experiment: Experiment, version: str | None, trainer: str) -> Experiment:
+    """The experiment's form for that version of verl, or for another trainer; itself where none was asked for.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    if trainer != "verl":
+        if experiment is not DEMO or version is not None or trainer not in TRAINERS:
+            listed = f"trainer={' or '.join(TRAINERS)}"
+            raise UsageError(f"trainer={trainer} is for the demo alone, as {listed} and without verl=VERSION.")
+        return TRAINERS[trainer]
+    forms = forms_of(experiment)
+    for form in forms:
+        if version is None or version in form.verls:
+            return form
+    *known, last = (verl for form in forms for verl in form.verls)
+    listed = f"{', '.join(known)} and {last}" if known else last
+    raise UsageError(f"{experiment.name} runs on verl {listed}, not on {version}.")
+
+
+def load(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    base = name.removesuffix("-verl09")
+    if base != name and base in ON_VERL09:
+        raise UsageError(f"{name} is {base} on verl 0.9.1: write {base} verl=0.9.1.")
+    if name not in EXPERIMENTS:
+        has_config = (CONFIGS / f"{name}.yaml").exists()
+        hint = " (its config is there; lab/experiments/catalog.ini lacks it)" if has_config else ""
+        raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(names())}.")
+    return EXPERIMENTS[name]
+
+
+def describe() -> str:
+    """What `--list` prints."""
+    lines = []
+    for experiment in map(load, names()):
+        lines.append(f"{experiment.name}: {experiment.summary}")
+        _, *others = (verl for form in forms_of(experiment) for verl in form.verls)
+        lines += [f"    verl={verl}: the same on that verl" for verl in others]
+        lines += [f"    {variable.kind} {variable.name}: {variable.meaning}" for variable in experiment.variables]
+        lines += [f"    arm {arm.name}: {arm.meaning}" for arm in experiment.arms]
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says of each run of `two-nodes` what was found and whether everything lies where the docs say.
+
+    python -m lab.experiments.cpu.places SUITE_DIR
+
+Standard library only.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from lab.experiments import suite
+from lab.experiments.cpu import verdict
+from lab.experiments.errors import ExperimentError
+
+FOUND = "FOUND, and everything is in its place."
+EVENTS = "events/of this run"
+"""`bisect_dump_dir` of lab/experiments/two-nodes.yaml: relative to the working folder of the driver's node."""
+
+
+def problems_of(run_dir: Path, resumed_from: Path | None) -> tuple[list[dict], list[str]]:
+    """A run's events, and everything that is not as docs/configuration.md and docs/bundle.md say.
+
+    Args:
+        run_dir: of one run.
+        resumed_from: the checkpoint that it began with; None: it began anew.
+
+    Raises:
+        ExperimentError: if what was written cannot be read.
+    """
+    roots = sorted(run_dir.glob(f"**/{EVENTS}"))
+    if len(roots) != 1 or roots[0].parents[1].parent != run_dir:
+        return [], [f"one node's working folder was to hold {EVENTS}, and these do: {[str(root) for root in roots]}"]
+    (root,) = roots
+    events = verdict.read_events(root / "events.jsonl")
+    problems = verdict.compare(events, verdict.read_planted(run_dir / "planted.json"))
+    for event in events:
+        step, bundle = event["step"], root / event["folder"]
+        problems += absent(bundle, ("batch.safetensors", "meta.json", "sequences.json"))
+        meta = json.loads((bundle / "meta.json").read_text(encoding="utf-8"))
+        weights = root / "weights" / f"global_step_{step['global_step']}" / "actor"
+        shards = [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+        problems += absent(weights, (*shards, "fsdp_config.json", "huggingface"))
+        if meta["checkpoint"] != str(weights):
+            problems.append(f"the bundle says that the weights are in {meta['checkpoint']}, and they are in {weights}")
+        last = event["consequence"]["last_checkpoint"]
+        if last != (None if resumed_from is None else str(resumed_from)):
+            problems.append(f"the last checkpoint is said to be {last}")
+    return events, problems
+
+
+def absent(folder: Path, names: tuple[str, ...]) -> list[str]:
+    """One sentence for each of these files that the folder lacks."""
+    return [f"{folder / name} is not there" for name in names if not (folder / name).exists()]
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suite_dir", type=Path)
+    folder = parser.parse_args(argv).suite_dir.resolve()
+    num_wrong = 0
+    try:
+        for cell in suite.read(folder)["cells"]:
+            run_dir, given = folder / cell["folder"], dict(text.split("=", 1) for text in cell["overrides"])
+            path = given.get("trainer.resume_from_path", "").replace("${demo.run_dir}", str(run_dir))
+            events, problems = problems_of(run_dir, Path(os.path.normpath(path)) if path else None)
+            print(f"\n{cell['folder']}: what events.jsonl says")
+            print("\n".join(map(verdict.tell, events)) or "  nothing: no event was written")
+            print("NOT AS IT SHOULD BE: " + "; ".join(problems) if problems else FOUND)
+            num_wrong += bool(problems)
+    except ExperimentError as error:
+        print(f"places: {error}", file=sys.stderr)
+        return error.exit_code
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the runs of the explosion: a table and a plot.
+
+    python -m lab.experiments.explosion.summary SUITE_DIR
+
+It writes `summary.md` and `summary.png` beside the runs' folders. No torch and no verl.
+"""
+
+import json
+import math
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from lab.experiments import suite
+from lab.experiments.cpu.verdict import read_events
+from lab.experiments.errors import ExperimentError
+
+LAST_STEPS = 5
+"""How many steps at the end of a run the weights' late movement is measured over."""
+TWIN = "healthy"
+"""The arm that the others are compared with, seed by seed."""
+LEGEND = f"""\
+final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
+  its standard error over the questions; against twin: the same of each question's difference.
+norm before: median of the steps before anything was planted; warning, spike: the norm at those
+  steps (largest of the step's mini-batches, before clipping; after token_clip).
+named: at the spike, the first culprit's cause and its ratio to the old policy; "as planted" if the
+  event names the planted token and nothing else; norm without it: the certificate's.
+from twin: L2 distance of the final weights from the healthy twin's, as a share of the way that the
+  twin's weights went. moved: how far the spike's step and the next one, and the last {LAST_STEPS}
+  steps, took the weights, as a share of the twin's."""
+
+
+# ---- what a run left on disk
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One run."""
+
+    name: str
+    knobs: dict
+    steps: dict[int, dict]
+    """verl's metrics, by step."""
+    planted: list[dict]
+    """What was planted, in the order of steps; a healthy twin's have no positions."""
+    events: list[dict]
+    rewards: dict[str, float]
+    """Mean reward of each question's answers in the final validation; empty without one."""
+    weights: list[np.ndarray]
+    """All parameters as one float64 vector: before each step, and after the last."""
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """The largest norm of each step's mini-batches, before anything was clipped."""
+        return {step: metrics["actor/grad_norm_max"] for step, metrics in self.steps.items()}
+
+    @property
+    def typical_norm(self) -> float:
+        """The median of the norms before anything was planted."""
+        first = self.planted[0]["step"]
+        return float(np.median([norm for step, norm in self.norms.items() if step < first]))
+
+    @property
+    def moved(self) -> float:
+        """How far the weights are from where they began."""
+        return distance(self.weights[-1], self.weights[0])
+
+    @property
+    def moved_at_the_spike(self) -> float:
+        """How far the spike's step and the next one took the weights."""
+        spike = self.planted[-1]["step"]
+        # The first weights are those before step 1.
+        return distance(self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1])
+
+    @property
+    def moved_lately(self) -> float:
+        """How far the last `LAST_STEPS` steps took the weights."""
+        return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])
+
+    def event_at(self, step: int) -> dict | None:
+        """The event of a step, or None."""
+        return next((event for event in self.events if event["step"]["global_step"] == step), None)
+
+
+def read(folder: Path, name: str) -> Reading:
+    """Reads a run's folder.
+
+    Raises:
+        ExperimentError: if a file of it is missing or cut off.
+    """
+    try:
+        return Reading(
+            name=name,
+            knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
+            steps=suite.read_steps(folder, "actor/grad_norm_max"),
+            planted=json_lines(folder / "planted.jsonl"),
+            events=read_events(folder / "gradloc" / "events.jsonl"),
+            rewards=read_rewards(folder / "validation"),
+            weights=[as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))],
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ExperimentError(f"the run in {folder} cannot be read: {error}.") from None
+
+
+def json_lines(path: Path) -> list[dict]:
+    """Every line of a file, as JSON."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def as_vector(path: Path) -> np.ndarray:
+    """A safetensors file's values, one after the other by name."""
+    state = load_file(path)
+    return np.concatenate([state[name].ravel().astype(np.float64) for name in sorted(state)])
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The L2 norm of the difference."""
+    return float(np.linalg.norm(one - other))
+
+
+def read_rewards(folder: Path) -> dict[str, float]:
+    """The last validation's mean reward of each question's answers."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    by_question = defaultdict(list)
+    for line in json_lines(files[-1]) if files else []:
+        by_question[line["input"]].append(line["score"])
+    return {question: float(np.mean(scores)) for question, scores in by_question.items()}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error; NaN where one value has none."""
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(np.mean(values)), error
+
+
+# ---- the table and the plot
+
+
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The table of these runs; their plot goes into the folder.
+
+    Raises:
+        ExperimentError: if a run that ended well cannot be read.
+    """
+    found = [(read(place, cell["folder"]), cell) for place, cell in runs]
+    by_seed = {cell["seed"]: reading for reading, cell in found if cell["arm"] == TWIN}
+    twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
+    every = [reading for reading, _ in found]
+    draw(every, twins, folder / "summary.png")
+    return [suite.table_of([cells(reading, twins.get(reading.name)) for reading in every])]
+
+
+def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
+    """One run's, by column."""
+    warning, spike = (entry["step"] for entry in reading.planted)
+    event = reading.event_at(spike)
+    against = away = at_the_spike = lately = "-"
+    if twin is not None:
+        against = "{:+.2f} ± {:.2f}".format(*gain(reading, twin))
+        away = f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved:.0%}"
+        at_the_spike = f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}"
+        lately = f"{reading.moved_lately / twin.moved_lately:.0%}"
+    return {
+        "arm": reading.name,
+        "final reward": "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
+        "against twin": against,
+        "norm before": number(reading.typical_norm),
+        "warning": number(reading.norms[warning]),
+        "spike": number(reading.norms[spike]),
+        "done at the spike": done(reading, spike),
+        "named": named(reading, spike),
+        "norm without it": "-" if event is None else number(event["certificate"]["norm_after"]),
+        "from twin": away,
+        "moved at the spike": at_the_spike,
+        f"moved in the last {LAST_STEPS}": lately,
+    }
+
+
+def gain(reading: Reading, twin: Reading) -> tuple[float, float]:
+    """How much higher the final reward is than the twin's, question by question, and the error."""
+    return mean_and_error([mean - twin.rewards[key] for key, mean in reading.rewards.items()])
+
+
+def done(reading: Reading, step: int) -> str:
+    """What the run's safeguards did at a step, as far as its metrics say."""
+    metrics = reading.steps[step]
+    norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
+    scale = metrics.get("gradloc/layer_clip/scale_min", 1.0)
+    can_be_done = {
+        "step without the culprit": metrics.get("gradloc/mask"),
+        "step under another setting": metrics.get("gradloc/heal"),
+        "step skipped": metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"),
+        f"layers scaled by down to {number(scale)}": scale < 1,
+        "token left out": metrics.get("gradloc/token_clip/share", 0.0) > 0,
+        "ratios clipped": metrics.get("actor/pg_clipfrac", 0.0) > 0,
+    }
+    deeds = [deed for deed, is_done in can_be_done.items() if is_done]
+    if not deeds and norm > limit:
+        deeds.append(f"scaled by {number(limit / norm)}")
+    return ", ".join(deeds) or "nothing"
+
+
+def named(reading: Reading, step: int) -> str:
+    """What the localizer said about a step's first culprit."""
+    event = reading.event_at(step)
+    if event is None or not event["culprits"]:
+        return "no event" if event is None else "no culprit"
+    planted = next(entry for entry in reading.planted if entry["step"] == step)
+    culprit = event["culprits"][0]
+    ratio = math.exp(culprit["values"]["log_prob"] - culprit["values"]["old_log_prob_used"])
+    said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
+    return f"{said}, as planted" if is_as_planted(event, planted) else said
+
+
+def is_as_planted(event: dict, planted: dict) -> bool:
+    """Whether the event names exactly the stale tokens and nothing else."""
+    culprits = event["culprits"]
+    positions = sorted(position for culprit in culprits for position in culprit["positions"])
+    sequence = f"{planted['uid']}:{planted['rollout_index']}"
+    return positions == planted["positions"] and all(culprit["sequence_id"] == sequence for culprit in culprits)
+
+
+def number(value: float | None) -> str:
+    """Three digits, with thousands apart from 10 000 on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
+    """Draws gradient norm (log), training reward and distance from the healthy twin over the steps.
+
+    Args:
+        runs: a line for each.
+        twins: the healthy run to compare with, by the run's name.
+        path: of the PNG.
+    """
+    with suite.figure(path, 13, 3) as (figure, plots):
+        norms, rewards, distances = plots
+        for index, reading in enumerate(runs):
+            twin, steps = twins.get(reading.name), sorted(reading.steps)
+            style = {"color": f"C{index % 10}", "label": reading.name, "linewidth": 1.3}
+            if reading is twin:
+                style.update(color="black", linewidth=2.2, zorder=9)
+            norms.plot(steps, [reading.norms[step] for step in steps], **style)
+            rewards.plot(steps, [reading.steps[step]["critic/score/mean"] for step in steps], **style)
+            if twin is not None:
+                pairs = zip(reading.weights, twin.weights, strict=False)
+                distances.plot([distance(one, other) for one, other in pairs], **style)
+        norms.set(yscale="log", title="largest gradient norm, before clipping", xlabel="step")
+        rewards.set(title="mean reward of the step's rollouts", xlabel="step")
+        distances.set(title="weights' distance from the healthy twin's", xlabel="steps taken")
+        for axes in plots:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+
+
+def main(argv=None) -> int:
+    return suite.print_summary(__doc__, LEGEND, make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes Knights-and-Knaves data sets as verl reads them, or checks one that exists.
+
+    python -m lab.experiments.kk.generate --people 3 4 5 6 7 --train 900 --test 100 --out data/kk
+    python -m lab.experiments.kk.generate --check data/kk/train.parquet
+
+`OUT/train.parquet` holds all training puzzles, shuffled; `OUT/test-Nppl.parquet` the test puzzles
+of N people. No puzzle is in two files, and each has exactly one solution.
+"""
+
+import argparse
+import random
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from lab.experiments.errors import ExperimentError
+from lab.experiments.kk import puzzle, wording
+
+SHOWN = 5
+"""How many wrong rows are named; all are counted."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m lab.experiments.kk.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--people", type=int, nargs="+", choices=range(2, 8), metavar="N", help="2 to 7; 3 to 7 published"
+    )
+    made.add_argument("--train", type=int, default=900, help="training puzzles for each N (900)")
+    made.add_argument("--test", type=int, default=100, help="test puzzles for each N (100)")
+    made.add_argument("--seed", type=int, default=0, help="the same seed, the same files (0)")
+    made.add_argument("--out", type=Path, help="the folder to write to")
+    made.add_argument("--check", type=Path, metavar="FILE", help="check a parquet file's puzzles")
+    return made
+
+
+def main(argv=None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = parser()
+    args = options.parse_args(argv)
+    if not args.check and (not args.people or args.out is None or args.train < 1 or args.test < 0):
+        options.error("--people and --out are needed, or --check FILE; --train is at least 1, --test at least 0.")
+    try:
+        if find_spec("pyarrow") is None:
+            raise ExperimentError(
+                f"{sys.executable} lacks pyarrow: install it, or use the demo's .gradloc/venv/bin/python."
+            )
+        return check(args.check) if args.check else generate(args)
+    except ExperimentError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"generate: {error}: name a folder that can be written to.", file=sys.stderr)
+        return 1
+
+
+def generate(args) -> int:
+    """Draws and writes what the arguments ask for."""
+    import pyarrow
+    import pyarrow.parquet
+
+    parts = {"train.parquet": []}
+    for number in sorted(set(args.people)):
+        # A stream for each N: adding an N changes no other's puzzles.
+        found = puzzle.draw(args.train + args.test, number, random.Random(f"knights {args.seed} {number}"))
+        parts["train.parquet"] += found[: args.train]
+        parts[f"test-{number}ppl.parquet"] = found[args.train :]
+    random.Random(f"order {args.seed}").shuffle(parts["train.parquet"])
+    for name in parts:
+        if (args.out / name).exists():
+            raise ExperimentError(f"{args.out / name} exists: name another folder, or remove it.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, puzzles in parts.items():
+        if puzzles:
+            rows = [wording.to_row(i, one, re.match("train|test", name)[0]) for i, one in enumerate(puzzles)]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), args.out / name)
+            print(f"{args.out / name}: {len(rows)} puzzles")
+    return 0
+
+
+def check(path: Path) -> int:
+    """Refuses a file with a row that is not a puzzle with exactly one solution, the one it states.
+
+    Raises:
+        ExperimentError: naming the first such rows.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    if not path.is_file():
+        raise ExperimentError(f"{path} is not a file: name a parquet file of puzzles.")
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        said = str(error).splitlines()[0]
+        raise ExperimentError(f"{path} cannot be read as parquet ({said}).") from None
+    wrong = [(i, said) for i, said in enumerate(map(wording.problem, rows)) if said]
+    if wrong:
+        named = "; ".join(f"row {i}: {said}" for i, said in wrong[:SHOWN])
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ExperimentError(
+            f"{len(wrong)} of the {len(rows)} rows of {path} cannot be trained on: {named}{more}. "
+            "Remove them, or generate the file anew."
+        )
+    print(f"{path}: {len(rows)} puzzles, each with exactly one solution, the one it states")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

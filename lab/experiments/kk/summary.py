@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the arms of kk-demo: a table over seeds and a plot. It reports; it does not judge.
+
+    python -m lab.experiments.kk.summary SUITE_DIR
+
+It writes `summary.md` and `summary.png` beside the runs' folders.
+"""
+
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from lab.experiments import suite
+from lab.experiments.kk.wording import DATA_SOURCE
+
+LAST_STEPS = 5
+"""How many steps at the end of a run the training reward is averaged over."""
+SCORE = "critic/score/mean"
+READINGS = {
+    f"training reward, last {LAST_STEPS} steps": "train",
+    "reward, unseen puzzles": "reward",
+    "right": "acc",
+    "wrong answer": "wrong_answer",
+    "format error": "format_error",
+}
+LEGEND = """\
+mean and, after ±, sample standard deviation over seeds. reward: from -3 (format error) to
+3 (right), at temperature 1; the last four columns are the final weights' on puzzles that were never
+trained on. Differences within the spread say nothing about the methods."""
+
+
+Arms = dict[str, list[tuple[list[float], dict[str, float]]]]
+"""By arm, what `read` gives of each of its runs."""
+
+
+def read(folder: Path) -> tuple[list[float], dict[str, float]]:
+    """The mean reward of each step's rollouts, and the table's values, by those of `READINGS`.
+
+    Raises:
+        ExperimentError: if the run's metrics cannot be read.
+    """
+    steps = list(suite.read_steps(folder, SCORE).values())
+    rewards = [step[SCORE] for step in steps]
+    found = {"train": statistics.fmean(rewards[-LAST_STEPS:])}
+    for name, value in steps[-1].items():
+        mean = re.fullmatch(rf"val-\w+/{DATA_SOURCE}\w*/(\w+)/mean@\d+", name)
+        if mean:
+            found[mean[1]] = value
+    return rewards, found
+
+
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The table of these runs; their plot goes into the folder."""
+    arms: Arms = {}
+    for run, cell in runs:
+        arms.setdefault(cell["arm"], []).append(read(run))
+    draw(arms, folder / "summary.png")
+    table = [["arm", "seeds", *READINGS]]
+    for arm, group in arms.items():
+        values = ([found.get(key) for _, found in group] for key in READINGS.values())
+        table.append([arm, str(len(group)), *map(spread, values)])
+    return [table]
+
+
+def spread(values: list[float | None]) -> str:
+    """Mean and sample standard deviation; the mean alone of one value, a dash if one is missing.
+
+    >>> spread([1.0, 2.0])
+    '1.50 ± 0.71'
+    """
+    if None in values:
+        return "-"
+    mean = f"{statistics.fmean(values):.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def draw(arms: Arms, path: Path) -> None:
+    """Draws the training reward over steps: each arm's mean over seeds, from least to most."""
+    with suite.figure(path, 8, 1) as (_, axes):
+        for index, (arm, group) in enumerate(arms.items()):
+            columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as the shortest run has
+            steps, color = range(1, len(columns) + 1), f"C{index}"
+            axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=arm)
+            low, high = [min(c) for c in columns], [max(c) for c in columns]
+            axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+        axes.set(xlabel="step", ylabel="mean reward of the step's rollouts")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_title("kk-demo: mean over seeds; the band runs from the least to the most")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+
+
+def main(argv=None) -> int:
+    return suite.print_summary(__doc__, LEGEND, make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

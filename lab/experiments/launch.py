@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one experiment's command: keeps its whole output, shows what matters, ends it cleanly.
+
+A brief run shows one line a step instead of everything. Standard library only.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from gradloc.report.logs.lines import Console
+from lab.experiments.suite import clock
+
+GRACE_S = 5
+"""How long the trainer, and then what is left of Ray, may take to end before it is made to."""
+TAIL_LINES = 30
+TOTAL = re.compile(r"Total training steps: (\d+)")
+LATE = "The current node timed out during startup"
+"""Ray says so where one of its processes was not up within 15 to 30 s, which it lets nobody change."""
+RAY = re.compile(r"Started a local Ray instance|Connected to Ray cluster")
+SHOWN = {"actor/grad_norm": "grad norm", "critic/score/mean": "score", "timing_s/step": "seconds"}
+
+
+def parse_step(line: str) -> tuple[int, dict[str, float]] | None:
+    """The step and its metrics from a line of verl's console logger, or None.
+
+    >>> parse_step("(TaskRunner pid=1) step:2 - actor/grad_norm:0.5 - x:np.float64(1.0)")
+    (2, {'actor/grad_norm': 0.5, 'x': 1.0})
+    """
+    console = Console()
+    return console.rows[""][0] if console.take(line, process="") else None
+
+
+class Brief:
+    """What a brief run shows: a milestone, or a step, and how long the others will take by those that it has seen."""
+
+    def __init__(self):
+        self.num_steps = 0
+        self.seconds: list[float] = []
+
+    def line(self, line: str) -> str | None:
+        """What it shows for one line of output, or None."""
+        if RAY.search(line):
+            return "Ray has started"
+        total = TOTAL.search(line)
+        if total:
+            self.num_steps = int(total[1])
+            return f"{total[1]} steps to go; the workers load the model"
+        step, metrics = parse_step(line) or (0, {})
+        parts = [f"{text} {metrics[key]:.3g}" for key, text in SHOWN.items() if key in metrics]
+        if not parts:
+            return None
+        if metrics.get("gradloc/events"):
+            parts.append("SPIKE: localized")
+        elif metrics.get("gradloc/spikes"):
+            parts.append("SPIKE: not localized")
+        if "timing_s/step" in metrics:
+            self.seconds.append(metrics["timing_s/step"])
+            left = self.num_steps - step
+            parts += [f"about {clock(statistics.median(self.seconds) * left)} to go"] if left > 0 else []
+        return f"step {step:>2}  {'  '.join(parts)}"
+
+
+@contextlib.contextmanager
+def plain_path(python: str):
+    """Yields a path to the same interpreter that a shell takes for one word.
+
+    Ray starts its workers through a shell and does not quote the interpreter: from a folder with a
+    space in its name no worker would come up, and Ray would try for minutes.
+    """
+    if re.fullmatch(r"[\w./+@:,~-]+", python):
+        yield python
+        return
+    # Not tempfile's default, which may have a space in it as well.
+    with tempfile.TemporaryDirectory(prefix="gradloc-", dir="/tmp") as folder:
+        link = Path(folder) / "python"
+        # The whole environment: an interpreter finds its packages by the folder it is called in.
+        link.symlink_to(Path(python).parent.parent)
+        yield str(link / "bin" / Path(python).name)
+
+
+def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
+    """Runs the command to its end and returns its exit code; 130 or 143 when interrupted.
+
+    Args:
+        command: what to run. It gets a session of its own, so that an interrupt reaches it once.
+        log: the file that takes everything it prints.
+        is_brief: show only what `Brief` makes of it.
+        tries: how often in all, where Ray does not start: on a busy machine it gives up too early.
+    """
+    started = time.monotonic()
+    brief = Brief()
+    tail: list[str] = []
+    caught: list[int] = []
+    with log.open("w", encoding="utf-8", errors="replace") as sink:
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+        def interrupt(number, _frame):
+            if not caught:
+                threading.Thread(target=stop, args=(child,), daemon=True).start()
+            caught.append(number)
+
+        before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=reap, args=(child,), daemon=True).start()
+        try:
+            for line in child.stdout:
+                sink.write(line)
+                sink.flush()
+                tail = [*tail[1 - TAIL_LINES :], line]
+                shown = brief.line(line) if is_brief else line.rstrip("\n")
+                if shown is not None and not caught:
+                    prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
+                    print(prefix + shown, flush=True)
+            code = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            end_session(child.pid)
+    if caught:
+        print(f"Stopped by {signal.Signals(caught[0]).name}, Ray's processes included.")
+        return 128 + caught[0]
+    if code and tries > 1 and any(LATE in line for line in tail):
+        print("Ray did not start in the time that it allows itself, as on a busy machine. Once more.", flush=True)
+        return run(command, log, is_brief, tries - 1)
+    if code:
+        if is_brief:
+            print(f"The trainer failed with exit code {code}. Its last lines:", file=sys.stderr)
+            sys.stderr.writelines("    " + line for line in tail)
+        print(f"All of its output: {log}", file=sys.stderr)
+    return code
+
+
+def stop(child: subprocess.Popen) -> None:
+    """Asks the trainer to end as Ctrl-C would, then insists."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        child.send_signal(number)
+        try:
+            child.wait(GRACE_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def reap(child: subprocess.Popen) -> None:
+    """Ends what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
+    child.wait()
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        if not session_members(child.pid):
+            return
+        time.sleep(0.1)
+    end_session(child.pid)
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session. Ray's have process groups of their own, but one session."""
+    proc = Path("/proc")
+    if (proc / "self").exists():
+        listed = [entry.name for entry in proc.iterdir() if entry.name.isdigit()]
+    else:
+        command = ["ps", "-A", "-o", "pid="]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    members = []
+    for pid in map(int, listed):
+        try:
+            if os.getsid(pid) == session:
+                members.append(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def end_session(session: int) -> None:
+    """Kills every process of a session."""
+    for pid in session_members(session):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

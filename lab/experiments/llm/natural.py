@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What natural spikes are made of: every event of `wild-long`, and what masking and skipping changed.
+
+    python -m lab.experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
+
+It prints four tables. In the first folder it writes them to `summary.md`, what they are made of to `natural.json`, and
+a figure to `natural.png`.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from lab.experiments import suite
+from lab.experiments.llm.wild import NORM, REWARD, cause, finite, largest, number, read, text
+
+MODES = ("observe", "mask", "skip", "heal", "twin")
+KINDS = ("one token", "a few", "whole answers", "nothing")
+"""What an event names."""
+MADE_OF = ["arm", "runs", "events", *KINDS, "causes", "explained", "shares trusted"]
+MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", "most"]
+CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
+EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
+EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
+CURED = ["arm", "events", "healed", "the setting measured first", "norm under it / threshold", "not healed"]
+LEGEND = "The first table and the last: of runs that observe. updates: the search's passes, in steps of the trainer."
+
+
+def record(found: list[suite.Run]) -> dict[str, Any]:
+    """What the tables are made of: `command`, `runs` and `events`.
+
+    Raises:
+        ExperimentError: if a run that ended well cannot be read.
+    """
+    runs, events = [], []
+    for folder, cell in found:
+        steps, own = read(folder)
+        arm, _, mode = cell["arm"].rpartition("-")
+        arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
+        place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
+        norms, rewards = [float(data[NORM]) for data in steps.values()], [data[REWARD] for data in steps.values()]
+        runs.append({**place, "minutes": round(cell["seconds"] / 60, 1), "norms": norms, "rewards": rewards})
+        events += [{**place, **summary(event)} for event in own]
+    return {"command": "./run_experiment.sh wild-long", "runs": runs, "events": events}
+
+
+def summary(event: dict) -> dict[str, Any]:
+    """An event in the numbers that the tables have; `largest` is of the culprit with the largest share."""
+    step, search, shares = event["step"], event["search"], event["shares"] or {}
+    culprits = event["culprits"]
+    told = {
+        "step": step["global_step"],
+        "norm": event["trigger"]["grad_norm"],
+        "threshold": event["trigger"]["threshold"],
+        "num_tokens": event["trigger"]["num_tokens"],
+        "named": [len(culprit["positions"]) for culprit in culprits],
+        "spans": [culprit["span"] for culprit in culprits],
+        "answers": len({culprit["sequence_id"] for culprit in culprits}),
+        "cause": cause(event),
+        **{key: shares.get(key) for key in ("closure", "closure_error", "is_trusted")},
+        "norm_after": event["certificate"]["norm_after"],
+        "verdict": event["certificate"]["verdict"],
+        "taken": event["action"]["taken"],
+        # an update of M micro-batches is M forwards and M backwards, each of which counts as two
+        "updates": (search["forwards"] + 2 * search["backwards"]) / (3 * step["num_micro_batches"]),
+        "seconds": search["seconds"],
+        "cures": [
+            {key: cure[key] for key in ("name", "verdict", "norm_after", "forwards")} for cure in event["cures"] or ()
+        ],
+        "largest": None,
+    }
+    if culprits:
+        worst = largest(culprits)
+        old, now = (finite(worst["values"].get(key)) for key in ("old_log_prob_used", "log_prob"))
+        told["largest"] = {
+            "text": text(worst),
+            "p": [probability(old), probability(now)],
+            "ratio": None if old is None or now is None else math.exp(now - old),
+            "advantage": finite(worst["values"].get("advantage")),
+            "share": finite(worst["share"]),
+        }
+    return told
+
+
+def probability(log_prob: Any) -> float | None:
+    return None if finite(log_prob) is None else math.exp(log_prob)
+
+
+# ---- tables
+
+
+def made_of(told: dict[str, Any]) -> suite.Table:
+    """A line for each arm, over its seeds, and one for all: only runs that observe."""
+    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
+    runs = Counter(run["arm"] for run in told["runs"] if run["mode"] == MODES[0])
+    lines = [
+        made_of_line(arm, count, [event for event in observed if event["arm"] == arm]) for arm, count in runs.items()
+    ]
+    return [MADE_OF, *lines, made_of_line("all", runs.total(), observed)]
+
+
+def made_of_line(arm: str, num_runs: int, found: list[dict]) -> list[str]:
+    kinds = Counter(kind(event) for event in found)
+    causes = Counter(event["cause"] for event in found).most_common()
+    measured = [event for event in found if event["closure"] is not None]
+    largest = [event["largest"] for event in found if event["largest"]]
+    return [
+        arm,
+        str(num_runs),
+        str(len(found)),
+        *(str(kinds[name]) for name in KINDS),
+        ", ".join(f"{count} {label}" for label, count in causes) or "-",
+        str(sum(event["verdict"] == "explained" for event in found)),
+        f"{sum(bool(event['is_trusted']) for event in measured)} of {len(measured)}",
+        spread(token["p"][0] for token in largest),
+        spread(token["ratio"] for token in largest),
+        spread((event["updates"] for event in found), statistics.median),
+        spread((event["updates"] for event in found), max),
+    ]
+
+
+def kind(event: dict) -> str:
+    """Which of `KINDS` was named; `a few` spans are tokens and runs of them, with no whole answer."""
+    one, few, answers, nothing = KINDS
+    if not event["named"]:
+        return nothing
+    if "sequence" in event["spans"]:
+        return answers
+    return one if sum(event["named"]) == 1 else few
+
+
+def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | None = None) -> str:
+    """Least, median and most; or what `of` makes of the values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    if of is not None:
+        return number(of(known))
+    return ", ".join(number(pick(known)) for pick in (min, statistics.median, max))
+
+
+def changed(told: dict[str, Any]) -> suite.Table:
+    """The largest norm and the last step's reward, with the actions and of the twin: a line for each arm and seed that
+    was run with any of them."""
+    by_place: dict[tuple[str, int], dict[str, dict]] = {}
+    for run in told["runs"]:
+        by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
+    lines = []
+    for (arm, seed), modes in by_place.items():
+        if modes.keys() == {MODES[0]}:
+            continue
+        runs = [modes.get(mode) for mode in MODES]
+        norms = [number(max(run["norms"])) if run else "-" for run in runs]
+        lines.append([arm, str(seed), *norms, *(number(run["rewards"][-1]) if run else "-" for run in runs)])
+    return [CHANGED, *lines]
+
+
+def events(told: dict[str, Any]) -> suite.Table:
+    """A line for each event of the runs that observe."""
+    return [EVENTS, *(event_line(event) for event in told["events"] if event["mode"] == MODES[0])]
+
+
+def event_line(event: dict) -> list[str]:
+    largest = event["largest"]
+    closure = "-" if event["closure"] is None else f"{event['closure']:.3f}"
+    if event["closure_error"] is not None:
+        closure += f" ± {event['closure_error']:.3f}"
+    tokens = "nothing" if not event["named"] else f"{sum(event['named'])} in {event['answers']}"
+    return [
+        event["arm"],
+        str(event["seed"]),
+        str(event["step"]),
+        f"{number(event['norm'])} / {number(event['threshold'])}",
+        tokens,
+        f"`{largest['text']!r}`".replace("|", "\\|") if largest else "-",
+        ", ".join(map(number, largest["p"])) if largest else "-",
+        *(number(largest[key]) if largest else "-" for key in ("ratio", "advantage", "share")),
+        event["cause"],
+        closure,
+        number(event["norm_after"]),
+        event["verdict"],
+        number(event["updates"]),
+    ]
+
+
+def cured(told: dict[str, Any]) -> suite.Table:
+    """A line for each arm, over its seeds: which settings were measured, and which healed the step. Records from before
+    there were cures have no line."""
+    by_arm: dict[str, list[dict]] = {}
+    for event in told["events"]:
+        if event["mode"] == MODES[0] and "cures" in event:
+            by_arm.setdefault(event["arm"], []).append(event)
+    return [CURED, *(cured_line(arm, found) for arm, found in by_arm.items())]
+
+
+def cured_line(arm: str, found: list[dict]) -> list[str]:
+    measured = [
+        # an event has the most useful first, and the search ends with what heals: so that came last
+        sorted((cure for cure in event["cures"] if cure["forwards"]), key=lambda cure: cure["verdict"] == "healed")
+        for event in found
+    ]
+    first = Counter(cures[0]["name"] for cures in measured if cures).most_common()
+    healed = [next((cure for cure in event["cures"] if cure["verdict"] == "healed"), None) for event in found]
+    left = [
+        f"{event['seed']}/{event['step']}: {', '.join(cure['name'] for cure in cures) or 'none measured'}"
+        for event, cures, cure in zip(found, measured, healed, strict=True)
+        if cure is None
+    ]
+    under = [cure["norm_after"] / event["threshold"] for event, cure in zip(found, healed, strict=True) if cure]
+    return [
+        arm,
+        str(len(found)),
+        str(len(under)),
+        ", ".join(f"{count} {name}" for name, count in first) or "-",
+        spread(under),
+        "; ".join(left) or "-",
+    ]
+
+
+# ---- the figure
+
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    """The figure of docs/natural-spikes.md: every event's norm with and without its culprits, the largest's place."""
+    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
+    arms = list(dict.fromkeys(event["arm"] for event in told["events"]))
+    with suite.figure(path, 11, 2) as (_, (steps, places)):
+        for index, event in enumerate(sorted(observed, key=lambda event: event["norm"])):
+            color = f"C{arms.index(event['arm'])}"
+            ends = (event["norm_after"] or event["norm"], event["norm"])
+            steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)
+            steps.plot(index, ends[1], "o", color=color, markersize=5)
+            steps.plot(index, ends[0], "o", color=color, markersize=5, markerfacecolor="white")
+            steps.plot(index, event["threshold"], "_", color="black", markersize=7)
+            largest = event["largest"]
+            if largest and largest["p"][0] and largest["ratio"]:
+                places.plot(largest["p"][0], largest["ratio"], "o", color=color, markersize=6, alpha=0.7)
+        for index, arm in enumerate(arms):
+            steps.plot([], [], "o", color=f"C{index}", label=arm)
+        steps.plot([], [], "_", color="black", label="threshold")
+        steps.set(yscale="log", title="gradient norm, and (hollow) without what is named", xlabel="event, by its norm")
+        steps.legend(frameon=False)
+        places.set(xscale="log", yscale="log", title="the largest culprit")
+        places.set(xlabel="its probability when it was sampled", ylabel="importance ratio at the spike")
+
+
+def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+    """The four tables; the record and the figure go into the folder."""
+    told = record(runs)
+    (folder / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    draw(told, folder / "natural.png")
+    return [made_of(told), changed(told), cured(told), events(told)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    return suite.print_summary(__doc__, LEGEND, make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

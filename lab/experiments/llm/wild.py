@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What spiked in which arm of `wild`, and why: a table.
+
+    python -m lab.experiments.llm.wild SUITE_DIR [SUITE_DIR ...]
+
+It prints one table of all of them and writes it to `summary.md` in the first. Standard library only.
+"""
+
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lab.experiments import suite
+from lab.experiments.cpu.verdict import read_events
+
+NORM, REWARD, LENGTH = "actor/grad_norm_max", "critic/score/mean", "response_length/mean"
+TOLD = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]
+"""Columns about a run's first event."""
+LEGEND = """\
+norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
+arm's own measure. tokens an answer: their mean in the first and the last step. named: how many tokens, in how many
+answers, and the token that counts most. cause: of the step where it has one, else the commonest of the named. norm
+without: what the certificate measured without what is named, which is the norm that `mask` steps with. done: what the
+run did about it."""
+
+
+def read(folder: Path) -> tuple[dict[int, dict], list[dict]]:
+    """A run's metrics by step, and its events.
+
+    Raises:
+        ExperimentError: if its metrics are missing or cut off, or hold no step.
+    """
+    return suite.read_steps(folder, NORM), read_events(folder / "gradloc" / "events.jsonl")
+
+
+def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
+    """One run's, by column."""
+    steps, events = read(folder)
+    norms = {step: float(data[NORM]) for step, data in steps.items()}
+    rewards, lengths = ([data[name] for data in steps.values()] for name in (REWARD, LENGTH))
+    worst = max(norms, key=lambda step: norms[step])
+    told = tell(events[0]) if events else ["no event", *["-"] * (len(TOLD) - 1)]
+    return {
+        "arm": cell["arm"],
+        "seed": "config's" if cell["seed"] is None else str(cell["seed"]),
+        "steps": str(len(norms)),
+        "minutes": f"{cell['seconds'] / 60:.1f}",
+        "norm: median": number(statistics.median(norms.values())),
+        "largest (step)": f"{number(norms[worst])} ({worst})",
+        "reward: first, last": f"{number(rewards[0])}, {number(rewards[-1])}",
+        "tokens an answer": f"{number(lengths[0])}, {number(lengths[-1])}",
+        "events": str(len(events)),
+        **dict(zip(TOLD, told, strict=True)),
+    }
+
+
+def tell(event: dict) -> list[str]:
+    """An event's cells, in the order of `TOLD`."""
+    trigger, certificate, culprits = (event[key] for key in ("trigger", "certificate", "culprits"))
+    step = event["step"]["global_step"]
+    return [
+        f"step {step}: {number(trigger['grad_norm'])} / {number(trigger['threshold'])}",
+        named(culprits),
+        cause(event),
+        number(certificate["norm_after"]),
+        certificate["verdict"],
+        event["action"]["taken"],
+    ]
+
+
+def named(culprits: list[dict]) -> str:
+    """How many tokens in how many answers, and the one that counts most."""
+    if not culprits:
+        return "nothing"
+    num_tokens = sum(len(culprit["positions"]) for culprit in culprits)
+    answers = len({culprit["sequence_id"] for culprit in culprits})
+    worst = largest(culprits)
+    return f"{num_tokens} in {answers}: {text(worst)!r}, advantage {number(worst['values'].get('advantage'))}"
+
+
+def largest(culprits: list[dict]) -> dict:
+    """The one that counts most."""
+    return max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
+
+
+def text(culprit: dict) -> str:
+    """Its beginning."""
+    return "".join(culprit["tokens"] or ())[:16]
+
+
+def finite(value: Any) -> float | None:
+    """The number, or None for one that is missing or written as a word since it is not finite."""
+    return value if isinstance(value, int | float) else None
+
+
+def cause(event: dict) -> str:
+    """The step's cause, else the commonest of the named."""
+    if event.get("cause"):
+        return event["cause"]["label"]
+    labels = Counter(culprit["cause"]["label"] for culprit in event["culprits"])
+    return labels.most_common(1)[0][0] if labels else "-"
+
+
+def number(value: float | str | None) -> str:
+    """Three digits; what is not finite as it is written."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
+
+
+def make(runs: list[suite.Run], _folder: Path) -> list[suite.Table]:
+    """One table of all runs."""
+    return [suite.table_of([cells(*run) for run in runs])]
+
+
+def main(argv=None) -> int:
+    return suite.print_summary(__doc__, LEGEND, make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

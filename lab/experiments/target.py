@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verl an experiment runs on, and whether that one is patched.
+
+The order: `VERL_REPO`, else the current folder if it is verl, else the experiment's own
+environment (the demo's patched copy, or what the Python in use imports).
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.experiments.errors import ExperimentError
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A folder that contains `verl/`, and how it was chosen."""
+
+    path: Path
+    origin: str
+
+
+def is_verl(folder: Path) -> bool:
+    """Whether the folder contains the `verl` package with its trainer."""
+    return os.path.isfile(folder / "verl" / "trainer" / "main_ppo.py")
+
+
+def named(environ, cwd: Path) -> Target | None:
+    """The verl that the user points at, or None.
+
+    Raises:
+        ExperimentError: if `VERL_REPO` is set and is not verl.
+    """
+    if environ.get("VERL_REPO"):
+        path = folder_in(environ, "VERL_REPO")
+        if not is_verl(path):
+            raise ExperimentError(
+                f"VERL_REPO={path} is not verl (no verl/trainer/main_ppo.py in it): "
+                "set it to the folder that contains verl/, or unset it."
+            )
+        return Target(path.resolve(), "VERL_REPO")
+    if is_verl(cwd):
+        return Target(cwd.resolve(), "the current folder")
+    return None
+
+
+def folder_in(environ, variable: str) -> Path:
+    """The folder that an environment variable names.
+
+    Raises:
+        ExperimentError: if it begins with ~NAME and no user is called that.
+    """
+    try:
+        return Path(environ[variable]).expanduser()
+    except RuntimeError:
+        raise ExperimentError(
+            f"{variable}={environ[variable]} begins with ~ and a name that no user has here: write the whole path."
+        ) from None
+
+
+def ask(python: str, variable: str, code: str, *words: str, cwd: Path | None = None) -> str:
+    """What a line of code prints in another Python.
+
+    Args:
+        python: that one.
+        variable: which environment variable names it.
+        code: the line.
+        words: its arguments.
+        cwd: where.
+
+    Raises:
+        ExperimentError: if it cannot be run.
+    """
+    try:
+        done = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False)
+        problem = (done.stderr.strip().splitlines() or ["it ends at once"])[-1] if done.returncode else ""
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ExperimentError(f"{python} is no Python that runs here ({problem}): set {variable} to one.")
+    return done.stdout.strip()
+
+
+def imported(python: str, variable: str = "PYTHON") -> Target:
+    """The verl that a Python, which this variable names, imports.
+
+    Raises:
+        ExperimentError: if it imports none.
+    """
+    # Of a mere folder called verl, such as a clone that lies in this one, there is no origin.
+    code = "import importlib.util as u; s = u.find_spec('verl'); print(s and s.origin or '')"
+    origin = ask(python, variable, code, cwd=REPO)
+    if not origin and variable != "PYTHON":
+        raise ExperimentError(f"no verl found: {python} imports none; set {variable} to a Python that has it.")
+    if not origin:
+        raise ExperimentError(
+            f"no verl found: neither VERL_REPO nor the current folder is one, and {python} imports "
+            "none; set VERL_REPO to a checkout that apply_patch.py has patched."
+        )
+    return Target(Path(origin).parent.parent, f"what {python} imports")
+
+
+def check_folder(cwd: Path, target: Target) -> None:
+    """Refuses a current folder whose packages Ray's workers would import instead of the right ones.
+
+    Ray puts the folder it is started from in front of its workers' import path.
+
+    Raises:
+        ExperimentError: if the folder holds another `verl` or another `lab` package.
+    """
+    for package, home in (("verl", target.path), ("lab", REPO)):
+        if (cwd / package / "__init__.py").is_file() and cwd.resolve() != home.resolve():
+            raise ExperimentError(
+                f"the current folder {cwd} has a package {package}/ of its own, which Ray's "
+                f"workers would import instead of the one in {home}: run this from another folder."
+            )
+
+
+def check_patched(target: Target) -> None:
+    """Refuses a verl that the patch is not on, with the command that puts it there, or why none does.
+
+    Raises:
+        ExperimentError: if `apply_patch.py --check` does not say APPLIED.
+    """
+    is_installed = os.path.samefile(target.path, sysconfig.get_path("purelib"))
+    place = ["--installed"] if is_installed else ["--repo", str(target.path)]
+    command = [sys.executable, str(REPO / "apply_patch.py"), *place]
+    asked = [*command, "--check", "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    try:
+        status = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
+        raise ExperimentError(
+            f"whether {target.path} is patched cannot be told ({said[-1]}): see\n    {shlex.join(asked[:-1])}"
+        ) from None
+    refused = status.get("error")
+    if refused:
+        why = f"{target.path} cannot be run on ({refused['what']})"
+        raise ExperimentError(f"{why}. {refused['cause']} Next:\n    {refused['next']}")
+    if status["state"] != "APPLIED":
+        raise ExperimentError(
+            f"{target.path} is not patched ({status['state']}): patch it with\n    {shlex.join(command)}"
+        )
