@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a setting may be: the tests, and the one sentence that refuses what fails them."""
+"""Bounds of settings, and the one sentence that refuses a value beyond them."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ T = TypeVar("T", bound=type)
 
 
 def require(ok: bool, key: str, expected: str, found: Any) -> None:
-    """Refuse the value that was found of a setting, unless it is ok.
+    """Refuse a setting's value unless it is ok.
 
     Raises:
         ValueError: ``<key> must be <expected>, found <found>.``
@@ -22,22 +22,22 @@ def require(ok: bool, key: str, expected: str, found: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a number; NaN, True and False are none."""
+    """Return whether the value is a number; NaN, True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the value of a setting may be."""
+    """A bound: which values a setting may have."""
 
     expected: str
-    """As it reads after ``must be``."""
+    """How it reads after ``must be``."""
     holds: Callable[[Any], bool]
     words: tuple[str, ...] = ()
-    """Where it is one of these."""
+    """The choices, where there are only these."""
 
     def check(self, key: str, value: Any) -> None:
-        """Refuse any other value, see :func:`require`."""
+        """Refuse any other value by :func:`require`."""
         require(self.holds(value), key, self.expected, value)
 
 
@@ -46,42 +46,45 @@ POSITIVE = Allowed("a positive number", lambda value: is_number(value) and value
 
 
 def integer(least: int) -> Allowed:
-    """An integer from ``least`` on."""
+    """Allow an integer from ``least`` on."""
     return Allowed(f"an integer of at least {least}", lambda value: type(value) is int and value >= least)
 
 
 def number(expected: str, holds: Callable[[float], bool]) -> Allowed:
-    """A number that is as ``expected`` says."""
+    """Allow a number for which ``holds`` is true, which ``expected`` describes."""
     return Allowed(expected, lambda value: is_number(value) and holds(value))
 
 
 def one_of(*words: str) -> Allowed:
-    """One of these words; YAML reads a bare ``on`` or ``off`` as a boolean, which is taken for the word."""
+    """Allow these words; a bare ``on`` or ``off``, which YAML reads as a boolean, counts as the word."""
     return Allowed(f"one of {', '.join(words)}", lambda value: value in words, words)
 
 
 def or_null(allowed: Allowed, expected: str = "") -> Allowed:
-    """Null, or what else is allowed; in words of its own where these are given."""
+    """Allow null as well; ``expected`` replaces the sentence."""
     return Allowed(expected or f"null or {allowed.expected}", lambda value: value is None or allowed.holds(value))
 
 
 def setting(default: Any, allowed: Allowed, key: str = "") -> Any:
-    """A field of a dataclass of settings, which :func:`check_fields` holds to what is allowed.
+    """Declare a field of a dataclass of settings, for :func:`check_fields`.
 
     Args:
-        default: the one place of it.
-        allowed: see above.
-        key: its full name, where it stands among the trainer's own settings.
+        default: used by the code, Hydra's files and the docs.
+        allowed: its bound.
+        key: its full name, where it is one of the trainer's own settings.
     """
     return field(default=default, metadata={"allowed": allowed, "key": key})
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:
-    """Hold each :func:`setting` of a dataclass to what is allowed; raises ValueError with one sentence.
+    """Check each :func:`setting` of a dataclass against its bound.
 
     Args:
         settings: frozen or not.
-        prefix: with a field's name behind it, the full name of a setting that has no key of its own.
+        prefix: what precedes a field's name in its full name; a key given in :func:`setting` has none.
+
+    Raises:
+        ValueError: one sentence.
     """
     for each in fields(settings):
         allowed, value = each.metadata.get("allowed"), getattr(settings, each.name)
@@ -95,15 +98,15 @@ def check_fields(settings: Any, prefix: str = "") -> None:
 
 
 def keys_in(settings: Any) -> dict[str, str]:
-    """The fields of a dataclass of settings that stand among the trainer's own, and their keys."""
+    """Return the full keys of the fields that are among the trainer's own settings, by field."""
     return {each.name: each.metadata["key"] for each in fields(settings) if each.metadata.get("key")}
 
 
 def read_among(settings: type[S], config: Any) -> S:
-    """Read and check settings that stand among the trainer's own; raises ValueError with one sentence.
+    """Read and check settings that are among the trainer's own; raises ValueError with one sentence.
 
     Args:
-        settings: a dataclass, see :func:`keys_in`.
+        settings: a dataclass whose fields have keys.
         config: the trainer's whole config; a key that an older one lacks takes its default.
     """
     given = {}
@@ -114,7 +117,7 @@ def read_among(settings: type[S], config: Any) -> S:
 
 
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that a block of settings, of the full name ``key``, does not have.
+    """Refuse names that the block of settings at ``key`` does not have.
 
     Raises:
         ValueError: one sentence that names the key and what was probably meant.
@@ -128,8 +131,8 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def closed(key: str) -> Callable[[T], T]:
-    """Decorate a dataclass of settings, the block of this full name: unknown names and wrong values are refused, then
-    its own ``check`` is called, where it has one."""
+    """Make a dataclass of settings, the block at ``key``, refuse unknown names and wrong values, then call its own
+    ``check``."""
 
     def decorate(cls: T) -> T:
         init, known = cls.__init__, [field.name for field in fields(cls)]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings under ``actor_rollout_ref.actor.gradloc``, validated when the run starts.
 
+The dataclasses of settings, here and in each room's ``config.py``, are the only place of a default, its bound and its
+sentence: ``scripts/make_settings.py`` makes Hydra's files and the tables in docs/ from them. The docs print the
+docstring below a field, so it says ``null`` and ``true`` as YAML does.
+
 The four published keys (``spike_detection``, ``grad_norm_threshold``, ``bisect_budget_steps``, ``bisect_dump_dir``)
-live on the actor's own config and are other names of settings in here: :func:`resolve` puts them where they belong, and
-the rest of the code knows one name. The defaults below mirror ``verl/trainer/config/actor/actor.yaml``; a test holds
-the two and the documented table together.
+are in the actor's own config and are aliases of settings in here, which :func:`resolve` fills from them.
 """
 
 import os
@@ -28,7 +30,7 @@ PUBLISHED = {
     "bisect_budget_steps": ("budget", integer(1)),
     "bisect_dump_dir": ("dump_dir", _FOLDER),
 }
-"""The published keys, on the actor's own config: what each is another name of, under ``gradloc``, and may be."""
+"""The published keys of the actor's own config: the setting under ``gradloc`` that each is an alias of, its bound."""
 
 
 @closed(f"{_KEY}.gradloc.trigger")
@@ -41,26 +43,27 @@ class TriggerConfig:
     """
 
     tau: float | None = setting(None, _TAU)
-    """Per-token threshold; a mini-batch's own is tau / sqrt(tokens). None: the adaptive rule."""
+    """Per-token threshold: a mini-batch of N response tokens spikes at a norm of tau / sqrt(N). null: the adaptive
+    rule."""
     window: int = setting(64, integer(8))
-    """Trainer steps whose norms the adaptive rule learns from, for each mini-batch position apart."""
+    """Trainer steps that the adaptive rule learns from, separately for each mini-batch position."""
     warmup: int = setting(16, integer(2))
-    """Trainer steps before the adaptive rule may fire."""
+    """Trainer steps before the adaptive rule may fire, at most ``window``."""
     floor: float = setting(4.0, number("a number greater than 1", lambda value: value > 1))
     """No norm below this many times the recent level is a spike."""
     cap: float = 10.0
-    """Every norm above this many times the recent level is a spike."""
+    """Every norm above this many times the recent level is a spike; at least ``floor``."""
     cooldown_steps: int = setting(0, integer(0))
-    """Trainer steps after an event in which none is written; the action still applies."""
+    """Trainer steps after an event during which no other is written; the action still applies."""
     max_events_per_step: int = setting(1, integer(1))
-    """Events written of one trainer step; the action applies to every spike, written or not."""
+    """Most events written per trainer step; the action applies to every spike."""
     max_events: int = setting(100, integer(0))
-    """Events written in one run; the action still applies to later spikes."""
+    """Most events written per run; ``gradloc/unwritten`` counts the rest, and the action still applies to them."""
     force_step: int | None = setting(None, or_null(integer(1), "null or a global step of at least 1"))
-    """Rehearsal: localize at this global step even though nothing spikes there."""
+    """Rehearsal: localize at this global step even if nothing spikes."""
 
     def check(self) -> None:
-        """What a setting may be beside another one."""
+        """Check the settings that bound each other."""
         key, at_most = f"{_KEY}.gradloc.trigger", f"at most gradloc.trigger.window ({self.window})"
         require(self.warmup <= self.window, f"{key}.warmup", at_most, self.warmup)
         least = number(f"a number of at least gradloc.trigger.floor ({self.floor})", lambda cap: cap >= self.floor)
@@ -73,15 +76,19 @@ class SearchConfig:
     """How the culprits are looked for."""
 
     strategy: str = setting("auto", one_of(*STRATEGIES))
-    """``auto``; or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
+    """``auto``, or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
     max_culprits: int = setting(MAX_CULPRITS, integer(1))
     """Stop after this many culprits."""
     max_steps: float = setting(MAX_STEPS, number("a number of at least 1", lambda value: value >= 1))
-    """No search costs more than so many of this run's own updates, in passes and in time; ``bisect`` has ``budget``."""
+    """Most that a search may cost, in updates of this run (a forward and backward of every micro-batch of a mini-batch;
+    one counts as ten forwards at least), in passes or in time, whichever comes first. At the limit, the event has what
+    was found so far. ``bisect`` counts its passes by ``gradloc.budget``, and has a minute at least."""
     max_cures: int = setting(MAX_CURES, integer(0))
-    """Other settings that the step is measured under after its search, one pass each, until one heals it; 0: none."""
+    """After the search, measure the step's norm under at most this many other settings, one pass over its micro-batches
+    each, until one heals it (docs/cures.md); 0: none."""
     layer_window: int = setting(32, integer(0))
-    """Optimizer steps whose norm per layer is remembered, to tell a layer that explodes alone; 0 for none."""
+    """Optimizer steps of per-layer norms to remember, to spot a single exploding layer; 0 for none. On a CPU, as many
+    as fit into 0.2 % of the time."""
 
 
 @closed(f"{_KEY}.gradloc.action")
@@ -90,15 +97,15 @@ class ActionConfig:
     """What happens to the optimizer step that spiked, to each one that does."""
 
     mode: str = setting("observe", one_of(*ACTIONS))
-    """``observe``: the step is unchanged. ``mask``: take the step without the culprits. ``heal``: take it
-    under the setting that was measured to heal it. ``skip``: take no step. ``abort``: take no step, write the event,
-    stop the run."""
+    """``observe``: take the step unchanged. ``mask``: take the step that the batch would have given without the
+    culprits. ``heal``: take the step that the first setting measured to heal it gives, bit for bit; ``skip`` where none
+    does. ``skip``: take none. ``abort``: take none, write the event, stop the run."""
     max_masked_tokens: int = setting(64, integer(1))
-    """Skip the step instead of masking more tokens than this."""
+    """Skip the step rather than mask more tokens."""
     max_masked_share: float = setting(0.05, number("in (0, 1]", lambda value: 0 < value <= 1))
-    """Skip the step instead of masking more than this share of the mini-batch's tokens."""
+    """Skip the step rather than mask a larger share of the mini-batch's tokens."""
     max_searches_per_step: int | None = setting(None, or_null(integer(1)))
-    """Masking needs a search for every spike: skip the step instead of searching more often in one update."""
+    """Skip the step rather than search more often than this in one update, which bounds the cost of ``mask``."""
 
 
 @closed(f"{_KEY}.gradloc.evidence")
@@ -109,16 +116,18 @@ class EvidenceConfig:
     context_tokens: int = setting(32, integer(0))
     """Tokens of text kept before and after each culprit."""
     text: str = setting("on", one_of("on", "off"))
-    """``off`` keeps prompts and text out of events; a bundle still holds token ids, so see ``bundle``, too."""
+    """``off`` leaves out prompts, their pictures and text; a bundle still holds token ids and pixels, so see
+    ``bundle``."""
     bundle: str = setting("culprits", one_of("culprits", "full", "off"))
-    """What the replay bundle holds: ``culprits`` (their micro-batches), ``full`` (the mini-batch) or ``off``."""
+    """What the replay bundle holds: the culprits' micro-batches, the whole mini-batch (``full``), or nothing
+    (``off``)."""
     checkpoint: str = setting("off", one_of("off", "before_step"))
-    """``before_step`` saves the weights that the event happened at, in verl's own checkpoint format."""
+    """``before_step`` saves the weights at the event, in verl's own checkpoint format."""
     max_gb: float = setting(20.0, number("a number from 0 on", lambda value: value >= 0))
-    """No bundle or checkpoint is written once the dump folder holds this many gigabytes."""
+    """Write no more bundles or checkpoints once the folder holds this many gigabytes."""
     rerun: bool = setting(False, SWITCH)
-    """Run the spike's micro-batches again as they were, and record whether the norm came back; where it did not, the
-    hardware or a race made the spike, and no token is looked for."""
+    """Before searching, rerun the spike's micro-batches unchanged; if the norm does not come back, hardware or a race
+    made it, and no token is searched for."""
 
 
 @closed(f"{_KEY}.gradloc")
@@ -127,13 +136,16 @@ class GradLocConfig:
     """Everything under ``actor.gradloc``."""
 
     enable: bool | None = setting(None, or_null(SWITCH, "null, true or false"))
-    """True: look for spikes. False: everything under ``gradloc`` is off. None: only what is switched on by itself."""
+    """``true``: detect gradient spikes and localize them to tokens. ``false``: everything under ``gradloc`` is off,
+    stabilizers included. null: only what you switch on separately."""
     critic: str = setting("off", one_of("off", *ACTIONS))
-    """Look for spikes of the critic's gradient, too, and what to do with them: ``off`` or an ``action.mode``."""
+    """Do the same for the critic: ``off``, or an action mode for its step. It uses the actor's trigger, search and
+    evidence settings, but saves no weights; its metrics are ``gradloc/critic_*``."""
     dump_dir: str = setting("gradloc_events", _FOLDER)
-    """The folder for events; made absolute when the run starts."""
+    """Folder for events; made absolute at start."""
     budget: int = setting(BUDGET, integer(1))
-    """Largest number of forward/backward probes of the published search, ``search.strategy=bisect``."""
+    """Most forward/backward probes of the published search (``gradloc.search.strategy=bisect``) for up to 16
+    micro-batches per rank; with M more than that, M / 16 times as many."""
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     action: ActionConfig = field(default_factory=ActionConfig)
@@ -143,25 +155,25 @@ class GradLocConfig:
     stabilize: StabilizeConfig = field(default_factory=StabilizeConfig)
 
     def check(self) -> None:
-        """``heal`` takes a step that was measured."""
+        """Check that ``heal`` has a step to take: one that was measured."""
         is_searched = "heal" not in (self.action.mode, self.critic) or self.search.max_cures > 0
         require(is_searched, f"{_KEY}.gradloc.search.max_cures", "at least 1 with action.mode=heal", 0)
 
     @property
     def root(self) -> str:
-        """The folder for events as an absolute path."""
+        """Return the folder for events as an absolute path."""
         return os.path.abspath(os.path.expanduser(self.dump_dir))
 
 
 def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = None) -> GradLocConfig:
-    """The effective settings: those under ``gradloc``, and the published keys where these are given.
+    """Return the effective settings: those under ``gradloc``, and the published keys where these are given.
 
-    A key under ``gradloc`` that has its default counts as not given: the config does not tell whether it was.
+    A key under ``gradloc`` that has its default counts as not given, since the config does not show the difference.
 
     Args:
         settings: the block ``gradloc`` as given.
         actor: has the four published keys, by ``get``; None: not given.
-        default_dump_dir: what ``gradloc.dump_dir`` is where nobody has given it; None: not known in this process.
+        default_dump_dir: the default of ``gradloc.dump_dir`` in this run; None: not known in this process.
 
     Returns:
         ``enable`` is True where spikes are looked for; where it was given as False, the stabilizers are off, too.
@@ -193,7 +205,7 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
 
 
 def settings_from(given: Mapping[str, Any], kind: Any = GradLocConfig) -> Any:
-    """The settings that a block of a config holds, and those of the blocks within; what it lacks takes its default.
+    """Read a block of a config and the blocks within; what it lacks takes its default.
 
     Raises:
         ValueError: one sentence, for an unknown name or a wrong value.
@@ -205,12 +217,12 @@ def settings_from(given: Mapping[str, Any], kind: Any = GradLocConfig) -> Any:
 
 
 def settings_without_verl(given: Any, dump_dir: str, where: str) -> GradLocConfig | None:
-    """The settings of a run of another trainer's than verl, with ``enable`` True; None where it was given as False.
+    """Return the settings of a run that is not verl's, with ``enable`` True; None where it was given as False.
 
     Args:
         given: blocks by name, or a GradLocConfig.
         dump_dir: the folder for events, unless it is given.
-        where: the trainer without a critic, as a refusal calls it.
+        where: the trainer's name in a refusal of what it does not have, such as a critic.
 
     Raises:
         ValueError: one sentence, for a wrong name or value, and for what only verl has.
@@ -229,7 +241,7 @@ def settings_without_verl(given: Any, dump_dir: str, where: str) -> GradLocConfi
 
 
 def settings_in(config: Any) -> GradLocConfig:
-    """The effective settings of a run, with the folder for events as an absolute path: workers may stand elsewhere.
+    """Return the effective settings of a run, the folder for events absolute: workers may have another folder.
 
     Args:
         config: the trainer's whole config; one without the block, of another trainer, has all off.
@@ -250,7 +262,7 @@ def settings_in(config: Any) -> GradLocConfig:
 
 
 def fix_dump_dir(config: Any, root: str) -> None:
-    """Make the events' folder absolute before any worker gets the config: on another node it has another folder."""
+    """Make the events' folder absolute in the config, before a worker in another folder gets it."""
     actor = config.actor_rollout_ref.actor
     if actor.get("gradloc") is not None:
         actor.gradloc.dump_dir = root

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistyped names of settings, refused in one sentence that says what was probably meant.
+"""Refusals of mistyped settings, in one sentence that says what was probably meant.
 
-The blocks that are ours alone know their names themselves (:func:`~.checks.closed`). Here are the names that stand
-among verl's own, and the command line: Hydra would refuse it first, in words of its own.
+GradLoc's own blocks check their names themselves (:func:`~.checks.closed`). This module checks GradLoc's names among
+verl's, and the command line before Hydra does, whose error would not name the setting that was meant.
 """
 
 import difflib
@@ -23,7 +23,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def _names_in(block: str, settings: Any) -> dict[str, list[str]]:
-    """The names in a block of ours and in those within it, by the blocks' own names."""
+    """Return the names in a block of settings and in the blocks within, by block."""
     found = {block: [each.name for each in fields(settings)]}
     for each in fields(settings):
         if is_dataclass(each.default_factory):
@@ -35,12 +35,13 @@ _BLOCKS = {f"{_ACTOR}.gradloc": GradLocConfig, "trainer.health": HealthConfig}
 _NAMES = {name: names for block, settings in _BLOCKS.items() for name, names in _names_in(block, settings).items()}
 _SINGLE = [key for settings in (BucketSettings, QuartileSettings, FilterSettings) for key in keys_in(settings).values()]
 OURS = (*_BLOCKS, *_SINGLE, *(f"{_ACTOR}.{name}" for name in PUBLISHED))
-"""Our names that stand among verl's."""
-_IS_CLOSE = 0.8
+"""GradLoc's names among verl's."""
+_CLOSE_RATIO = 0.8
+"""difflib's similarity from which a name is a mistyped one."""
 
 
 def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
-    """Before Hydra reads the command line: end the program where an override mistypes one of our names.
+    """End the program where an override on the command line mistypes one of GradLoc's names.
 
     Raises:
         SystemExit: with one sentence.
@@ -59,7 +60,7 @@ def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
 
 
 def refuse_unknown_names(config: Any) -> None:
-    """Refuse what is among verl's own settings, in the whole config, and is nearly one of ours.
+    """Refuse a name among verl's settings in the whole config that is nearly one of GradLoc's.
 
     Raises:
         ValueError: one sentence.
@@ -76,6 +77,6 @@ def _check(key: str) -> None:
         if parent in _NAMES and name != "_target_":  # Hydra's own
             refuse_unknown(parent, [name], _NAMES[parent])
         ours = [known.rpartition(".")[2] for known in OURS if known.rpartition(".")[0] == parent]
-        close = difflib.get_close_matches(name, ours, n=1, cutoff=_IS_CLOSE)
+        close = difflib.get_close_matches(name, ours, n=1, cutoff=_CLOSE_RATIO)
         if close and name not in ours:
             raise ValueError(f"unknown setting {parent}.{name}: did you mean {parent}.{close[0]}?")

@@ -57,7 +57,7 @@ class _Maker:
         self.defs: dict[str, Any] = {}
 
     def object(self, kind: type) -> dict[str, Any]:
-        hints, described = typing.get_type_hints(kind, include_extras=True), _descriptions(kind)
+        hints, described = typing.get_type_hints(kind, include_extras=True), descriptions(kind)
         fields = dataclasses.fields(kind)
         properties = {}
         for field in fields:
@@ -105,10 +105,12 @@ def _of(column: Column) -> str:
     return f"{column.means} Unit: {column.unit}." if column.unit else column.means
 
 
-def _descriptions(kind: type) -> dict[str, str]:
-    """The docstring below each field."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+def descriptions(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, by field; of its base classes as well."""
     found = {}
+    for base in kind.__bases__:
+        found |= {} if base is object else descriptions(base)
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
     for field, below in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[field.target.id] = _one_line(below.value.value)

@@ -15,17 +15,22 @@ class BucketSettings:
     """The analysis by bucket."""
 
     mode: bool = setting(False, SWITCH, f"{_TRAINER}.gradient_analysis_mode")
-    """Whether it is on."""
+    """Analyse the gradient by reward variance."""
     every: int = setting(50, integer(1), f"{_TRAINER}.gradient_analysis_every")
-    """Analyse at the steps where ``(global_step - 1) % every == 0``: 1, 51, 101, ..."""
+    """Analyse at the steps where (global_step - 1) % every is 0: 1, 51, 101, ..."""
     exit_after: bool = setting(False, SWITCH, f"{_TRAINER}.exit_after_gradient_analysis")
-    """End the run after the first analysis, before the actor's update, checkpoints and validation."""
+    """End the run after the first analysis, before the actor's update and checkpoints; does not suppress
+    ``val_before_train``."""
     env_groups: int | None = setting(None, or_null(integer(1)), f"{_TRAINER}.gradient_analysis_env_groups")
-    """Prompts of a separate analysis batch; None: as many as the training batch has."""
+    """Prompts of a separate analysis batch; null: as in training."""
     group_size: int | None = setting(None, or_null(integer(1)), f"{_TRAINER}.gradient_analysis_group_size")
-    """Rollouts per prompt of a separate analysis batch; None: ``rollout.n``."""
+    """Rollouts per prompt of a separate analysis batch; null: ``rollout.n``. Both null: the training batch is
+    analysed."""
     num_buckets: int = setting(6, integer(1), f"{_ROLLOUT}.gradient_analysis_num_buckets")
+    """Buckets of ``quantile``."""
     bucket_mode: str = setting("quantile", one_of("quantile", "fixed_rv"), f"{_ROLLOUT}.gradient_analysis_bucket_mode")
+    """``quantile``: groups ordered by reward deviation, cut into equal buckets. ``fixed_rv``: [0, 1), [1, 2), ...
+    [5, inf); empty ones are left out."""
 
     def __post_init__(self):
         check_fields(self)
@@ -41,10 +46,14 @@ class QuartileSettings:
     """The analysis by probability quartile."""
 
     mode: bool = setting(False, SWITCH, f"{_TRAINER}.quartile_analysis_mode")
+    """Analyse the gradient by token probability."""
     every: int = setting(50, integer(1), f"{_TRAINER}.quartile_analysis_every")
+    """Analyse at the steps where (global_step - 1) % every is 0: 1, 51, 101, ..."""
     split: str = setting("quantile", one_of("quantile", "range"), f"{_TRAINER}.quartile_analysis_split")
+    """``quantile``: four parts of equally many tokens; equally probable tokens stay together, so a part may be empty.
+    ``range``: quarters of the probabilities from 0 to 1."""
     num_tokens: int = setting(64, integer(0), f"{_TRAINER}.quartile_analysis_num_tokens")
-    """Tokens whose own gradient is measured, one backward each."""
+    """Tokens whose own gradient is measured, one backward each, equally many of each quartile; 0: none."""
     exit_after = False  # training always goes on
 
     def __post_init__(self):

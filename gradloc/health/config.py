@@ -25,17 +25,17 @@ class HealthConfig:
     """When the health monitor says ``warning`` and ``danger``."""
 
     enable: bool = setting(False, SWITCH)
-    """Whether the trainer judges every step."""
+    """Judge every step in the trainer."""
     warmup: int = setting(10, integer(2))
-    """Values of a metric that a rule about the run's own history needs before it gives a verdict."""
+    """Values of a metric that a rule about the run's own history needs before it may warn."""
     window: int = setting(100, integer(8))
-    """Values of a metric that such a rule remembers."""
+    """Values of a metric that such a rule remembers; at least ``warmup``."""
     recent: int = setting(5, integer(1))
-    """Steps that rules about what lasts take the mean over."""
+    """Steps that rules about lasting changes average over."""
     clip_window: int = setting(20, integer(1))
-    """Steps over which the share at the clip limit is counted."""
+    """Steps over which ``clip_share`` counts."""
     deviations: float = setting(5.0, POSITIVE)
-    """Robust standard deviations that a jump must have apart from its size."""
+    """Robust standard deviations (median, MAD of the log) that a jump must exceed in addition to its limit."""
     gradient_jump: Limits = (10.0, 100.0)
     """Gradient norm, as a multiple of its own median."""
     spikes: Limits = (1.0, None)

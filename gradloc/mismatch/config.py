@@ -12,4 +12,4 @@ class MismatchConfig:
     """Whether the log-probs of the rollout engine and of the trainer are compared while a run trains."""
 
     every: int = setting(0, integer(0))
-    """Name the kind of their difference every this many steps, where the batch has both; 0: never."""
+    """Name why rollout and trainer log-probs differ, every this many steps; 0: never."""

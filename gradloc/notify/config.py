@@ -27,24 +27,24 @@ _COMMAND = Allowed("a command line whose quotes are closed", _is_command)
 @closed(_KEY)
 @dataclass(frozen=True)
 class NotifyConfig:
-    """Who hears of an event, apart from the console and the run's trackers."""
+    """Alerts of an event, in addition to the console and the run's trackers."""
 
     artifact: bool = setting(True, SWITCH)
-    """Whether W&B also gets the event's folder and MLflow its record; never with ``evidence.text=off``, since token ids
-    can be decoded."""
+    """Send the event's folder to W&B and its record to MLflow; never with ``evidence.text=off``, since token ids can be
+    decoded."""
     tracker_alerts: bool = setting(False, SWITCH)
-    """Whether W&B and trackio alert (``wandb.alert``, ``trackio.alert``)."""
+    """Alert by ``wandb.alert`` and ``trackio.alert``, if you use these trackers."""
     command: str | None = setting(None, or_null(_COMMAND))
-    """A command to run, without a shell, with the event as JSON on its stdin."""
+    """A command, run without a shell, that gets the event as JSON on its stdin."""
     webhook: str | None = None
-    """``env:NAME`` or ``file:PATH``: where the URL is that gets a short JSON message."""
+    """Where to find the URL that gets a short JSON message: ``env:NAME`` or ``file:PATH``."""
     timeout_s: float = setting(10.0, number("in (0, 600]", lambda value: 0 < value <= 600))
-    """Seconds after which a command is killed and a webhook given up."""
+    """Seconds before a command is killed or a webhook given up."""
     min_interval_s: float = setting(300.0, number("a number from 0 on", lambda value: value >= 0))
-    """Between two alerts (of trackers, command, webhook); the next one counts what it missed."""
+    """Seconds between two alerts of any kind; the next one counts those that it replaces."""
 
     def check(self) -> None:
-        """Where the URL is; never with what was found: that may be the secret."""
+        """Check that the webhook is a place, without quoting the value, which may be the secret."""
         webhook = self.webhook
         is_place = isinstance(webhook, str) and webhook.partition(":")[0] in ("env", "file") and "://" not in webhook
         if not (webhook is None or is_place and webhook.partition(":")[2].strip()):

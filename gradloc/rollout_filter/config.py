@@ -15,12 +15,21 @@ class FilterSettings:
     """Which groups are trained on."""
 
     strategy: str = setting("top_p", one_of("top_p", "top_k"), f"{_FILTER}_strategy")
+    """``top_p``: the best groups that together reach a share of the total score. ``top_k``: a share of the groups,
+    int(value * groups), at least one."""
     value: float = setting(1.0, _SHARE, f"{_FILTER}_value")
+    """That share. With 1 and ``rollout_filter_include_zero`` the filter is off."""
     metric: str = setting("reward_variance", one_of("reward_variance", "reward", "length"), f"{_FILTER}_metric")
+    """A group's score: the standard deviation of its rewards, their mean (``reward``), or its mean response
+    ``length``."""
     type: str = setting("largest", one_of("largest", "smallest"), f"{_FILTER}_type")
+    """Which scores come first."""
     include_zero: bool = setting(True, SWITCH, f"{_FILTER}_include_zero")
+    """Whether groups whose rewards are all equal may be kept."""
     top_p_prob_mode: str = setting("linear", one_of("linear", "softmax"), f"{_FILTER}_top_p_prob_mode")
+    """What ``top_p`` adds up: the scores, or their softmax."""
     loss_scaling: str = setting("none", one_of("none", "linear", "sqrt"), f"{_ACTOR}.filter_loss_scaling")
+    """Advantages of a filtered batch times the share of rows kept (``linear``) or its root (``sqrt``)."""
 
     def __post_init__(self):
         check_fields(self)

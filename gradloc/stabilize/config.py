@@ -21,15 +21,14 @@ class _RatioClipConfig:
     """Bounds on pi_theta / pi_rollout, and what happens outside of them."""
 
     mode: str = setting("off", one_of("off", "mask", "clamp"))
-    """``off``; ``mask``: what is outside of the bounds gets no weight; ``clamp``: the weight bound / ratio above and
-    ratio / bound below."""
+    """``mask``: outside of the bounds the weight is 0. ``clamp``: it is bound / ratio above, ratio / bound below."""
     upper: float | None = setting(None, _UPPER)
-    """Largest ratio, at least 1; null for no upper bound."""
+    """Largest ratio; null: no upper bound."""
     lower: float | None = setting(None, _LOWER)
-    """Smallest ratio, in (0, 1]; null for no lower bound."""
+    """Smallest ratio; null: no lower bound."""
 
     def check(self) -> None:
-        """There is a bound where one is asked for."""
+        """Check that there is a bound where one is asked for."""
         key = "token_clip" if isinstance(self, TokenClipConfig) else "seq_clip"
         require(
             self.mode == "off" or self.upper is not None or self.lower is not None,
@@ -61,20 +60,22 @@ class LayerClipConfig:
     """Clipping of each layer's gradient against that layer's own recent norms, in place of the global clip."""
 
     rule: str = setting("off", one_of("off", "adagc", "zscore"))
-    """``off``; ``adagc``: a factor over the moving average of the layer's clipped norms (arXiv 2502.11034);
-    ``zscore``: robust standard deviations over the median of its log-norms."""
+    """Clip each layer by its own recent norms instead of the global clip. ``adagc``: at a factor over the moving
+    average of its clipped norms (arXiv 2502.11034). ``zscore``: at robust standard deviations above the median of its
+    log-norms."""
     group: str = setting("layer", one_of("layer", "kind", "tensor"))
-    """The group that one factor clips: a ``layer``, a ``kind`` of module, or each ``tensor`` alone."""
+    """What is clipped together: a ``layer``, a ``kind`` of module, or each ``tensor``. FSDP1 needs
+    ``fsdp_config.use_orig_params=true`` for the last two."""
     relative_factor: float = setting(2.0, number("a number of at least 1", lambda value: value >= 1))
-    """``adagc``: a norm may be this many times the moving average."""
+    """``adagc``: how many times the moving average a norm may be."""
     beta: float = setting(0.98, number("in [0, 1)", lambda value: 0 <= value < 1))
-    """``adagc``: weight of the past in the moving average, in [0, 1)."""
+    """``adagc``: weight of the past in the moving average."""
     warmup: int = setting(100, integer(2))
-    """Optimizer steps with verl's global clip at ``grad_clip``, from which the statistics start."""
+    """Optimizer steps with the global clip at ``grad_clip``, which start the statistics."""
     window: int = setting(128, integer(8))
-    """``zscore``: optimizer steps whose norms are remembered."""
+    """``zscore``: optimizer steps of norms to remember."""
     num_deviations: float = setting(6.0, POSITIVE)
-    """``zscore``: robust standard deviations of the log-norm above its median that a norm may have."""
+    """``zscore``: robust standard deviations that a log-norm may be above its median."""
 
 
 @closed(f"{_KEY}.skip_step")
@@ -83,11 +84,11 @@ class SkipStepConfig:
     """No optimizer step when its norm is many standard deviations above the last ones: OLMo-core's rule."""
 
     enable: bool = setting(False, SWITCH)
-    """Whether to skip such steps."""
+    """Skip a step whose norm is far above recent ones."""
     window: int = setting(128, integer(4))
-    """Optimizer steps whose norms are remembered; the rule needs half of them before it may skip."""
+    """Optimizer steps of norms to remember; half of them are needed first."""
     num_deviations: float = setting(6.0, POSITIVE)
-    """Standard deviations above the mean from which a step is skipped."""
+    """Skip a step from this many standard deviations above the mean."""
 
 
 @closed(_KEY)
@@ -102,10 +103,10 @@ class StabilizeConfig:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether log-probs of the rollout are needed."""
+        """Return whether log-probs of the rollout are needed."""
         return self.token_clip.mode != "off" or self.seq_clip.mode != "off"
 
     @property
     def is_on(self) -> bool:
-        """Whether anything of it is."""
+        """Return whether any stabilizer is on."""
         return self.weighs_tokens or self.layer_clip.rule != "off" or self.skip_step.enable

@@ -1,46 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that Hydra reads are those of the dataclasses, and a preset differs by what it does."""
 
-import importlib
-from dataclasses import asdict
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
+from gradloc.config import PUBLISHED
 from gradloc.health.config import HealthConfig
 from gradloc.reweighting import AdvantageReweightingConfig, LoptiConfig
 from gradloc.stabilize.config import LayerClipConfig, SeqClipConfig, SkipStepConfig, TokenClipConfig
+from scripts import make_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "gradloc" / "conf"
-VERL09 = ROOT / "gradloc" / "adapters" / "verl09" / "conf" / "gradloc_defaults.yaml"
 
 
-def settings() -> dict:
-    """What Hydra reads on every verl, with what verl 0.9 makes of its blocks."""
-    return OmegaConf.to_container(
-        OmegaConf.merge(OmegaConf.load(CONF / "gradloc_settings" / "all.yaml"), OmegaConf.load(VERL09))
-    )
+@pytest.mark.parametrize("made", [make_settings.hydra_files, make_settings.pages])
+def test_hydras_files_and_the_docs_tables_are_what_their_script_makes(made):
+    for path, text in made().items():
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/make_settings.py"
 
 
-def blocks(node: dict) -> list[dict]:
-    """Every block that names its dataclass, but for the adapter's own, which need verl."""
-    inner = [block for value in node.values() if isinstance(value, dict) for block in blocks(value)]
-    target = node.get("_target_", "gradloc.adapters")
-    return inner if target.startswith("gradloc.adapters") else [node, *inner]
+def test_every_table_of_settings_is_in_the_docs_once():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    names = re.findall(r"^<!-- made by python scripts/make_settings.py (.+) -->$", text, re.M)
+    assert sorted(names) == sorted(make_settings.tables())
 
 
-def test_they_are_the_defaults_of_the_dataclasses():
-    found = blocks(settings())
-    assert len(found) == 14
-    for block in found:
-        module, _, name = block.pop("_target_").rpartition(".")
-        made = asdict(getattr(importlib.import_module(module), name)())
-        assert made.keys() == block.keys()
-        given = {key: value for key, value in block.items() if not (isinstance(value, dict) or "${" in str(value))}
-        assert given == {key: made[key] for key in given}, name
+def test_the_patch_of_verls_actor_adds_the_published_keys():
+    patch = next((ROOT / "verl_overrides").rglob("actor.yaml.patch")).read_text(encoding="utf-8")
+    added = yaml.safe_load("\n".join(line[1:] for line in patch.splitlines() if re.match(r"\+(?!\+)", line)))
+    assert added == dict.fromkeys(PUBLISHED)
 
 
 EDGES = [

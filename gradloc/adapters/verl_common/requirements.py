@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a run has on, and what each needs of it: ``needs.yaml`` is the one table of what is refused."""
+"""The features that a run has on, and what each needs: ``requirements.yaml`` is the one table of what is refused."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def _at(config: Any, key: str) -> Any:
 
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
     """What a setting has to be, and by verl which features need it."""
-    for row in yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")):
+    for row in yaml.safe_load(Path(__file__).with_name("requirements.yaml").read_text(encoding="utf-8")):
         where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
         for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
             allowed = tuple(row.get("one of", [value]))
