@@ -19,19 +19,15 @@ from pathlib import Path
 from lab.benchmarks.run import REPO, Progress, digest
 
 RESULTS = REPO / "lab" / "benchmarks" / "results"
-_LOCALIZE = ("localize", "--strategy", "auto", "--full", "--sweep", "battery", "--sweep", "masters")
-COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "trigger": (("trigger",),),
-    "mixtures": (("mixtures",),),
-    "unrepeatable": (("unrepeatable", "--seeds", "2"),),
-    "cost": (_LOCALIZE, ("localization.cost", "{out}/localize.json")),
-    "smollm2": (("localize", "--model", "smollm2", "--tokens", "128", "--ranks", "1"),),
-    "driver": (("driver",),),
-    "healthy": (("healthy", "--pairs", "600"),),
-    "spiking": (("spiking", "--dtype", "float32"),),
-    "spiking-bfloat16": (("spiking", "--dtype", "bfloat16"),),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "trigger": ("trigger",),
+    "unrepeatable": ("unrepeatable", "--seeds", "2"),
+    "driver": ("driver",),
+    "healthy": ("healthy", "--pairs", "600"),
+    "spiking": ("spiking", "--dtype", "float32"),
+    "spiking-bfloat16": ("spiking", "--dtype", "bfloat16"),
 }
-"""By record: the modules of this folder that make it, with their arguments."""
+"""Record name -> the module of this folder that makes it, and its arguments."""
 
 
 def is_present(name: str) -> bool:
@@ -46,13 +42,11 @@ def measure(name: str) -> None:
     Raises:
         CalledProcessError: where a benchmark says that something does not hold.
     """
+    module, *arguments = COMMANDS[name]
     with tempfile.TemporaryDirectory() as out:
-        for module, *arguments in COMMANDS[name]:
-            given = [argument.format(out=out) for argument in arguments]
-            command = [sys.executable, "-m", f"lab.benchmarks.{module}", *given, "--out", out]
-            subprocess.run(command, cwd=REPO, check=True)
-        made = f"{module.rpartition('.')[2]}.json"  # the last one's
-        shutil.copyfile(Path(out) / made, RESULTS / f"{name}.json")
+        command = [sys.executable, "-m", f"lab.benchmarks.{module}", *arguments, "--out", out]
+        subprocess.run(command, cwd=REPO, check=True)
+        shutil.copyfile(Path(out) / f"{module}.json", RESULTS / f"{name}.json")
 
 
 def main(arguments: list[str] | None = None) -> int:

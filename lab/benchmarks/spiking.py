@@ -8,16 +8,18 @@ An update with the search is the trainer's whole step of it: looking, the driver
 without is the same update of the same batch with gradloc's hook set aside. Both in turn, and in both precisions, each
 with an actor and a healthy norm of its own; the weights are left as they are (lr 0), so that every repetition meets the
 same spike. `batch` keeps the history of scales that the healthy updates made; `batch_alone` has none.
-`published` is the search of localization.published in the place of ours, without certificate or event, once
+`published` is the search of `published.py` in the place of ours, without certificate or event, once
 and in float32. Writes spiking.json, anew after every case.
 """
 
 import copy
 import math
 import os
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,14 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lab.benchmarks import pretrained
 from lab.benchmarks.healthy import spent, trees, with_worlds
-from lab.benchmarks.localization import pretrained
-from lab.benchmarks.localization.published import descend
-from lab.benchmarks.localization.scenarios import SCENARIOS, Planted, Planter, count_scenario
+from lab.benchmarks.published import descend
 from lab.benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table, write
-from tests.toy_model import Batch
+from tests.toy_model import Batch, Oracle, Place
 from tests.world import World, harness
 
+SIZES = {"single": (10.0,), "thousandfold": (1000.0,), "eight": (10.0, 8.0, 7.0, 6.0, 5.0, 4.5, 4.0, 4.0)}
+"""The planted tokens' gradient norms by case, in healthy norms; the other cases scale the whole batch."""
 _ANY = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 1.5, "batch_alone": 2.0}
 LIMITS = {"float32": _ANY, "bfloat16": {**_ANY, "thousandfold": 2.3}}
 """By precision and case: how many times as long as without the search an update may take."""
@@ -208,19 +211,19 @@ def measure(
     }
     progress = Progress(len(cases) * len(dtypes) * 2 * times + (_FIRST in dtypes))
     for number, case in enumerate(cases):
-        planted = {dtype: _planted(case, Planter(model, batches[-1], norms[dtype], 0)) for dtype in dtypes}
+        planted = {dtype: plant(model, batches[-1], norms[dtype], SIZES.get(case)) for dtype in dtypes}
         told: dict[str, Any] = {dtype: {"with": [], "without": [], "published": []} for dtype in dtypes}
         ways = [(way, dtype) for _ in range(times) for dtype in dtypes for way in ("with", "without")]
         for dtype in dtypes if number == 0 else ():  # a first search takes memory that the next ones have
-            _update(world, dtype=dtype, batch=planted[dtype].batch, way="with")
+            _update(world, dtype=dtype, batch=planted[dtype][0], way="with")
         if number == 0 and _FIRST in dtypes:  # what the published search costs does not depend on the spike
             ways.append(("published", _FIRST))
         for way, dtype in ways:
-            batch, is_alone = planted[dtype].batch, case == "batch_alone"
+            batch, is_alone = planted[dtype][0], case == "batch_alone"
             told[dtype][way].append(_update(world, dtype=dtype, batch=batch, way=way, is_alone=is_alone))
             progress.step(f"{case} {dtype} {way}: {told[dtype][way][-1]['seconds']:.1f} s")
         for dtype in dtypes:
-            place = {"case": case, "dtype": dtype, "planted": planted[dtype].places, "load": os.getloadavg()[0]}
+            place = {"case": case, "dtype": dtype, "planted": planted[dtype][1], "load": os.getloadavg()[0]}
             run["cases"].append({**place, **told[dtype]})
         write(run, out, "spiking")
     return run
@@ -232,12 +235,31 @@ def _update(world: World, **settings: Any) -> dict[str, Any]:
     return {**told[0], **spent(told), "load": os.getloadavg()[0]}
 
 
-def _planted(case: str, planter: Planter) -> Planted:
-    if case in ("batch", "batch_alone"):  # no token's doing
-        return Planted(planter.batch.edited(advantages=100 * planter.batch.advantages))
-    if case == "eight":
-        return SCENARIOS[case](planter)
-    return count_scenario(1, {"single": 10.0, "thousandfold": 1000.0}[case])(planter)
+def plant(
+    model: pretrained.Pretrained, batch: Batch, healthy_norm: float, sizes: Sequence[float] | None
+) -> tuple[Batch, list[Place]]:
+    """Make a batch spike.
+
+    Args:
+        model: unsharded, in float32.
+        batch: healthy.
+        healthy_norm: the median norm of healthy steps.
+        sizes: gradient norms of the tokens to plant, one in a row, in healthy norms; None scales the whole batch.
+
+    Returns:
+        The batch, and the (row, position) of each planted token.
+    """
+    if sizes is None:
+        return batch.edited(advantages=100 * batch.advantages), []
+    num_rows, length = batch.labels.shape
+    draw = random.Random(0)
+    places = [(row, draw.randrange(length)) for row in draw.sample(range(num_rows), len(sizes))]
+    units = Oracle(model, batch.planted(dict.fromkeys(places, 1.0))).norms(places)
+    advantages = {
+        place: draw.choice((1, -1)) * size * healthy_norm / units[place]
+        for place, size in zip(places, sizes, strict=True)
+    }
+    return batch.planted(advantages), places
 
 
 def markdown(run: Record) -> str:

@@ -13,7 +13,7 @@ from lab.benchmarks import figures
 @pytest.fixture
 def results(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    monkeypatch.setattr(figures, "COMMANDS", {"one": (("made", "--n", "3"),), "two": (("made", "--n", "0"),)})
+    monkeypatch.setattr(figures, "COMMANDS", {"one": ("made", "--n", "3"), "two": ("made", "--n", "0")})
     return tmp_path
 
 
@@ -40,6 +40,6 @@ def test_a_record_of_the_present_sources_is_kept(results, capsys):
     assert capsys.readouterr().out.splitlines() == ["one: present", "two: to be measured"]
 
 
-@pytest.mark.parametrize("module", sorted({call[0] for calls in figures.COMMANDS.values() for call in calls}))
+@pytest.mark.parametrize("module", sorted({call[0] for call in figures.COMMANDS.values()}))
 def test_every_command_is_a_benchmark_that_takes_a_folder(module):
     assert importlib.util.find_spec(f"lab.benchmarks.{module}")

@@ -8,7 +8,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
-from lab.benchmarks.localization.pretrained import Pretrained, continued
+from lab.benchmarks.pretrained import Pretrained, continued
 from tests.toy_model import Oracle, ToyStep, shard
 
 pytestmark = pytest.mark.full

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 
-from lab.benchmarks import spiking
-from lab.benchmarks.localization import pretrained
+from lab.benchmarks import pretrained, spiking
 
 pytestmark = pytest.mark.slow
 

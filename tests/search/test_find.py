@@ -9,7 +9,6 @@ from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.search.candidates import by_coefficient
 from gradloc.search.find import localize
 from gradloc.search.task import Span
-from lab.benchmarks.mixtures import LAYOUTS, markdown, measure
 from tests.search import spike_of, trained
 from tests.search import task_of as a_step
 from tests.toy_model import Loss, build, random_batch
@@ -33,10 +32,11 @@ def test_so_it_is_on_two_ranks(bare_world, dtype, seed):
 
 
 @pytest.mark.slow
-def test_so_it_is_in_thirty_mixtures_on_two_ranks():
-    rows = measure(30, LAYOUTS)
-    print(markdown(rows))
-    assert not [(row, problems(row)) for row in rows if problems(row)]
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_mixture_s_loud_tokens_are_named_on_two_ranks(bare_world, layout, seed):
+    found, other = bare_world.run("tests.toy_model.mixtures.mixture", seed=seed, layout=layout)
+    assert found == other and not problems(found)
 
 
 CASES = {

@@ -20,7 +20,7 @@ fixture `bare_world` (two ranks, no verl) runs a function by its name on both, a
 # ruff: noqa: F401 (what tests and benchmarks import from here)
 
 from tests.toy_model.amplifier import Amplified, Sharpened
-from tests.toy_model.batch import NUM_PROMPT, Batch, Place, healthy_batch, random_batch, shape_of
+from tests.toy_model.batch import NUM_PROMPT, Batch, Place, random_batch
 from tests.toy_model.model import SIZES, Decoder, ModelSize, build, entropy_of, log_prob_of
 from tests.toy_model.oracle import Oracle
 from tests.toy_model.step import AGGREGATIONS, Loss, Powers, ToyStep, clip_gradient, shard

@@ -64,28 +64,6 @@ class Batch:
         return first + row, position
 
 
-def shape_of(num_tokens: int) -> tuple[int, int]:
-    """(rows, response length) for N tokens: at least 8 rows, responses of at most 256 tokens."""
-    length = min(max(num_tokens // 16, 16), 256)
-    return num_tokens // length, length
-
-
-def healthy_batch(model: torch.nn.Module, source: torch.Tensor, num_tokens: int, seed: int) -> Batch:
-    """Rows cut from text that the model was not trained on; every response is of full length.
-
-    Args:
-        model: unsharded.
-        source: held-out token ids.
-        num_tokens: N, response tokens over all rows.
-        seed: fixes everything.
-    """
-    rows, length = shape_of(num_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(source) - NUM_PROMPT - length, (rows,), generator=generator)
-    tokens = torch.stack([source[s : s + NUM_PROMPT + length - 1] for s in starts.tolist()])
-    return _answered(model, tokens, length, generator)
-
-
 def random_batch(model: torch.nn.Module, rows: int = 16, length: int = 12, seed: int = 0) -> Batch:
     """Rows of random tokens; responses of a third to the whole of ``length``, so that micro-batches differ.
 

@@ -27,9 +27,7 @@ class ModelSize:
 
 SIZES = {
     "tiny": ModelSize(vocabulary=96, width=32, layers=2, heads=4),
-    "XS": ModelSize(vocabulary=1024, width=48, layers=2, heads=3),
     "S": ModelSize(vocabulary=2048, width=96, layers=4, heads=4),
-    "M": ModelSize(vocabulary=4096, width=256, layers=6, heads=8),
 }
 
 

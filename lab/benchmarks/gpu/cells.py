@@ -29,7 +29,7 @@ from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.task import SearchResult
 from lab.benchmarks.counter import PACKAGE, DeviceCounter
-from lab.benchmarks.localization.memory import peak_memory, wait
+from lab.benchmarks.gpu.memory import peak_memory, wait
 from lab.benchmarks.run import REPO
 from tests.toy_model import Batch, Decoder, ModelSize, Place, ToyStep, log_prob_of, shard
 from tests.toy_model.model import SIZES, Block, _attend

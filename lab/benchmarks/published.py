@@ -10,8 +10,6 @@ that every cell has the cost of a whole search. Probes are the core's exact part
 (the published ones re-normalise the loss).
 """
 
-import math
-
 from gradloc.core.probe import Prober
 from gradloc.core.selection import Part, Token
 
@@ -32,8 +30,3 @@ def descend(prober: Prober) -> tuple[Token, float]:
         parts = part.halves(found.num_tokens)
     prober.compute((index, None) for index in range(total))
     return Token(part.micro_batch, part.first_rank, part.first_token), found.norm
-
-
-def formula_cost(num_micro_batches: int, num_ranks: int, tokens_per_micro_batch: int) -> float:
-    """The cost of one published search, in f: 6M + 6 (log2 W + log2 T)."""
-    return 6 * num_micro_batches + 6 * (math.log2(num_ranks) + math.log2(tokens_per_micro_batch))
