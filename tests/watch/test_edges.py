@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gradloc
-from lab.benchmarks.any_loss import Clipped, Loop, log_probs
 from tests.toy_model.model import build
+from tests.watch.any_loss import Clipped, Loop, log_probs
 from tests.watch.loops import SPIKE, TAU, T, batches
 from tests.watch.loops import Loop as Plain
 from tests.watch.test_harmless import events_in

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed of each kind of lab/benchmarks/any_loss.py: planted tokens are named and certified, whatever the loss."""
+"""One seed of each kind of tests/watch/any_loss.py: planted tokens are named and certified, whatever the loss."""
 
 import math
 
 import pytest
 
-from lab.benchmarks.any_loss import KINDS, measure
+from tests.watch.any_loss import KINDS, measure
 
 WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers"}
 """Kinds of which the gradient of some head is not known."""
@@ -45,5 +45,5 @@ def test_planted_tokens_are_named_with_logits_gradients(kind):
 
 @pytest.mark.parametrize(("layout", "kind"), ON_RANKS)
 def test_planted_tokens_are_named_on_two_ranks(bare_world, layout, kind):
-    found, _ = bare_world.run("lab.benchmarks.any_loss.measure", kind=kind, seed=1, layout=layout, keeps=("not kept",))
+    found, _ = bare_world.run("tests.watch.any_loss.measure", kind=kind, seed=1, layout=layout, keeps=("not kept",))
     check(kind, found["not kept"])

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the one line ``gradloc.Watch(model, folder=...)`` name planted tokens, whatever the loop's loss is?
-
-    python -m lab.benchmarks.any_loss                        # every kind, 20 seeds, as a table in Markdown
-    python -m lab.benchmarks.any_loss --seeds 100 105 ppo    # seeds 100 to 104 of kinds whose names begin with ppo
+"""Training loops of every kind of loss, with planted tokens: does ``gradloc.Watch(model, folder=...)`` name them?
 
 A kind is a training loop as people write it. The seed draws a tiny Llama, its data, and one or two tokens whose loss
-weighs hundreds to thousands of times as much as another's in the third step. The loop runs three times: as it is, with
+weighs hundreds to thousands of times as much as another's in the third step. The loop runs three times: plain, with
 the planted tokens' loss at 0, which gives the truth, and with a watch. Each kind runs with dL/dlogits kept, and without
 (``keep_gb=0``), as with a vocabulary too large to keep them.
 
 Shapes: B rows of a micro-batch, T positions, V vocabulary.
 """
 
-import argparse
 import contextlib
 import io
 import json
-import logging
 import math
 import random
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 import gradloc
-from lab.benchmarks.run import table
 
 VOCABULARY, HIDDEN, ROWS = 96, 32, 2
 """ROWS of a micro-batch."""
@@ -689,59 +683,3 @@ def judged(made: Loop, truth: Loop, events: list[dict[str, Any]], threshold: flo
         apart,
         f"{certificate.get('reason')}; {action.get('reason')}",
     )
-
-
-def lines(kinds: list[str], seeds: range, on_seed: Callable[[str, int, dict[str, Found]], None]) -> Iterator[list[str]]:
-    """The table's, a kind after the other."""
-    for kind in kinds:
-        by_keep: dict[str, list[Found]] = {name: [] for name in KEPT}
-        for seed in seeds:
-            found = measure(kind, seed)
-            on_seed(kind, seed, found)
-            for name, each in found.items():
-                by_keep[name].append(each)
-        for name, each in by_keep.items():
-            yield [kind, name, *summary(each)]
-
-
-def summary(found: list[Found]) -> list[str]:
-    errors = [each.error for each in found if math.isfinite(each.error)]
-    aparts = [each.apart for each in found if math.isfinite(each.apart)]
-    return [
-        f"{sum(each.named == each.planted for each in found)} of {len(found)}",
-        f"{sum(each.verdict == 'explained' for each in found)} of {len(found)}",
-        str(sum(each.innocents for each in found)),
-        f"{max(errors):.1e}" if errors else "none",
-        f"{sum(each.is_within for each in found)} of {len(errors)}",
-        f"{len(aparts)}, {max(aparts):.1e}" if aparts else "0",
-    ]
-
-
-HEAD = ["kind", "dL/dlogits", "all named", "explained", "innocents", "largest error", "in its bound", "masked, apart"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help="beginnings of their names; none: all")
-    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "END"))
-    parser.add_argument("--each", action="store_true", help="print what each seed gave where it is not as it should be")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("gradloc").setLevel(logging.ERROR)
-    kinds = [kind for kind in KINDS if not given.kinds or kind.startswith(tuple(given.kinds))]
-
-    def on_seed(kind: str, seed: int, found: dict[str, Found]) -> None:
-        for name, each in found.items():
-            is_right = each.named == each.planted and not each.innocents and each.verdict == "explained"
-            if given.each and not (is_right and each.is_within and each.taken == "mask"):
-                print(f"    {kind} seed {seed} {name}: {each}", flush=True)
-
-    rows = [HEAD]
-    for line in lines(kinds, range(*given.seeds), on_seed):
-        rows.append(line)
-        print("  ".join(line), flush=True)
-    print("\n" + table(rows))
-
-
-if __name__ == "__main__":
-    main()
