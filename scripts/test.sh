@@ -52,7 +52,7 @@ fi
 stage "environment"
 python=$("${PYTHON:-python3}" -c '
 import sys
-from lab.experiments.cpu import environment
+from lab.experiments import environment
 print(environment.ensure_python(getattr(environment, sys.argv[1])))' "$environment")
 bin=$(dirname -- "$python")
 stamp=$bin/../test-requirements.sha256

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.adapters.conformance.layouts.checks")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they gain
 
-from lab.experiments.cpu.environment import CACHE, ensure_patched_copy  # noqa: E402
+from lab.experiments.environment import CACHE, ensure_patched_copy  # noqa: E402
 from lab.experiments.verl09 import ENVIRONMENT  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
 from tests import trainers  # noqa: E402

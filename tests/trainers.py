@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab.experiments.cpu.environment import DEFAULT_VERL
+from lab.experiments.environment import DEFAULT_VERL
 from tests.world import PRELOADED
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lab.benchmarks.actor import is_engine
 from lab.benchmarks.healthy import ON, with_worlds, worlds
-from lab.benchmarks.run import Record, digest, finish, parser, table
+from lab.benchmarks.run import Record, digest, finish, parser
+from lab.output import table
 from tests.world import World
 
 ACTOR = "actor_rollout_ref.actor"

@@ -39,7 +39,8 @@ import torch.distributed as dist
 
 from gradloc.core import ranks
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import Progress, Record, digest, parser, table, write
+from lab.benchmarks.run import Progress, Record, digest, parser, write
+from lab.output import table
 from tests.core.card import Card
 from tests.toy_model.faults import memory_is
 from tests.world import World
@@ -290,7 +291,7 @@ def installed() -> list[str]:
 def world_of(trainer: str) -> World:
     """Two ranks that have what this trainer needs."""
     if trainer.startswith("verl 0.7"):
-        from lab.experiments.cpu.environment import ensure_patched_copy
+        from lab.experiments.environment import ensure_patched_copy
 
         return World(2, path=(str(ensure_patched_copy(sys.executable)),))
     from lab.experiments.verl09 import ENVIRONMENT

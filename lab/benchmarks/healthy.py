@@ -24,7 +24,8 @@ from statistics import median
 from typing import Any
 
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import MACHINE, Progress, Record, as_typed, digest, finish, parser, table
+from lab.benchmarks.run import MACHINE, Progress, Record, as_typed, digest, finish, parser
+from lab.output import table
 from tests.world import World
 
 SCHEMA_VERSION = 1
@@ -158,7 +159,7 @@ def _cell(interval: dict[str, float]) -> str:
 
 def trees(tree: str | None) -> tuple[Path, Path]:
     """The unpatched verl 0.7.0, and a patched one: the named checkout, or the demo's."""
-    from lab.experiments.cpu import environment
+    from lab.experiments import environment
     from patchkit.build import bases, ensure_base
 
     patched = Path(tree).resolve() if tree else environment.ensure_patched_copy(sys.executable)

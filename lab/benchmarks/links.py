@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradloc
-from lab.benchmarks.run import Progress, Record, as_typed, digest, finish, parser, table
+from lab.benchmarks.run import Progress, Record, as_typed, digest, finish, parser
+from lab.output import table
 
 MODELS = ("gpt", "llama")
 FAULTS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.benchmarks.run import table
+from lab.output import table
 
 LOG_RATIOS = (1.0, 5.0, 10.0, 20.0, 50.0, 88.0, 89.0, 100.0, 200.0, 1000.0)
 """float32's exp overflows beyond 88.7."""

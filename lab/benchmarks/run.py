@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benchmarks do: say which sources they measured, how far they have come, and keep and print the result."""
+"""Shared by all benchmarks: the digest of the measured sources, the command line, progress, and the record."""
 
 import argparse
 import ast
 import hashlib
-import json
-import math
 import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from lab.output import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 MACHINE = {"processor": platform.machine(), "cpus": os.cpu_count()}
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 def digest() -> str:
-    """sha256 over the code of gradloc's core and search, of which comments and docstrings are no part."""
+    """Return the sha256 of the code of gradloc's core and search, without comments and docstrings."""
     sha256 = hashlib.sha256()
     for room in ("core", "search"):
         for path in sorted((REPO / "gradloc" / room).rglob("*.py")):
@@ -36,14 +36,14 @@ class _Bare(ast.NodeTransformer):
 
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The command line of ``lab.benchmarks.<name>``, with ``--out``, the folder for what it writes."""
+    """Return the argument parser of ``lab.benchmarks.<name>``, with the output folder ``--out``."""
     made = argparse.ArgumentParser(prog=f"python -m lab.benchmarks.{name}", description=(doc or "").split("\n")[0])
     made.add_argument("--out", type=Path, default=REPO / "runs" / "benchmarks" / name.rpartition(".")[2])
     return made
 
 
 def as_typed(name: str, arguments: list[str] | None = None) -> str:
-    """What to type for this run of ``lab.benchmarks.<name>``; where it was written to is no part of it."""
+    """Return the command that repeats this run of ``lab.benchmarks.<name>``, without ``--out``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--out" in given:
         at = given.index("--out")
@@ -52,37 +52,24 @@ def as_typed(name: str, arguments: list[str] | None = None) -> str:
 
 
 def write(record: Record, out: Path, name: str) -> None:
-    """``name.json`` in the folder ``out``, replaced at once. JSON has no NaN and no infinity: null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(entry) for entry in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
+    """Write ``name.json`` in the folder ``out``, which is made if need be."""
     out.mkdir(parents=True, exist_ok=True)
-    scratch = out / f"{name}.json.new"
-    text = json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False)
-    scratch.write_text(text + "\n", encoding="utf-8")
-    scratch.replace(out / f"{name}.json")
+    write_json(out / f"{name}.json", record)
 
 
 def finish(record: Record, out: Path, name: str, text: str) -> None:
-    """Keep the record and its tables, ``text``, and print them."""
+    """Write the record and its tables, ``text``, and print the tables."""
     write(record, out, name)
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
-def table(rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the first row is its head."""
-    head, *body = (list(map(str, row)) for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
-
-
 def on_two_ranks(function: str, cells: Sequence[dict[str, Any]]) -> list[Record]:
-    """What ``function`` (``module.name``) returns on two gloo ranks for each cell, its arguments; and the cell."""
+    """Call ``function`` (``module.name``) on two gloo ranks with each cell as its arguments.
+
+    Returns:
+        A row for each cell: the cell, and what the first rank returned, which must be what the second did.
+    """
     from tests.world import World
 
     progress, rows = Progress(len(cells)), []
@@ -96,7 +83,7 @@ def on_two_ranks(function: str, cells: Sequence[dict[str, Any]]) -> list[Record]
 
 
 def exit_code(rows: list[Record], problems: Callable[[Record], list[str]]) -> int:
-    """1 if a row has problems, which are printed; else 0."""
+    """Print each row's problems; return 1 if there are any, else 0."""
     wrong = [(row, problems(row)) for row in rows if problems(row)]
     for row, sentences in wrong:
         print(f"{row}: {'; '.join(sentences)}", file=sys.stderr)
@@ -104,7 +91,7 @@ def exit_code(rows: list[Record], problems: Callable[[Record], list[str]]) -> in
 
 
 class Progress:
-    """A bar on one line of stderr that counts to ``total``; plain lines where stderr is not a terminal."""
+    """Show a bar that counts to ``total`` on stderr, or plain lines where stderr is not a terminal."""
 
     def __init__(self, total: int):
         self.total = total
@@ -112,7 +99,7 @@ class Progress:
         self._started = time.perf_counter()
 
     def step(self, what: str) -> None:
-        """One more is done; ``what`` was it."""
+        """Count one more as done; ``what`` describes it."""
         self._done += 1
         seconds = time.perf_counter() - self._started
         left = seconds / self._done * (self.total - self._done)

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from lab.benchmarks import pretrained
 from lab.benchmarks.healthy import spent, trees, with_worlds
 from lab.benchmarks.published import descend
-from lab.benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, table, write
+from lab.benchmarks.run import MACHINE, REPO, Progress, Record, as_typed, digest, finish, parser, write
+from lab.output import table
 from tests.toy_model import Batch, Oracle, Place
 from tests.world import World, harness
 

@@ -13,7 +13,8 @@ Writes unrepeatable.json and unrepeatable.md.
 import itertools
 import sys
 
-from lab.benchmarks.run import Record, digest, exit_code, finish, on_two_ranks, parser, table
+from lab.benchmarks.run import Record, digest, exit_code, finish, on_two_ranks, parser
+from lab.output import table
 
 LAYOUTS = ("fsdp2", "fsdp1")
 DTYPES = ("float32", "bfloat16")

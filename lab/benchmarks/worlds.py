@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.benchmarks.run import REPO, Progress, Record, as_typed, digest, finish, parser, table
+from lab.benchmarks.run import REPO, Progress, Record, as_typed, digest, finish, parser
+from lab.output import table
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 FAILED = REPO / "lab" / "benchmarks" / "results" / "worlds-failed.json"

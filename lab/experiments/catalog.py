@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments there are: the sections of `catalog.ini`, which says how one is written.
+"""Read the experiments from the sections of `catalog.ini`, which explains their format.
 
 Standard library only: `run_experiment.sh` reads it before anything is installed.
 """
@@ -12,98 +12,93 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.experiments import settings
-from lab.experiments.cpu import environment
+from lab.experiments import environment, settings
 from lab.experiments.errors import UsageError
 from lab.experiments.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent
 ACTIONS = ("mask", "skip", "heal")
-"""What an arm that explodes is also run with."""
+"""Values of `action.mode` that an exploding arm is also run with."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that an experiment takes a value from."""
+    """An environment variable that an experiment reads."""
 
     name: str
     kind: str
-    """`reads`: what it names must exist. `writes`: it will be made. `number`: it may be unset."""
+    """`reads`: its path must exist. `writes`: its path will be made. `number`: it may be unset."""
     meaning: str
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the runs that an experiment compares: the same config, with some values replaced."""
+    """One of the runs that an experiment compares: its config with some values replaced."""
 
     name: str
     meaning: str
     overrides: tuple[str, ...] = ()
-    """Hydra overrides, in order; none for the config as it is."""
+    """Hydra overrides, in order."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One config and what is needed to run it."""
+    """A config and its requirements."""
 
     name: str
     summary: str = ""
     variables: tuple[Variable, ...] = ()
     imports: tuple[str, ...] = ("torch", "ray", "hydra")
-    """Packages that must be there."""
+    """Packages that must be installed."""
     is_on_cpu: bool = False
-    """Whether it is the demo or builds on it: it then runs in the demo's environment."""
+    """Whether it runs without a GPU, in an environment of ours: the demo, and what builds on it."""
     is_planted: bool = False
-    """Whether a run ends by comparing its event with what was planted. Not passed on to heirs."""
+    """Whether a run ends by comparing its event with the planted token. Not inherited."""
     material: str = "lab.experiments.cpu.build"
-    """What builds model and data of an experiment on the CPU: `python -m MODULE --cache FOLDER` prints their folder.
-    "" for none."""
+    """The builder of model and data: `python -m MODULE --cache FOLDER` prints their folder. "" for none."""
     verls: tuple[str, ...] = ("0.7.0",)
-    """The versions of verl that it runs on with no GPU, the usual one first. Not passed on to heirs."""
+    """The versions of verl that it runs on without a GPU, the default first. Not inherited."""
     is_installed: bool = False
-    """Whether its verl is one beside which gradloc is installed, with nothing patched: 0.9."""
+    """Whether its verl is installed together with gradloc and not patched: 0.9."""
     arms: tuple[Arm, ...] = ()
-    """None for an experiment that is one run."""
+    """Empty for an experiment that is one run."""
     seeds: tuple[int, ...] = ()
-    """The values of `seed` that every arm runs with; none for the config's own."""
+    """The seeds that every arm runs with; empty for the config's own."""
     summary_module: str = ""
-    """What is run once the arms are through, `python -m MODULE SUITE_DIR`; "" for nothing."""
+    """Run after all arms as `python -m MODULE SUITE_DIR`; "" for none."""
     nodes: int = 1
-    """How many Ray nodes a run on the CPU gets, all on this machine; the trainer starts a single one by itself."""
+    """Number of Ray nodes of a run on the CPU, all on this machine."""
     config: str = ""
-    """The config that it runs with, without `.yaml`, if that is not `NAME.yaml`. Not passed on to heirs."""
+    """The config's name without `.yaml`; "" for the experiment's. Not inherited."""
     overrides: tuple[str, ...] = ()
-    """Hydra overrides of that config. Not passed on to heirs."""
+    """Hydra overrides of that config. Not inherited."""
     script: str = ""
-    """The module of a program of ours that trains in the place of verl's trainer: takes key=value, has no config."""
+    """A module of ours that trains in place of verl's trainer: it takes key=value and has no config."""
     settings: type[Settings] = Settings
-    """What the script takes."""
+    """The script's settings."""
     own: environment.Environment = environment.DEMO
-    """Where a script runs, or an installed verl."""
+    """The environment of a run on the CPU."""
     started_by: tuple[str, ...] = ()
-    """What stands between Python and `-m` the script."""
+    """Arguments between Python and `-m` the script, such as torchrun's."""
 
     def heir(self, name: str) -> "Experiment":
-        """One whose config builds on this one's, and so needs what this one needs.
-
-        Its arms and their summary are its own, and so is what is not passed on to heirs.
-        """
+        """Return an experiment whose config builds on this one's and so has its requirements; see the fields' docs."""
         fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": ""}
         return replace(self, name=name, config="", overrides=(), **fresh)
 
     def on_verl09(self, name: str) -> "Experiment":
-        """Its form for verl 0.9.1, with nothing patched and without a variable that the demo's config has not there."""
+        """Return its form for verl 0.9.1: not patched, and without a variable that the demo's config lacks there."""
         kept = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
         own = environment.VERL09
         return replace(self, name=name, variables=kept, verls=("0.9.1",), is_installed=True, own=own)
 
     def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
-        """The config's name, and the overrides that Hydra gets with it: its own, then the given ones."""
+        """Return the config's name and its overrides: the experiment's, then the given ones."""
         renamed = [f"trainer.experiment_name={self.name}"] if self.config else []
         return self.config or self.name, [*self.overrides, *renamed, *overrides]
 
     def problem(self, environ: Mapping[str, str]) -> str | None:
-        """The first thing wrong with its variables, as a sentence, or None."""
+        """Return a sentence on the first variable with a wrong value, or None."""
         for variable in self.variables:
             value = environ.get(variable.name, "")
             if variable.kind == "number":
@@ -123,7 +118,7 @@ class Experiment:
 
 
 def is_amount(text: str) -> bool:
-    """Whether a text is a finite number from 0 on."""
+    """Return whether a text is a finite number of at least 0."""
     try:
         return 0 <= float(text) < math.inf
     except ValueError:
@@ -134,11 +129,11 @@ def is_amount(text: str) -> bool:
 
 
 def read(text: str) -> dict[str, Experiment]:
-    """The experiments of a catalog, by name.
+    """Return the experiments of a catalog, by name.
 
     Raises:
         AttributeError: for a key that is no field of `Experiment`.
-        KeyError: for one that is made of another that does not stand above it.
+        KeyError: if an experiment refers to another that is not above it.
     """
     parser = ConfigParser(delimiters=("=",), interpolation=ExtendedInterpolation())
     parser.optionxform = str  # variables are in capitals
@@ -151,7 +146,7 @@ def read(text: str) -> dict[str, Experiment]:
 
 
 def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) -> Experiment:
-    """An experiment from what its section says, and from the one above that it is made of."""
+    """Make an experiment from its section and from the one above that it refers to."""
     base = Experiment(name)
     if "builds_on" in own:
         base = above[own.pop("builds_on")].heir(name)
@@ -175,7 +170,7 @@ def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) ->
 
 
 def _field(name: str, text: str) -> Any:
-    """A field of `Experiment` from its text, by what its default is."""
+    """Convert a text to the type of a field of `Experiment`."""
     default = getattr(Experiment, name)
     if name == "settings":
         return getattr(settings, text)
@@ -189,7 +184,7 @@ def _field(name: str, text: str) -> Any:
 
 
 def _with_twin(name: str, meaning: str, healthy: list[str], more: list[str]) -> dict[str, Arm]:
-    """An arm that explodes, the same with spikes masked, skipped or healed, and its healthy twin."""
+    """Return an exploding arm, the same arm with each action, and its healthy twin."""
     exploding, key = (*healthy, *more), "actor_rollout_ref.actor.gradloc.action.mode"
     acting = [Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{key}={m}")) for m in ACTIONS]
     arms = [Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", tuple(healthy))]
@@ -198,25 +193,25 @@ def _with_twin(name: str, meaning: str, healthy: list[str], more: list[str]) -> 
 
 _ALL = read((CONFIGS / "catalog.ini").read_text(encoding="utf-8"))
 ON_VERL09 = {name.removesuffix("-verl09"): entry for name, entry in _ALL.items() if name.endswith("-verl09")}
-"""By the experiment's name: its form for verl=0.9.1."""
+"""Experiment name -> its form for verl=0.9.1."""
 TRAINERS = {"trl": _ALL["demo-trl"], "loop": _ALL["demo-loop"]}
-"""The demo's forms for other trainers than verl."""
+"""Trainer -> the demo's form for it."""
 EXPERIMENTS = {e.name: e for e in _ALL.values() if e not in (*ON_VERL09.values(), *TRAINERS.values())}
 DEMO, PUBLISHED = EXPERIMENTS["demo"], EXPERIMENTS["gradloc-qwen3-4b"]
 
 
 def names() -> list[str]:
-    """Every experiment's name, sorted."""
+    """Return every experiment's name, sorted."""
     return sorted(EXPERIMENTS)
 
 
 def forms_of(experiment: Experiment) -> list[Experiment]:
-    """The experiment, and its form for verl 0.9.1 if it has one."""
+    """Return the experiment, and its form for verl 0.9.1 if it has one."""
     return [experiment, *(form for name, form in ON_VERL09.items() if name == experiment.name)]
 
 
 def form_for(experiment: Experiment, version: str | None, trainer: str) -> Experiment:
-    """The experiment's form for that version of verl, or for another trainer; itself where none was asked for.
+    """Return the experiment's form for a version of verl or for another trainer; by default itself.
 
     Raises:
         UsageError: if it has none.
@@ -236,7 +231,7 @@ def form_for(experiment: Experiment, version: str | None, trainer: str) -> Exper
 
 
 def load(name: str) -> Experiment:
-    """The experiment of that name.
+    """Return the experiment of that name.
 
     Raises:
         UsageError: if there is none.
@@ -252,7 +247,7 @@ def load(name: str) -> Experiment:
 
 
 def describe() -> str:
-    """What `--list` prints."""
+    """Return the text of `--list`."""
     lines = []
     for experiment in map(load, names()):
         lines.append(f"{experiment.name}: {experiment.summary}")

@@ -1,59 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of run_experiment.sh: chooses, checks, says what it will run, runs it."""
+"""The command line of run_experiment.sh: choose an experiment, check it, print what it will run, run it."""
 
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.experiments import catalog, launch, suite, target, verl09
+from lab.experiments import catalog, environment, launch, suite, target, verdict, verl09
 from lab.experiments.catalog import Experiment
-from lab.experiments.cpu import environment, verdict
 from lab.experiments.errors import ExperimentError, UsageError
 
 EPILOG = """\
 arguments after NAME are Hydra overrides and go to verl as they are:
   ./run_experiment.sh demo seed=3
 
-verl=VERSION says which verl it runs on, and is no override: the demo and some others on 0.7.0 in a patched
-copy, or on 0.9.1, which is installed with gradloc beside it, and nothing is patched:
+verl=VERSION chooses the verl, and is no override: the demo and some others run on 0.7.0 in a patched copy, or on
+0.9.1, which is installed together with gradloc and not patched:
   ./run_experiment.sh demo verl=0.9.1
 
-trainer=trl runs the demo on TRL's GRPOTrainer, in an environment of its own; what it takes: seed, steps, gradloc,
+trainer=trl runs the demo on TRL's GRPOTrainer, in its own environment, with the settings seed, steps, gradloc,
 advantage, first_step, last_step, tau:
   ./run_experiment.sh demo trainer=trl gradloc=mask advantage=nan
 
-an experiment with arms (--list shows them) runs every arm, one after the other, and then compares
-them; a part of it, and overrides for all arms:
+an experiment with arms (--list shows them) runs every arm in turn and then compares them; to run some arms, with
+overrides for all of them:
   ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
 
-trainer=loop runs it in a plain PyTorch loop, which needs torch alone; what it takes: seed, steps, gradloc, weight,
+trainer=loop runs it in a plain PyTorch loop, which only needs torch, with the settings seed, steps, gradloc, weight,
 first_step, last_step:
   ./run_experiment.sh demo trainer=loop gradloc=mask
 
-pretrain is such a loop, too; what it takes: seed, steps, documents, rows, tokens, rate,
-peak, clean, every, threads
+pretrain is another loop, with the settings seed, steps, documents, rows, tokens, rate, peak, clean, every, threads
 
 variables:
   VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
               (the demo: a patched copy that it makes itself)
   PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
   VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
-  TRL_PYTHON  for trainer=trl, likewise: a Python with what requirements/trl.txt names
-  LOOP_PYTHON for trainer=loop, likewise: requirements/loop.txt; else PYTHON, where that has it
-  RUN_DIR     where results go; else runs/NAME-<time>. An experiment with arms goes on there if it was cut off
+  TRL_PYTHON  for trainer=trl: a Python with the packages of requirements/trl.txt
+  LOOP_PYTHON for trainer=loop: one with those of requirements/loop.txt; else PYTHON, if that has them
+  RUN_DIR     the results' folder; else runs/NAME-<time>. An interrupted experiment with arms resumes there
 """
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="./run_experiment.sh",
-        description="Runs lab/experiments/NAME.yaml with verl's own trainer.",
+        description="Run lab/experiments/NAME.yaml with verl's own trainer.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv=None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     args = parser().parse_intermixed_args(argv)
     try:
         if args.list:
@@ -87,9 +84,9 @@ def main(argv=None) -> int:
 
 
 def run(args, environ, cwd: Path) -> int:
-    """Prepares one experiment and runs it, or says what it would run."""
+    """Prepare one experiment and run it, or print what it would run."""
     for name in ("PYTHON", "VERL09_PYTHON", "TRL_PYTHON", "LOOP_PYTHON"):
-        if os.sep in environ.get(name, ""):  # it is run from other folders, too
+        if os.sep in environ.get(name, ""):  # it also runs from other folders
             environ[name] = os.path.abspath(environ[name])
     version = take(args.overrides, "verl")
     experiment = catalog.form_for(choose(args, environ), version, take(args.overrides, "trainer") or "verl")
@@ -98,11 +95,11 @@ def run(args, environ, cwd: Path) -> int:
         raise ExperimentError(problem)
     cells = suite.plan(experiment, args.arms, args.seeds, args.overrides)
     if experiment.script:
-        python, variable, verl = find_for_script(experiment, environ, args)
-    elif experiment.is_installed:
-        python, variable, verl = find_installed(experiment, environ, cwd, args.dry_run)
-    else:
-        python, variable, verl = find_patched(experiment, version, environ, cwd, args.dry_run)
+        try:
+            experiment.settings.parse(args.overrides)
+        except SystemExit as error:
+            raise UsageError(str(error)) from None
+    python, variable, verl = find(experiment, version, environ, cwd, args.dry_run)
     run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
     if args.dry_run:
         runs = [(cell["overrides"], run_dir / cell["folder"]) for cell in cells]
@@ -149,95 +146,73 @@ def run(args, environ, cwd: Path) -> int:
 
 
 class Found(NamedTuple):
-    """What an experiment runs with; a dry run makes none of it."""
+    """What an experiment runs with."""
 
     python: str
     variable: str
-    """Names another one."""
+    """The environment variable that names another interpreter."""
     verl: Path | None = None
-    """The folder with `verl/`; None for a program of ours."""
+    """The folder with `verl/`; None for our own programs."""
 
 
-def find_for_script(experiment: Experiment, environ, args) -> Found:
-    """The Python to run a program of ours with, made where it is ours.
+def find(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> Found:
+    """Return the interpreter and the verl to run with; unless `is_dry`, make those that are ours."""
+    own, on_cpu = experiment.own, experiment.is_on_cpu
+    is_patched = not experiment.script and not experiment.is_installed
+    variable = "PYTHON" if is_patched else own.variable or "PYTHON"
 
-    Raises:
-        UsageError: if the program does not take what is given.
-    """
-    try:
-        experiment.settings.parse(args.overrides)
-    except SystemExit as error:
-        raise UsageError(str(error)) from None
-    own = experiment.own
-    variable = own.variable or "PYTHON"
-    python = environ.get(variable)
-    if not python and own is environment.LOOP and not lacking_in(sys.executable, variable, own.packages):
-        python = sys.executable
-    if not python:
-        python = str(own.python) if args.dry_run else environment.ensure_python(own)
-    return Found(python, variable)
+    def choose_python() -> str:
+        if environ.get(variable):
+            # run_experiment.sh has started this process with PYTHON
+            return sys.executable if variable == "PYTHON" else environ[variable]
+        has_all = own is environment.LOOP and not lacking_in(sys.executable, variable, own.packages)
+        if not on_cpu or has_all:
+            return sys.executable
+        return str(own.python) if is_dry else environment.ensure_python(own)
 
-
-def find_patched(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> Found:
-    """The Python and the patched verl to run with, made where they are ours."""
-    on_cpu = experiment.is_on_cpu
-    # run_experiment.sh has started us with PYTHON, where it is set.
-    python = sys.executable if environ.get("PYTHON") or not on_cpu else None
-    chosen = target.named(environ, cwd)
-    if version and (chosen or not on_cpu):
-        where = chosen.origin if chosen else experiment.name
-        raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: leave one of them out.")
-    is_own = chosen is None and on_cpu
-    version = version or environment.DEFAULT_VERL
-    if chosen is None:
-        chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
-    say("verl", f"{chosen.path} ({chosen.origin})")
-    target.check_folder(cwd, chosen)
-    if is_dry:
-        return Found(python or str(environment.DEMO.python), "PYTHON", chosen.path)
-    if not is_own:
-        # Before anything is installed for it.
-        target.check_patched(chosen)
-    if on_cpu:
-        python = python or environment.ensure_python()
-    if is_own:
-        environment.ensure_patched_copy(python, verl=version)
-        target.check_patched(chosen)
-    return Found(python, "PYTHON", chosen.path)
-
-
-def find_installed(experiment: Experiment, environ, cwd: Path, is_dry: bool) -> Found:
-    """The Python that verl 0.9 and gradloc are installed in, and that verl."""
-    own = experiment.own
-    if not experiment.is_on_cpu:
-        python = environ.get(own.variable) or sys.executable
-    elif is_dry:
-        return Found(environ.get(own.variable) or str(own.python), own.variable)
+    if experiment.script:
+        return Found(choose_python(), variable)
+    if experiment.is_installed:
+        python = choose_python()
+        if is_dry and on_cpu:
+            return Found(python, variable)
+        chosen = target.imported(python, variable)
     else:
-        python = environment.ensure_python(own)
-    chosen = target.imported(python, own.variable)
+        chosen = target.named(environ, cwd)
+        if version and (chosen or not on_cpu):
+            where = chosen.origin if chosen else experiment.name
+            raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: omit one of them.")
+        is_copy = chosen is None and on_cpu
+        version = version or environment.DEFAULT_VERL
+        if chosen is None:
+            chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
     say("verl", f"{chosen.path} ({chosen.origin})")
     target.check_folder(cwd, chosen)
-    return Found(python, own.variable, chosen.path)
+    if is_patched:
+        if not is_dry and not is_copy:
+            target.check_patched(chosen)  # before anything is installed
+        python = choose_python()
+        if not is_dry and is_copy:
+            environment.ensure_patched_copy(python, verl=version)
+            target.check_patched(chosen)
+    return Found(python, variable, chosen.path)
 
 
 def draw_report(python: str, run_dir: Path) -> None:
-    """Draws the run's page, or says why not: a user's own Python may lack what it needs."""
+    """Draw the run's page, or print why not: a user's own Python may lack the packages."""
     page = run_dir / "report.html"
-    line = [python, "-m", "gradloc.report", str(run_dir), "-o", str(page)]
-    environ = {**os.environ, "PYTHONPATH": str(target.REPO)}
-    done = subprocess.run(line, capture_output=True, text=True, env=environ, check=False)
-    if done.returncode == 0:
+    command = [python, "-m", "gradloc.report", str(run_dir), "-o", str(page)]
+    try:
+        target.output_of(command, "not drawn", env={**os.environ, "PYTHONPATH": str(target.REPO)})
         say("report", page)
-    else:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        say("report", f"not drawn ({said[-1] if said else 'no reason given'})")
+    except ExperimentError as error:
+        say("report", error)
 
 
 def choose(args, environ) -> Experiment:
-    """The experiment named, or the published one when its variables are set."""
+    """Return the experiment named, or the published one if its variables are set."""
     if args.name is not None and "=" in args.name:
-        raise UsageError(f"{args.name} stands where the experiment's name belongs: name it first.")
+        raise UsageError(f"{args.name} is in the place of the experiment's name: name it first.")
     wrong = [text for text in args.overrides if "=" not in text and not text.startswith("~")]
     if wrong:
         raise UsageError(f"{wrong[0]!r} is not an override: write key=value.")
@@ -254,14 +229,14 @@ def choose(args, environ) -> Experiment:
 
 
 def take(overrides: list[str], name: str) -> str | None:
-    """Takes `NAME=VALUE`, the last one, out of the overrides; None where there is none."""
+    """Remove every `NAME=VALUE` from the overrides; return the last value, or None."""
     given = [text for text in overrides if text.startswith(f"{name}=")]
     overrides[:] = [text for text in overrides if text not in given]
     return given[-1].removeprefix(f"{name}=") if given else None
 
 
 def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Path:
-    """A folder that does not exist yet, or that of a suite which goes on.
+    """Return a folder that does not exist yet, or that of a suite to resume.
 
     Raises:
         ExperimentError: if RUN_DIR names another one that exists.
@@ -275,7 +250,7 @@ def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Pat
 
 
 def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:
-    """What is run: verl's own entry point with the experiment's config, or the experiment's own program."""
+    """Return the command: verl's entry point with the experiment's config, or the experiment's own program."""
     if experiment.script:
         return [python, *experiment.started_by, "-m", experiment.script, *given]
     config, overrides = experiment.arguments(given)
@@ -286,14 +261,14 @@ def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:
 def child_environment(
     environ, experiment: Experiment, verl: Path | None, run_dir: Path, material: Path | None
 ) -> dict[str, str]:
-    """The variables that the trainer and Ray's workers get beyond the given ones.
+    """Return the variables that the trainer and Ray's workers get in addition to the user's.
 
     Args:
-        environ: what the user has set.
-        experiment: what is run.
-        verl: the folder with `verl/`; None where a program of ours trains.
-        run_dir: where this run's results go.
-        material: the folder with model and data of an experiment on the CPU; None for another one.
+        environ: the user's.
+        experiment: the one that runs.
+        verl: the folder with `verl/`; None for our own programs.
+        run_dir: this run's results folder.
+        material: the folder with model and data of an experiment on the CPU; else None.
     """
     given = environ.get("PYTHONPATH")
     added = {"GRADLOC_RUN_DIR": str(run_dir)}
@@ -310,12 +285,12 @@ def child_environment(
     if material is not None:
         if is_patched:
             modules.insert(0, "lab.experiments.cpu.device")
-        # One thread a worker: two workers share two cores, and sums come out the same every time.
+        # One thread per worker: two workers share two cores, and sums are reproducible.
         added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
-        # glibc keeps what a thread frees in an arena of the thread's own: of a worker's 4.5 GB, that were 3. Tensors of
-        # 1 MB or more go back to the system.
+        # glibc keeps freed memory in an arena per thread, 3 of a worker's 4.5 GB. These limits return tensors of 1 MB
+        # or more to the system.
         added.update(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(2**20))
-    # In the demo's own environment this repository is installed; a user's own may hold the package alone.
+    # This repository is installed in the demo's environment; a user's may have the package only.
     folders = [str(verl)] * is_patched + [str(target.REPO)] * (material is None or not is_patched)
     added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, given]))
     present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
@@ -324,7 +299,7 @@ def child_environment(
 
 
 def make_folder(folder: Path, exist_ok: bool = False) -> None:
-    """Makes the results' folder, or says why it cannot be one."""
+    """Make the results' folder, or raise an `ExperimentError` with the reason."""
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
@@ -334,13 +309,13 @@ def make_folder(folder: Path, exist_ok: bool = False) -> None:
 
 
 def lacking_in(python: str, variable: str, packages: Iterable[str]) -> list[str]:
-    """The packages that a Python, which this variable names, does not have."""
+    """Return the packages that a Python lacks; `variable` names it."""
     code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
     return target.ask(python, variable, code, *packages).split()
 
 
 def describe(line: list[str], run_dir: Path) -> None:
-    """Says what is run and where its results go."""
+    """Print the command and its results' folder."""
     say("command", shlex.join(line))
     say("results", run_dir)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one experiment's command: keeps its whole output, shows what matters, ends it cleanly.
+"""Run one experiment's command: log its whole output, show a summary of it, and end it cleanly.
 
-A brief run shows one line a step instead of everything. Standard library only.
+A brief run shows one line per step. Standard library only.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from gradloc.report.logs.lines import Console
 from lab.experiments.suite import clock
 
 GRACE_S = 5
-"""How long the trainer, and then what is left of Ray, may take to end before it is made to."""
+"""Seconds that the trainer, and then Ray, may take to end before they are killed."""
 TAIL_LINES = 30
 TOTAL = re.compile(r"Total training steps: (\d+)")
 LATE = "The current node timed out during startup"
-"""Ray says so where one of its processes was not up within 15 to 30 s, which it lets nobody change."""
+"""Ray's message if one of its processes did not start within 15 to 30 s, a limit that cannot be changed."""
 RAY = re.compile(r"Started a local Ray instance|Connected to Ray cluster")
 SHOWN = {"actor/grad_norm": "grad norm", "critic/score/mean": "score", "timing_s/step": "seconds"}
 
 
 def parse_step(line: str) -> tuple[int, dict[str, float]] | None:
-    """The step and its metrics from a line of verl's console logger, or None.
+    """Return the step and its metrics from a line of verl's console logger, or None.
 
     >>> parse_step("(TaskRunner pid=1) step:2 - actor/grad_norm:0.5 - x:np.float64(1.0)")
     (2, {'actor/grad_norm': 0.5, 'x': 1.0})
@@ -40,14 +40,14 @@ def parse_step(line: str) -> tuple[int, dict[str, float]] | None:
 
 
 class Brief:
-    """What a brief run shows: a milestone, or a step, and how long the others will take by those that it has seen."""
+    """Reduce the output of a run to milestones and steps, with the remaining time estimated from earlier steps."""
 
     def __init__(self):
         self.num_steps = 0
         self.seconds: list[float] = []
 
     def line(self, line: str) -> str | None:
-        """What it shows for one line of output, or None."""
+        """Return the text to show for one line of output, or None."""
         if RAY.search(line):
             return "Ray has started"
         total = TOTAL.search(line)
@@ -71,15 +71,15 @@ class Brief:
 
 @contextlib.contextmanager
 def plain_path(python: str):
-    """Yields a path to the same interpreter that a shell takes for one word.
+    """Yield a path to the same interpreter that needs no quoting in a shell.
 
-    Ray starts its workers through a shell and does not quote the interpreter: from a folder with a
-    space in its name no worker would come up, and Ray would try for minutes.
+    Ray starts its workers through a shell and does not quote the interpreter: in a folder with a space in its name no
+    worker would start, and Ray would retry for minutes.
     """
     if re.fullmatch(r"[\w./+@:,~-]+", python):
         yield python
         return
-    # Not tempfile's default, which may have a space in it as well.
+    # not in tempfile's default folder, whose name may also have a space
     with tempfile.TemporaryDirectory(prefix="gradloc-", dir="/tmp") as folder:
         link = Path(folder) / "python"
         # The whole environment: an interpreter finds its packages by the folder it is called in.
@@ -88,13 +88,13 @@ def plain_path(python: str):
 
 
 def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
-    """Runs the command to its end and returns its exit code; 130 or 143 when interrupted.
+    """Run the command to its end and return its exit code; 130 or 143 if interrupted.
 
     Args:
-        command: what to run. It gets a session of its own, so that an interrupt reaches it once.
-        log: the file that takes everything it prints.
-        is_brief: show only what `Brief` makes of it.
-        tries: how often in all, where Ray does not start: on a busy machine it gives up too early.
+        command: what to run, in its own session, so that an interrupt reaches it once.
+        log: the file for its whole output.
+        is_brief: show only the lines of `Brief`.
+        tries: number of attempts if Ray does not start, which on a busy machine gives up too early.
     """
     started = time.monotonic()
     brief = Brief()
@@ -146,7 +146,7 @@ def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks the trainer to end as Ctrl-C would, then insists."""
+    """Interrupt the trainer as Ctrl-C would, then terminate it, then kill it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         child.send_signal(number)
         try:
@@ -157,7 +157,7 @@ def stop(child: subprocess.Popen) -> None:
 
 
 def reap(child: subprocess.Popen) -> None:
-    """Ends what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
+    """Kill what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
     child.wait()
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:
@@ -168,7 +168,7 @@ def reap(child: subprocess.Popen) -> None:
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of a session. Ray's have process groups of their own, but one session."""
+    """Return the processes of a session. Ray's have different process groups, but one session."""
     proc = Path("/proc")
     if (proc / "self").exists():
         listed = [entry.name for entry in proc.iterdir() if entry.name.isdigit()]
@@ -186,7 +186,7 @@ def session_members(session: int) -> list[int]:
 
 
 def end_session(session: int) -> None:
-    """Kills every process of a session."""
+    """Kill every process of a session."""
     for pid in session_members(session):
         try:
             os.kill(pid, signal.SIGKILL)

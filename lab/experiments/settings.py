@@ -1,53 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a demo's fault goes, and what the demos on other trainers than verl, and the loops, take as key=value.
+"""The key=value settings of the demos on other trainers than verl, and of the loops.
 
-Needs no package, so that run_experiment.sh refuses a wrong value before anything is made for it.
+Needs no package, so that run_experiment.sh refuses a wrong value before it installs anything.
 """
 
-import random
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gradloc.checks import POSITIVE, Allowed, check_fields, integer, number, one_of, setting
+from lab.experiments.fault_plan import FaultPlan
 
 _MODES = ("observe", "mask", "skip", "abort")
 _ANY_NUMBER = Allowed("a number", lambda value: isinstance(value, float))
 
 
-@dataclass(frozen=True)
-class FaultPlan:
-    """Where the fault goes, before the batch it goes into exists."""
-
-    step: int
-    """The training step, counted from 1 as verl does."""
-    sequence: float
-    """Which sequence, in [0, 1): row floor(sequence * B) of the batch as the estimator sees it."""
-    position: float
-    """Which response token, in [0, 1): token floor(position * L) of that row's L tokens."""
-
-
-def draw(seed: int, first_step: int, last_step: int) -> FaultPlan:
-    """The plan for a seed: the same on every machine; steps are inclusive.
-
-    Raises:
-        ValueError: if the range of steps is empty.
-    """
-    if first_step > last_step:
-        raise ValueError(f"last_step must be at least first_step ({first_step}), found {last_step}.")
-    # Text, not hash(): the same in every process and every Python.
-    source = random.Random(f"gradloc demo fault {seed}")
-    return FaultPlan(source.randint(first_step, last_step), source.random(), source.random())
-
-
 class Settings:
-    """Subclasses are dataclasses whose fields are `setting`s."""
+    """Base of the settings; subclasses are dataclasses whose fields are `setting`s."""
 
     @classmethod
     def parse(cls, overrides: list[str]) -> Any:
-        """From key=value.
+        """Return the settings that key=value texts give.
 
         Raises:
-            SystemExit: one sentence, for a key that there is not, or a wrong value.
+            SystemExit: for an unknown key or a wrong value, with one sentence.
         """
         kinds = {field.name: type(field.default) for field in fields(cls)}
         pairs = [text.partition("=")[::2] for text in overrides]
@@ -64,7 +39,7 @@ class Settings:
 
 
 def _read(kind: type, text: str) -> Any:
-    """The value that a text is of; the text itself where it is none, for `check_fields` to refuse."""
+    """Convert a text to its kind; return the text itself if that fails, for `check_fields` to refuse."""
     try:
         return kind(text)
     except ValueError:
@@ -73,24 +48,27 @@ def _read(kind: type, text: str) -> Any:
 
 @dataclass(frozen=True)
 class DemoSettings(Settings):
-    """What each demo has."""
+    """Settings of every demo."""
 
     seed: int = setting(1, integer(0))
-    """Draws what is damaged and where, and the data."""
+    """Draws the data, and the damaged token."""
     steps: int = setting(60, integer(1))
     gradloc: str = setting("observe", one_of(*_MODES, "off"))
     first_step: int = setting(40, integer(1))
     last_step: int = setting(55, integer(1))
-    """The fault is at one of these steps, drawn at random like its place."""
+    """The fault is at one of the steps first_step to last_step, drawn at random."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        draw(self.seed, self.first_step, self.last_step)
+        self.plan()
+
+    def plan(self) -> FaultPlan:
+        return FaultPlan.draw(self.seed, self.first_step, self.last_step)
 
 
 @dataclass(frozen=True)
 class LoopSettings(DemoSettings):
-    """Of the demo in a plain loop."""
+    """Settings of the demo in a plain loop."""
 
     weight: float = setting(1000.0, _ANY_NUMBER)
     """Loss weight of the damaged token; the others have 1. May be nan."""
@@ -98,36 +76,36 @@ class LoopSettings(DemoSettings):
 
 @dataclass(frozen=True)
 class TrlSettings(DemoSettings):
-    """Of the demo on TRL."""
+    """Settings of the demo on TRL."""
 
     steps: int = setting(8, integer(1))
     gradloc: str = setting("observe", one_of(*_MODES, "heal", "off"))
     first_step: int = setting(3, integer(1))
     last_step: int = setting(6, integer(1))
     advantage: float = setting(300000.0, _ANY_NUMBER)
-    """Of the damaged token; a healthy one has about 1. May be nan."""
+    """Advantage of the damaged token; a healthy one has about 1. May be nan."""
     tau: float = setting(640.0, POSITIVE)
     """The published per-token threshold."""
 
 
 @dataclass(frozen=True)
 class PretrainSettings(Settings):
-    """Of the loop that goes on pretraining."""
+    """Settings of the loop that continues pretraining."""
 
     seed: int = setting(1, integer(0))
-    """Draws the documents' order, which are damaged, and how."""
+    """Draws the documents' order, and which are damaged, and how."""
     steps: int = setting(200, integer(1))
     documents: int = setting(24, integer(1))
-    """Of the corpus, which is read again and again."""
+    """Size of the corpus, which is read again and again."""
     rows: int = setting(2, integer(1))
-    """Documents of a step."""
+    """Documents in a step."""
     tokens: int = setting(64, integer(1))
-    """Trained on of a document, at most."""
+    """Tokens of a document that are trained on, at most."""
     rate: float = setting(2e-4, POSITIVE)
     peak: float = setting(2.0, number("a number greater than 1", lambda value: value > 1))
-    """A norm over this many times the usual one is looked into."""
+    """A norm over this multiple of the usual one is searched."""
     clean: int = setting(60, integer(0))
     """Steps before the first damaged document."""
     every: int = setting(40, integer(1))
-    """One in so many documents is damaged."""
+    """One document in this number is damaged."""
     threads: int = setting(1, integer(1))

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an experiment that has arms: every arm, with every seed, one after the other.
+"""Run an experiment that has arms, every arm with every seed, and summarize the runs.
 
-Each run has a folder of its own, `SUITE_DIR/ARM` or `SUITE_DIR/ARM-seedN`, and is what a single
-experiment's run is. `SUITE_DIR/suite.json` says which there are and what became of them; the
-experiment's summary reads it. Standard library only, but for figures.
+Each run has its own folder, `SUITE_DIR/ARM` or `SUITE_DIR/ARM-seedN`, with the same files as a single experiment's run.
+`SUITE_DIR/suite.json` lists the runs and how each ended; the experiment's summary reads it. Standard library only,
+except for figures.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,27 +19,27 @@ from typing import Any
 
 from lab.experiments.catalog import Experiment
 from lab.experiments.errors import ExperimentError, UsageError
+from lab.output import table, write_json
 
 RECORD = "suite.json"
 
-
 Cell = dict[str, Any]
-"""One run of a suite, as `suite.json` has it: `exit_code` and `seconds` are None until it has ended."""
+"""One run, as in `suite.json`; `exit_code` and `seconds` are None until it has ended."""
 
 
 def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: list[str]) -> list[Cell]:
-    """The cells to run, in order: arm by arm, and within an arm seed by seed.
+    """Return the runs in order, arm by arm and seed by seed; none for an experiment without arms.
 
-    A cell's overrides are the arm's, the seed, and then the user's, which win.
+    The overrides of a run are the arm's, the seed, and then the user's, which win.
 
     Args:
-        experiment: what was chosen; without arms it has no cells.
-        arms: names with commas between them; None for all.
-        seeds: whole numbers with commas between them; None for the experiment's own.
+        experiment: the chosen one.
+        arms: comma-separated names; None for all.
+        seeds: comma-separated integers; None for the experiment's own.
         given: the user's overrides.
 
     Raises:
-        UsageError: if an arm or a seed is none, or the seed is set twice.
+        UsageError: if an arm or a seed does not exist, or the seed is set twice.
     """
     if not experiment.arms:
         for option, value in (("--arms", arms), ("--seeds", seeds)):
@@ -57,41 +56,39 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
         raise UsageError(f"--seeds {seeds} is not a list of whole numbers: write --seeds 1,2,3.")
     if chosen and any(text.lstrip("+").startswith("seed=") for text in given):
         raise UsageError("every arm runs with its own seeds: write --seeds N instead of seed=N.")
-    numbers = list(dict.fromkeys(map(int, chosen))) or [None]
     return [
         {
             "arm": arm.name,
             "meaning": arm.meaning,
             "seed": seed,
             "folder": arm.name if seed is None else f"{arm.name}-seed{seed}",
-            # with no seed the config's own stands
             "overrides": [*arm.overrides, *([] if seed is None else [f"seed={seed}"]), *given],
             "exit_code": None,
             "seconds": None,
         }
         for arm in (known[name] for name in dict.fromkeys(names))
-        for seed in numbers
+        for seed in list(dict.fromkeys(map(int, chosen))) or [None]
     ]
 
 
 def run(
     experiment: Experiment, cells: list[Cell], folder: Path, run_one: Callable[[list[str], Path], int], python: str
 ) -> int:
-    """Runs the cells, goes on after one that fails, and ends with the summary.
+    """Run the cells, continue after one that fails, and print the summary.
 
-    A suite that was cut off goes on where it stopped: a run that ended well with the same overrides is kept. What is
-    left of another is renamed `NAME.cut`.
+    A suite that was interrupted resumes: a run that succeeded with the same overrides is kept, the folder of any other
+    is renamed `NAME.cut`.
 
     Args:
-        experiment: whose cells they are.
-        cells: what `plan` gave.
+        experiment: the cells' experiment.
+        cells: from `plan`.
         folder: the suite's folder, which exists.
-        run_one: runs one experiment with overrides into a folder and returns its exit code; from
-            128 on it was interrupted, which ends the suite.
-        python: the interpreter that runs the summary.
+        run_one: runs one experiment with overrides into a folder and returns its exit code. A code from 128 on means an
+            interrupt, which ends the suite.
+        python: the interpreter for the summary.
 
     Returns:
-        0 if every cell and the summary went well, 1 if not, or the code of the interrupt.
+        0 if every cell and the summary succeeded, 1 if not, or the code of the interrupt.
     """
     started = time.monotonic()
     suite = {"experiment": experiment.name, "cells": [*cells, *keep_ended(folder, experiment.name, cells)]}
@@ -99,7 +96,7 @@ def run(
     if len(to_run) < len(cells):
         say(f"{len(cells) - len(to_run)} of {len(cells)} runs have ended well already")
     for number, cell in enumerate(to_run):
-        write(folder, suite)
+        write_json(folder / RECORD, suite)
         gone = time.monotonic() - started
         left = f", about {clock(gone / number * (len(to_run) - number))} to go" if number else ""
         say(f"\nrun {number + 1} of {len(to_run)}: {cell['folder']} ({cell['meaning']})")
@@ -108,11 +105,11 @@ def run(
         code = run_one(cell["overrides"], folder / cell["folder"])
         cell.update(exit_code=code, seconds=round(time.monotonic() - begun, 1))
         if code >= 128:
-            write(folder, suite)
+            write_json(folder / RECORD, suite)
             return code
         if code:
             say(f"{cell['folder']} FAILED with exit code {code}; the others go on.")
-    write(folder, suite)
+    write_json(folder / RECORD, suite)
     failed = [cell["folder"] for cell in cells if cell["exit_code"]]
     took = clock(time.monotonic() - started)
     say(f"\n{len(cells) - len(failed)} of {len(cells)} runs ended well, {took} in all")
@@ -125,13 +122,13 @@ def run(
 
 
 def keep_ended(folder: Path, name: str, cells: list[Cell]) -> list[Cell]:
-    """Takes over the runs of this folder that ended well, and renames the folders of others.
+    """Copy the results of earlier successful runs into `cells`, and rename the folders of failed ones.
 
     Returns:
-        Those that are not to be run this time.
+        The earlier successful runs that are not among `cells`.
 
     Raises:
-        ExperimentError: if the folder is another experiment's.
+        ExperimentError: if the folder belongs to another experiment.
     """
     before = read(folder) if (folder / RECORD).is_file() else {"experiment": name, "cells": []}
     if before["experiment"] != name:
@@ -147,16 +144,16 @@ def keep_ended(folder: Path, name: str, cells: list[Cell]) -> list[Cell]:
 
 
 def free_name(folder: Path) -> Path:
-    """The folder, or, where that is taken, the first of `NAME-2`, `NAME-3` ... that is not."""
+    """Return the folder, or the first of `NAME-2`, `NAME-3` ... that does not exist."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], others) if not path.exists())
 
 
 def read(folder: Path) -> dict:
-    """What `suite.json` says: `experiment`, and `cells` as `run` writes them.
+    """Return the content of `suite.json`: `experiment` and `cells`.
 
     Raises:
-        ExperimentError: if the folder has none, or it is not JSON.
+        ExperimentError: if it does not exist or is not JSON.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -167,15 +164,8 @@ def read(folder: Path) -> dict:
         raise ExperimentError(f"{path} is not JSON: the suite was cut off while writing.") from None
 
 
-def write(folder: Path, suite: dict) -> None:
-    """Replaces `suite.json` at once: a reader sees the old one or the new one."""
-    part = folder / f"{RECORD}.part"
-    part.write_text(json.dumps(suite, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, folder / RECORD)
-
-
 def clock(seconds: float) -> str:
-    """Minutes and seconds.
+    """Format a duration as minutes and seconds.
 
     >>> clock(65.4)
     '1:05'
@@ -190,18 +180,18 @@ def say(text: str) -> None:
 # ---- the summary
 
 Table = list[list[str]]
-"""Its lines, the names of the columns first."""
+"""Rows of cells; the first row holds the column names."""
 Run = tuple[Path, Cell]
 """A run's folder, and its entry in `suite.json`."""
 
 
 def print_summary(doc: str, legend: str, make: Callable[[list[Run], Path], list[Table]], argv: list[str] | None) -> int:
-    """Runs a summary's command line, `python -m MODULE SUITE_DIR [SUITE_DIR ...]`; returns the exit code.
+    """Run a summary's command line, `python -m MODULE SUITE_DIR [SUITE_DIR ...]`, and return the exit code.
 
     Args:
         doc: the module's docstring; its first line describes the command.
-        legend: what is printed below the tables.
-        make: makes of the runs that ended well the tables, and writes what else there is into a folder.
+        legend: printed below the tables.
+        make: turns the successful runs into tables, and writes its other files into the given folder.
         argv: the arguments; None for the process's.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -220,15 +210,15 @@ def print_summary(doc: str, legend: str, make: Callable[[list[Run], Path], list[
     if len(well) < len(runs):
         failed = [cell["folder"] for _, cell in runs if cell["exit_code"] != 0]
         print(f"without {', '.join(failed)}, which did not end well")
-    (folders[0] / "summary.md").write_text("\n\n".join(map(as_markdown, tables)) + "\n", encoding="utf-8")
+    (folders[0] / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
     return 0
 
 
 def read_steps(folder: Path, name: str) -> dict[int, dict]:
-    """A run's metrics by step, of the steps that have this one.
+    """Return the metrics of each step that logged the metric `name`, by step.
 
     Raises:
-        ExperimentError: if they are missing or cut off, or no step has it.
+        ExperimentError: if the file is missing or truncated, or no step has the metric.
     """
     path = folder / "metrics.jsonl"
     steps: dict[int, dict] = {}
@@ -244,29 +234,23 @@ def read_steps(folder: Path, name: str) -> dict[int, dict]:
 
 
 def table_of(rows: list[dict[str, str]]) -> Table:
-    """Of rows by column, at least one."""
+    """Return a table of rows that map a column's name to its cell; at least one row."""
     return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
 def as_text(table: Table) -> str:
-    """For a terminal."""
+    """Format a table for a terminal."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in table)
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def as_markdown(table: Table) -> str:
-    """For a page."""
-    head, *body = table
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
-
-
 @contextlib.contextmanager
 def figure(path: Path, width: float, num_plots: int):
-    """Yields a figure and its plots, side by side; what is drawn on them goes to a PNG."""
+    """Yield a figure and its plots, side by side; save them as a PNG on exit."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, 4.2), layout="constrained")
     yield made, made.subplots(1, num_plots)
-    # Without metadata two drawings of the same runs are the same bytes.
+    # Without metadata, two drawings of the same runs are the same bytes.
     made.savefig(path, dpi=100, metadata={"Software": None})

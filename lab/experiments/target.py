@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which verl an experiment runs on, and whether that one is patched.
+"""Choose the verl that an experiment runs on, and check that it is patched.
 
-The order: `VERL_REPO`, else the current folder if it is verl, else the experiment's own
-environment (the demo's patched copy, or what the Python in use imports).
+The order: `VERL_REPO`, else the current folder if it is verl, else the experiment's own environment (the demo's patched
+copy, or what the Python in use imports).
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lab.experiments.errors import ExperimentError
 
@@ -28,12 +29,12 @@ class Target:
 
 
 def is_verl(folder: Path) -> bool:
-    """Whether the folder contains the `verl` package with its trainer."""
+    """Return whether the folder contains the `verl` package with its trainer."""
     return os.path.isfile(folder / "verl" / "trainer" / "main_ppo.py")
 
 
 def named(environ, cwd: Path) -> Target | None:
-    """The verl that the user points at, or None.
+    """Return the verl that the user points at, or None.
 
     Raises:
         ExperimentError: if `VERL_REPO` is set and is not verl.
@@ -52,10 +53,10 @@ def named(environ, cwd: Path) -> Target | None:
 
 
 def folder_in(environ, variable: str) -> Path:
-    """The folder that an environment variable names.
+    """Return the folder that an environment variable names.
 
     Raises:
-        ExperimentError: if it begins with ~NAME and no user is called that.
+        ExperimentError: if it begins with ~NAME and there is no such user.
     """
     try:
         return Path(environ[variable]).expanduser()
@@ -65,38 +66,47 @@ def folder_in(environ, variable: str) -> Path:
         ) from None
 
 
-def ask(python: str, variable: str, code: str, *words: str, cwd: Path | None = None) -> str:
-    """What a line of code prints in another Python.
+def output_of(command: list[str], problem: str, **settings: Any) -> str:
+    """Run a command from the repository's root and return its stripped output.
 
     Args:
-        python: that one.
-        variable: which environment variable names it.
-        code: the line.
-        words: its arguments.
-        cwd: where.
+        command: the arguments.
+        problem: the sentence to raise if it fails, without its full stop.
+        settings: further arguments of `subprocess.run`; `stderr=None` shows its progress.
+
+    Raises:
+        ExperimentError: if it fails or cannot be started; the command's last line follows the sentence.
+    """
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    given = {"cwd": REPO, "env": {**os.environ, "PYTHON": sys.executable}, **streams, **settings}
+    try:
+        done = subprocess.run(command, check=False, **given)
+    except OSError as error:
+        raise ExperimentError(f"{problem}.\n    {error.strerror}") from None
+    if done.returncode:
+        lines = (done.stdout + (done.stderr or "")).strip().splitlines() or [shlex.join(command)]
+        raise ExperimentError(f"{problem}.\n    {lines[-1]}")
+    return done.stdout.strip()
+
+
+def ask(python: str, variable: str, code: str, *words: str) -> str:
+    """Return what a line of code prints in another Python, which the environment variable names.
 
     Raises:
         ExperimentError: if it cannot be run.
     """
-    try:
-        done = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False)
-        problem = (done.stderr.strip().splitlines() or ["it ends at once"])[-1] if done.returncode else ""
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise ExperimentError(f"{python} is no Python that runs here ({problem}): set {variable} to one.")
-    return done.stdout.strip()
+    return output_of([python, "-c", code, *words], f"{python} is no Python that runs here: set {variable} to one")
 
 
 def imported(python: str, variable: str = "PYTHON") -> Target:
-    """The verl that a Python, which this variable names, imports.
+    """Return the verl that a Python imports, which the environment variable names.
 
     Raises:
         ExperimentError: if it imports none.
     """
-    # Of a mere folder called verl, such as a clone that lies in this one, there is no origin.
+    # A mere folder called verl, such as a clone inside this repository, has no origin.
     code = "import importlib.util as u; s = u.find_spec('verl'); print(s and s.origin or '')"
-    origin = ask(python, variable, code, cwd=REPO)
+    origin = ask(python, variable, code)
     if not origin and variable != "PYTHON":
         raise ExperimentError(f"no verl found: {python} imports none; set {variable} to a Python that has it.")
     if not origin:
@@ -108,7 +118,7 @@ def imported(python: str, variable: str = "PYTHON") -> Target:
 
 
 def check_folder(cwd: Path, target: Target) -> None:
-    """Refuses a current folder whose packages Ray's workers would import instead of the right ones.
+    """Refuse a current folder whose packages Ray's workers would import instead of the right ones.
 
     Ray puts the folder it is started from in front of its workers' import path.
 
@@ -124,23 +134,21 @@ def check_folder(cwd: Path, target: Target) -> None:
 
 
 def check_patched(target: Target) -> None:
-    """Refuses a verl that the patch is not on, with the command that puts it there, or why none does.
+    """Refuse a verl without the patch.
 
     Raises:
-        ExperimentError: if `apply_patch.py --check` does not say APPLIED.
+        ExperimentError: if `apply_patch.py --check` does not say APPLIED, with the command that helps.
     """
     is_installed = os.path.samefile(target.path, sysconfig.get_path("purelib"))
     place = ["--installed"] if is_installed else ["--repo", str(target.path)]
     command = [sys.executable, str(REPO / "apply_patch.py"), *place]
-    asked = [*command, "--check", "--json"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--check", "--json"], capture_output=True, text=True, check=False)
     try:
         status = json.loads(done.stdout)
     except ValueError:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
-        raise ExperimentError(
-            f"whether {target.path} is patched cannot be told ({said[-1]}): see\n    {shlex.join(asked[:-1])}"
-        ) from None
+        last = ((done.stdout + done.stderr).strip().splitlines() or ["no output"])[-1]
+        advice = shlex.join([*command, "--check"])
+        raise ExperimentError(f"cannot check whether {target.path} is patched ({last}): try\n    {advice}") from None
     refused = status.get("error")
     if refused:
         why = f"{target.path} cannot be run on ({refused['what']})"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.experiments.cpu.environment import VERL09
+from lab.experiments.environment import VERL09
 from tests.adapters.test_without_package import DISTRIBUTED, without_ours
 from tests.conftest import ROOT
 

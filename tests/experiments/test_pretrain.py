@@ -11,6 +11,7 @@ import torch
 from lab.experiments import suite
 from lab.experiments.loop import pretrain
 from lab.experiments.loop.pretrain import PretrainSettings
+from lab.output import table
 
 pytestmark = pytest.mark.full
 
@@ -54,7 +55,7 @@ def test_a_run_writes_its_record_tables_and_figure(tmp_path, monkeypatch):
     for peak in told["peaks"]:
         assert peak["step"] > 16 and norms[peak["step"] - 1] > peak["threshold"]
         assert {pretrain.step_of(name) for name in peak["named"]} <= {peak["step"]}
-    assert suite.as_markdown(pretrain.by_kind(told)) in (run_dir / "summary.md").read_text()
+    assert table(pretrain.by_kind(told)) in (run_dir / "summary.md").read_text()
     assert (run_dir / "pretrain.png").read_bytes().startswith(b"\x89PNG")
 
 

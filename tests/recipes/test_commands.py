@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lab.experiments.cpu import environment
-from lab.experiments.cpu.environment import ensure_python
+from lab.experiments import environment
+from lab.experiments.environment import ensure_python
 from tests.conftest import ROOT
 from tests.recipes.material import PLANTED, ROWS, STEP
 

@@ -19,9 +19,9 @@ from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
 from lab.benchmarks import healthy, links, spiking, unrepeatable, worlds
 from lab.benchmarks.trigger import __main__ as trigger
-from lab.experiments import suite
 from lab.experiments.llm import natural
 from lab.experiments.loop import pretrain
+from lab.output import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "lab" / "benchmarks" / "results"
@@ -65,7 +65,7 @@ def in_both_precisions(found: dict) -> str:
 
 
 def as_suites_do(columns: Callable[[dict], Any]) -> Callable[[dict], str]:
-    return lambda found: suite.as_markdown(columns(found))
+    return lambda found: table(columns(found))
 
 
 PARTS = {

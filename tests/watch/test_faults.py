@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from lab.benchmarks import pretrained
-from lab.experiments.cpu.environment import CACHE
+from lab.experiments.environment import CACHE
 from tests.watch import faults
 from tests.watch.test_harmless import events_in, named
 

@@ -36,7 +36,8 @@ import torch.distributed as dist
 from gradloc.core.forecast import WAYS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from lab.benchmarks.run import REPO, as_typed, digest, parser, table, write
+from lab.benchmarks.run import REPO, as_typed, digest, parser, write
+from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
 """In this order; the first ends in three minutes on a GPU."""

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from gradloc.core.forecast import MODELS, WAYS, Forecast, Layout, Load, Model, forecast
-from lab.benchmarks.run import table
+from lab.output import table
 
 CARD = 79.6 * 2**30
 """What an H100 of 80 GB has, in bytes."""

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from lab.benchmarks.run import REPO, Progress, as_typed, digest, finish, parser, table
+from lab.benchmarks.run import REPO, Progress, as_typed, digest, finish, parser
 from lab.benchmarks.trigger import series
 from lab.benchmarks.trigger.rules import RULES, Rule
 from lab.benchmarks.trigger.series import Maker
+from lab.output import table
 
 GROWTHS = (1.25, 1.5, 2.0)
 MINI_BATCHES = (1, 4, 8, 16)
@@ -169,9 +170,15 @@ def markdown(run: dict[str, Any]) -> str:
         rows = _real_rows(run["real"], rules)
         parts += ["### Real series", table([["series", "norms", "over 10 x", *rules], *rows])]
     head = ["series", *rules]
-    parts += ["### False flags per 1,000 healthy steps", table([head, *_healthy(healthy, rules, "false_flags")])]
+    parts += [
+        "### False flags per 1,000 healthy steps",
+        table([head, *_healthy(healthy, rules, "false_flags")]),
+    ]
     for size in (10, 3, 100):
-        parts += [f"### Spikes of x {size} missed, in %", table([head, *_healthy(healthy, rules, f"missed_x{size}")])]
+        parts += [
+            f"### Spikes of x {size} missed, in %",
+            table([head, *_healthy(healthy, rules, f"missed_x{size}")]),
+        ]
     rows = _collapses(run["collapses"], rules)
     parts += ["### Collapses", table([["growth a step", "mini-batches", *rules], *rows])]
     return "\n\n".join(parts)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from lab.experiments.cpu import environment
+from lab.experiments import environment
 from lab.experiments.errors import ExperimentError
 
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]

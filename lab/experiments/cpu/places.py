@@ -12,8 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from lab.experiments import suite
-from lab.experiments.cpu import verdict
+from lab.experiments import suite, verdict
 from lab.experiments.errors import ExperimentError
 
 FOUND = "FOUND, and everything is in its place."
@@ -68,7 +67,7 @@ def main(argv=None) -> int:
             path = given.get("trainer.resume_from_path", "").replace("${demo.run_dir}", str(run_dir))
             events, problems = problems_of(run_dir, Path(os.path.normpath(path)) if path else None)
             print(f"\n{cell['folder']}: what events.jsonl says")
-            print("\n".join(map(verdict.tell, events)) or "  nothing: no event was written")
+            print("\n".join(map(verdict.describe, events)) or "  nothing: no event was written")
             print("NOT AS IT SHOULD BE: " + "; ".join(problems) if problems else FOUND)
             num_wrong += bool(problems)
     except ExperimentError as error:

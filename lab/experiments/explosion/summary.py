@@ -17,8 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from lab.experiments import suite
-from lab.experiments.cpu.verdict import read_events
 from lab.experiments.errors import ExperimentError
+from lab.experiments.verdict import read_events
 
 LAST_STEPS = 5
 """How many steps at the end of a run the weights' late movement is measured over."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.experiments import suite
-from lab.experiments.cpu.verdict import read_events
+from lab.experiments.verdict import read_events
 
 NORM, REWARD, LENGTH = "actor/grad_norm_max", "critic/score/mean", "response_length/mean"
 TOLD = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning in a plain PyTorch loop, one document damaged: `python -m lab.experiments.loop.demo`.
+"""Fine-tune in a plain PyTorch loop, with one damaged document: `python -m lab.experiments.loop.demo`.
 
-A small model learns to add, from nothing. Each token has a weight in the loss. At one step a token of one document is
-another one, and weighs far more than the others. GradLoc needs the one line that says so; a second one gives it the
-documents' names. The rest is what any loop has.
+A small model learns to add from scratch. Each token has a weight in the loss. At one step, one token of one document is
+replaced and weighs far more than the others. Only two lines are for GradLoc: the watch, and the documents' names.
 """
 
-import json
 import os
 import re
 import sys
@@ -18,13 +16,15 @@ from torch import nn
 
 import gradloc
 from lab.experiments.cpu import arithmetic
-from lab.experiments.settings import FaultPlan, LoopSettings, draw
+from lab.experiments.fault_plan import FaultPlan
+from lab.experiments.settings import LoopSettings
+from lab.experiments.step_log import begin, log_step
 
 PIECES = ["<pad>", "<end>", *"0123456789+=,.?", "What", " is", " so", " the", " answer", " "]
 
 
 class Tokenizer:
-    """A word, a digit or another character is a token."""
+    """Split a text into words, digits and other characters."""
 
     pad_token_id = 0
 
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def rows_of(additions: list[arithmetic.Addition], tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids (R, S), padded on the right, and the mask of the labels ids[:, 1:] that are of an answer (R, S - 1)."""
+    """Return right-padded ids (R, S), and the mask (R, S - 1) of the labels ids[:, 1:] that belong to an answer."""
     pairs = [(tokenizer.encode(each.question + " "), tokenizer.encode(each.sentence) + [1]) for each in additions]
     length = max(len(question) + len(answer) for question, answer in pairs)
     ids, mask = torch.zeros(len(pairs), length, dtype=torch.long), torch.zeros(len(pairs), length - 1)
@@ -65,17 +65,17 @@ def rows_of(additions: list[arithmetic.Addition], tokenizer: Tokenizer) -> tuple
 def main(overrides: list[str]) -> None:
     settings, run_dir = LoopSettings.parse(overrides), Path(os.environ.get("GRADLOC_RUN_DIR", "runs/demo-loop"))
     torch.manual_seed(settings.seed)
-    torch.set_num_threads(1)  # more cost more than they gain, of a model of this size
-    fault, tokenizer, model = draw(settings.seed, settings.first_step, settings.last_step), Tokenizer(), Model()
+    torch.set_num_threads(1)  # so small a model gains nothing from more
+    fault, tokenizer, model = settings.plan(), Tokenizer(), Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     watch = gradloc.Watch(model, optimizer, run_dir, settings.gradloc, tokenizer, metrics=False)  # the one line
-    print(f"Total training steps: {settings.steps}", flush=True)
+    begin(settings.steps)
     for step in range(1, settings.steps + 1):
         began = time.monotonic()
         ids, mask = rows_of(arithmetic.draw(32, f"{settings.seed} {step}"), tokenizer)
         weights = mask.clone()
         if step == fault.step:
-            damage(weights, ids, fault, settings, run_dir)
+            damage(weights, ids, fault, settings.weight, run_dir)
         optimizer.zero_grad()
         loss = 0.0
         for rows in torch.arange(len(ids)).split(8):  # micro-batches
@@ -87,43 +87,26 @@ def main(overrides: list[str]) -> None:
             loss += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        log(
-            step,
-            {"loss": loss, "actor/grad_norm": float(norm), "timing_s/step": time.monotonic() - began},
-            watch,
-            run_dir,
-        )
+        data = {"loss": loss, "actor/grad_norm": float(norm), "timing_s/step": time.monotonic() - began}
+        log_step(step, data | watch.metrics, run_dir)
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise SystemExit("The weights are not finite any more.")
 
 
-def damage(weights: torch.Tensor, ids: torch.Tensor, fault: FaultPlan, settings: LoopSettings, run_dir: Path) -> None:
-    """Make one token of one answer another one, with another weight, and write down which."""
-    row = int(fault.sequence * len(ids))
-    places = weights[row].nonzero().flatten().tolist()
-    position = places[int(fault.position * len(places))]
-    weights[row, position], before = settings.weight, int(ids[row, position + 1])
-    ids[row, position + 1] = PIECES.index("What" if fault.position < 0.5 else "?")
-    planted = {
-        "seed": settings.seed,
-        "step": fault.step,
-        "row": row,
-        "num_rows": len(ids),
-        "position": position,
-        "token_id": int(ids[row, position + 1]),
-        "token_before": before,
-        "weight": settings.weight,
-    }
-    (run_dir / "planted.json").write_text(json.dumps(planted, indent=2) + "\n", encoding="utf-8")
-
-
-def log(step: int, data: dict[str, float], watch: gradloc.Watch, run_dir: Path) -> None:
-    """A line of the console, as verl's logger writes it, and one of metrics.jsonl."""
-    data = data | watch.metrics
-    said = " - ".join(f"{name}:{value:.6g}" for name, value in data.items())
-    print(f"step:{step} - {said}", flush=True)
-    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "data": data}) + "\n")
+def damage(weights: torch.Tensor, ids: torch.Tensor, fault: FaultPlan, weight: float, run_dir: Path) -> None:
+    """Replace one token of one answer, give it this weight, and record it; weights (R, S - 1), ids (R, S)."""
+    row, position = fault.locate(weights)
+    before, ids[row, position + 1] = int(ids[row, position + 1]), PIECES.index("What" if fault.position < 0.5 else "?")
+    weights[row, position] = weight
+    fault.write(
+        run_dir / "planted.json",
+        row=row,
+        num_rows=len(ids),
+        position=position,
+        token_id=int(ids[row, position + 1]),
+        token_before=before,
+        weight=weight,
+    )
 
 
 if __name__ == "__main__":

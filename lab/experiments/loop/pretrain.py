@@ -24,9 +24,10 @@ import torch
 
 import gradloc
 from lab.experiments import suite
-from lab.experiments.cpu.verdict import read_events
-from lab.experiments.loop.demo import log
 from lab.experiments.settings import PretrainSettings
+from lab.experiments.step_log import begin, log_step
+from lab.experiments.verdict import read_events
+from lab.output import table
 
 WINDOW = 32
 """Steps whose median is the usual norm: few, as it falls while the model learns."""
@@ -79,7 +80,7 @@ def main(overrides: list[str]) -> None:
     trigger = {"floor": settings.peak, "cap": settings.peak, "window": WINDOW}
     watch = gradloc.Watch(model, optimizer, run_dir, "observe", tokenizer, trigger=trigger, metrics=False)
     texts, kinds, norms = source.sample(documents(), settings.documents), damaged(settings), []
-    print(f"Total training steps: {settings.steps}", flush=True)
+    begin(settings.steps)
     for step in range(1, settings.steps + 1):
         began, names = time.monotonic(), [f"{step}-{row}" for row in range(settings.rows)]
         rows = []
@@ -106,11 +107,11 @@ def main(overrides: list[str]) -> None:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         data = {"loss": loss, "actor/grad_norm": norms[-1], "timing_s/step": time.monotonic() - began}
-        log(step, data, watch, run_dir)
+        log_step(step, data | watch.metrics, run_dir)
     told = record(settings, norms, kinds, read_events(run_dir / "gradloc" / "events.jsonl"))
     (run_dir / "pretrain.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     tables = [by_kind(told), peaks(told)]
-    (run_dir / "summary.md").write_text("\n\n".join(map(suite.as_markdown, tables)) + "\n", encoding="utf-8")
+    (run_dir / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
     draw(told, run_dir / "pretrain.png")
 
 

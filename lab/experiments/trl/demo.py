@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run TRL's GRPOTrainer on two CPU processes with one bad advantage: `torchrun -m lab.experiments.trl.demo`.
 
-What a user of TRL writes is the import of GRPOTrainer from gradloc.trl, and `gradloc=`; the rest is a plain script.
+A user of TRL writes only the import of GRPOTrainer from gradloc.trl, and `gradloc=`; the rest is a plain script.
 """
 
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,17 @@ from trl import GRPOConfig
 
 from gradloc.trl import GRPOTrainer
 from lab.experiments.cpu.arithmetic import score
-from lab.experiments.settings import TrlSettings, draw
+from lab.experiments.settings import TrlSettings
+from lab.experiments.step_log import begin, log_step
 
 
 class Faulty(GRPOTrainer):
-    """Spoils the advantage of one token of what training is given, and writes down which."""
+    """Damage the advantage of one training token, and record which."""
 
     def __init__(self, *args: Any, settings: TrlSettings, record: Path, **others: Any):
         super().__init__(*args, **others)
         self.settings, self.record = settings, record
-        self.fault = draw(settings.seed, settings.first_step, settings.last_step)
+        self.fault = settings.plan()
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
@@ -41,35 +40,32 @@ class Faulty(GRPOTrainer):
         if not first <= row < first + rows:
             return inputs
         mask = inputs["completion_mask"]
-        position = int(self.fault.position * int(mask[row - first].sum()))
+        _, position = self.fault.locate(mask[row - first : row - first + 1])
         advantages = inputs["advantages"].unsqueeze(1).expand(mask.shape).clone()
         before, advantages[row - first, position] = float(advantages[row - first, position]), self.settings.advantage
-        planted = {
-            "seed": self.settings.seed,
-            "plan": asdict(self.fault),
-            "step": self.fault.step,
-            "row": row,
-            "num_rows": num_rows,
-            "position": position,
-            "token_id": int(inputs["completion_ids"][row - first, position]),
-            "advantage_before": before,
-            "advantage_planted": self.settings.advantage,
-        }
-        self.record.write_text(json.dumps(planted, indent=2) + "\n", encoding="utf-8")
+        self.fault.write(
+            self.record,
+            row=row,
+            num_rows=num_rows,
+            position=position,
+            token_id=int(inputs["completion_ids"][row - first, position]),
+            advantage_before=before,
+            advantage_planted=self.settings.advantage,
+        )
         return {**inputs, "advantages": advantages}
 
 
-class Lines(TrainerCallback):
-    """Prints a line for each step, as verl's console logger does, and keeps its numbers in a file."""
+class StepLog(TrainerCallback):
+    """Log each step as verl does."""
 
     NAMES = {"grad_norm": "actor/grad_norm", "reward": "critic/score/mean"}
 
-    def __init__(self, metrics: Path):
-        self.metrics, self.started = metrics, time.monotonic()
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.started = run_dir, time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            print(f"Total training steps: {state.max_steps}", flush=True)
+            begin(state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or "grad_norm" not in logs:
@@ -77,14 +73,11 @@ class Lines(TrainerCallback):
         now = time.monotonic()
         data = {self.NAMES.get(name, name): value for name, value in logs.items() if isinstance(value, float | int)}
         data["timing_s/step"], self.started = now - self.started, now
-        said = " - ".join(f"{name}:{value}" for name, value in data.items())
-        print(f"step:{state.global_step} - {said}", flush=True)
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
+        log_step(state.global_step, data, self.run_dir)
 
 
 def right_answers(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """The demo's reward, of each completion."""
+    """Return the demo's reward of each completion."""
     return [score(None, said[0]["content"], right) for said, right in zip(completions, answer, strict=True)]
 
 
@@ -94,7 +87,7 @@ def main(overrides: list[str]) -> None:
     rows = str(material / "train.parquet")
     data = load_dataset("parquet", data_files=rows, split="train", cache_dir=str(run_dir / "data"))
     data = data.map(lambda row: {"answer": row["reward_model"]["ground_truth"]}).select_columns(["prompt", "answer"])
-    # 2 processes x 8 micro-batches x 4 rows: 16 prompts with 4 responses each, as the other demos have
+    # 2 processes x 8 micro-batches x 4 rows: 16 prompts with 4 responses each, as in the other demos
     args = GRPOConfig(
         output_dir=str(run_dir),
         run_name="demo-trl",
@@ -120,7 +113,7 @@ def main(overrides: list[str]) -> None:
         reward_funcs=right_answers,
         args=args,
         train_dataset=data,
-        callbacks=[Lines(run_dir / "metrics.jsonl")],
+        callbacks=[StepLog(run_dir)],
         gradloc="off" if settings.gradloc == "off" else gradloc,
         settings=settings,
         record=run_dir / "planted.json",

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.experiments import catalog, cli
+from lab.experiments import catalog, cli, environment
 from lab.experiments.catalog import Experiment
-from lab.experiments.cpu import environment
 from lab.experiments.launch import end_session
 from tests.experiments.conftest import REPO
 

@@ -31,11 +31,11 @@ def armed(fault, tmp_path):
 
 
 def test_a_seed_draws_the_same_place_everywhere_and_each_another_of_the_steps(fault):
-    assert fault.draw(1, 3, 6) == fault.FaultPlan(5, 0.819075893664897, 0.7154095937980914)
-    plans = {fault.draw(seed, 3, 6) for seed in range(100)}
+    assert fault.FaultPlan.draw(1, 3, 6) == fault.FaultPlan(1, 5, 0.819075893664897, 0.7154095937980914)
+    plans = {fault.FaultPlan.draw(seed, 3, 6) for seed in range(100)}
     assert len(plans) == 100 and {plan.step for plan in plans} == {3, 4, 5, 6}
     with pytest.raises(ValueError, match=r"at least first_step \(5\), found 4"):
-        fault.draw(1, 5, 4)
+        fault.FaultPlan.draw(1, 5, 4)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_seed_draws_the_same_place_everywhere_and_each_another_of_the_steps(fa
     ids=["first-first", "last-real-token", "empty-row-passed-over", "last-row"],
 )
 def test_the_place_is_always_a_response_token(fault, sequence, position, expected):
-    assert fault.locate(fault.FaultPlan(1, sequence, position), MASK) == expected
+    assert fault.FaultPlan(1, 1, sequence, position).locate(MASK) == expected
 
 
 def test_only_the_planted_token_changes_and_the_record_names_it(fault, tmp_path):

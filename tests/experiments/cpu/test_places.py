@@ -8,7 +8,7 @@ import pytest
 
 from lab.experiments.cpu import places
 from tests.experiments.conftest import write_lines
-from tests.experiments.cpu.test_verdict import EVENT, PLANTED
+from tests.experiments.test_verdict import EVENT, PLANTED
 
 
 @pytest.fixture

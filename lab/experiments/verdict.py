@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a run's `events.jsonl` found, and then whether that is what the demo planted.
+"""Print what a run's `events.jsonl` found, and whether it is what the demo planted.
 
-The first part knows the events and nothing else. The second compares them with `planted.json`,
-which the demo's fault wrote. Exit code 0 only when one event names exactly the planted token and
-its certificate explains the spike.
+The first part reads the events only. The second compares them with `planted.json`, which the demo's fault wrote. The
+exit code is 0 only if one event names exactly the planted token and its certificate explains the spike.
 
-    python -m lab.experiments.cpu.verdict RUN_DIR
+    python -m lab.experiments.verdict RUN_DIR
 
 Standard library only.
 """
@@ -19,7 +18,7 @@ from lab.experiments.errors import ExperimentError
 
 
 def read_events(path: Path) -> list[dict]:
-    """The events of a run, in order; none if there is no file.
+    """Return the events of a run, in order; none if there is no file.
 
     Raises:
         ExperimentError: if a line is not JSON.
@@ -38,7 +37,7 @@ def read_events(path: Path) -> list[dict]:
 
 
 def read_planted(path: Path) -> dict:
-    """What the fault wrote when it was planted.
+    """Return the record that the fault wrote.
 
     Raises:
         ExperimentError: if it was not planted, or the record cannot be read.
@@ -51,8 +50,8 @@ def read_planted(path: Path) -> dict:
         raise ExperimentError(f"{path} is not JSON: the run was cut off while writing.") from None
 
 
-def tell(event: dict) -> str:
-    """An event in a few lines: its verdict, each culprit's place with the token marked in its sentence, the search."""
+def describe(event: dict) -> str:
+    """Describe an event in a few lines: verdict, each culprit's place and sentence, the search."""
     lines, search = [event["verdict"]], event["search"]
     for culprit in event["culprits"]:
         sentence = f"{culprit['text_before'] or ''}>>>{''.join(culprit['tokens'])}<<<{culprit['text_after'] or ''}"
@@ -66,7 +65,7 @@ def tell(event: dict) -> str:
 
 
 def compare(events: list[dict], planted: dict) -> list[str]:
-    """Every way in which the events are not what was planted; empty when they are."""
+    """Return every difference between the events and the planted token; empty if there is none."""
     if not events:
         return ["no event was written: the spike did not trigger, or localization failed"]
     problems = []
@@ -91,10 +90,10 @@ def compare(events: list[dict], planted: dict) -> list[str]:
 
 
 def expected(planted: dict, step: dict) -> dict:
-    """The planted token as a culprit would name it.
+    """Return the fields of a culprit that names the planted token.
 
-    verl gives rank r the r-th equal run of the batch's rows, and cuts that into mini-batches and
-    micro-batches in order; so the row says the rank and the micro-batch. TRL names no prompts.
+    verl gives rank r the r-th equal part of the batch's rows, and splits it into mini-batches and micro-batches in
+    order, so the row determines the rank and the micro-batch. TRL names no prompts.
     """
     rows_per_rank = planted["num_rows"] // step["dp_size"]
     rows_per_mini = rows_per_rank // step["num_mini_batches"]
@@ -118,7 +117,7 @@ def main(argv=None) -> int:
     try:
         events = read_events(run_dir / "gradloc" / "events.jsonl")
         print("\nWhat events.jsonl says")
-        print("\n".join(map(tell, events)) or "  nothing: no event was written")
+        print("\n".join(map(describe, events)) or "  nothing: no event was written")
         planted = read_planted(run_dir / "planted.json")
         problems = compare(events, planted)
     except ExperimentError as error:

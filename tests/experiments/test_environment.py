@@ -4,7 +4,7 @@
 import os
 import time
 
-from lab.experiments.cpu import environment
+from lab.experiments import environment
 
 
 def test_copies_that_no_run_began_with_for_a_day_are_deleted_and_no_others(tmp_path, monkeypatch):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what the demo runs in: Python environments, and a patched copy of a verl that there is a patch for.
+"""Make what experiments run in: Python environments, patched copies of verl, and models with their data.
 
-They lie under `.gradloc/` and are kept: a folder is named after, or stamped with, a hash of what it
-was made from, and made again only when that changes. Each is complete or absent, never in between.
-Standard library only.
+All of it is kept under `.gradloc/`. A folder is named after, or stamped with, a hash of its sources and is made again
+only when that changes. Each is complete or absent. Standard library only.
 """
 
 import contextlib
@@ -21,32 +20,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.experiments.errors import ExperimentError
-from lab.experiments.target import REPO, Target
+from lab.experiments.target import REPO, Target, output_of
 
 CACHE = REPO / ".gradloc"
 MANIFEST = REPO / "patches" / "manifest.json"
 DEFAULT_VERL = "0.7.0"
-# numpy 1.26.4, which verl 0.7.0 needs, has no wheel above.
-SUPPORTED = ((3, 10), (3, 11), (3, 12))
+SUPPORTED = ((3, 10), (3, 11), (3, 12))  # numpy 1.26.4, which verl 0.7.0 needs, has no wheel for later ones
 UNUSED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment with pinned packages, a folder under `.gradloc/`."""
+    """A Python environment with pinned packages, in a folder under `.gradloc/`."""
 
     name: str
-    """The folder's."""
+    """The folder's name."""
     requirements: tuple[Path, ...]
-    """Lists of packages; the first has torch."""
+    """Requirements files; the first one pins torch."""
     size: str
-    """For the user who waits for it: time and disk."""
-    beside: tuple[Path, ...] = ()
-    """Lists of packages that are installed without what they ask for."""
+    """Time and disk space, shown to the user who waits for it."""
+    without_deps: tuple[Path, ...] = ()
+    """Requirements files that are installed without their dependencies."""
     variable: str | None = None
     """The environment variable that names an interpreter to use instead, with everything installed."""
     imports: tuple[str, ...] = ("torch.distributed.fsdp",)
-    """Modules that its processes begin with: imported once when it is made, they are compiled."""
+    """Modules to import once after the installation, so that they are compiled."""
 
     @property
     def folder(self) -> Path:
@@ -58,7 +56,7 @@ class Environment:
 
     @property
     def packages(self) -> list[str]:
-        """Those of the lists, in whatever version."""
+        """The names of the required packages, without their versions."""
         lines = [line for path in self.requirements for line in path.read_text().splitlines()]
         return [line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")]
 
@@ -74,7 +72,7 @@ VERL09 = Environment(
     "venv-verl09",
     _requirements("verl09.txt"),
     "about a minute, 2 GB",
-    beside=_requirements("megatron.txt"),
+    without_deps=_requirements("megatron.txt"),
     variable="VERL09_PYTHON",
     imports=(*_VERLS, "verl.trainer.main_ppo", "verl.workers.engine_workers"),
 )
@@ -98,7 +96,7 @@ LLAMAFACTORY = Environment(
     "venv-llamafactory",
     _requirements("llamafactory.txt"),
     "two minutes, 2 GB",
-    beside=_requirements("llamafactory-alone.txt"),
+    without_deps=_requirements("llamafactory-alone.txt"),
     variable="LLAMAFACTORY_PYTHON",
     imports=_TRANSFORMERS,
 )
@@ -109,7 +107,7 @@ SWIFT = Environment(
     variable="SWIFT_PYTHON",
     imports=("swift.pipelines", *_TRANSFORMERS),
 )
-VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", beside=_requirements("vllm.txt"))
+VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", without_deps=_requirements("vllm.txt"))
 
 
 def report(line: str) -> None:
@@ -118,7 +116,7 @@ def report(line: str) -> None:
 
 
 def ensure_python(environment: Environment = DEMO) -> str:
-    """Returns the interpreter of an environment with the pinned packages, made if need be.
+    """Return the interpreter of an environment, which is made or updated if need be.
 
     Raises:
         ExperimentError: if no supported Python is found or pip cannot install the packages.
@@ -136,32 +134,31 @@ def ensure_python(environment: Environment = DEMO) -> str:
 
 def _ensure_packages(environment: Environment) -> None:
     stamp = environment.folder / "requirements.sha256"
-    content = [path.read_text() for path in (*environment.requirements, *environment.beside)]
+    content = [path.read_text() for path in (*environment.requirements, *environment.without_deps)]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text().strip() == digest and environment.python.exists():
         return
     base = supported_python()
     report(f"making an environment in {environment.folder} (once: {environment.size})")
     shutil.rmtree(environment.folder, ignore_errors=True)
-    step([base, "-m", "venv", str(environment.folder)], "python -m venv failed: install Python's venv module")
+    output_of([base, "-m", "venv", str(environment.folder)], "python -m venv failed: install Python's venv module")
     torch = next(line for line in content[0].splitlines() if line[:7] == "torch==")
     report(f"  {torch}")
     _install(environment, torch)
     report(f"  the other packages of {' and '.join(path.name for path in environment.requirements)}")
     _install(environment, *(word for path in environment.requirements for word in ("-r", str(path))))
-    for path in environment.beside:
+    for path in environment.without_deps:
         report(f"  those of {path.name}")
         _install(environment, "--no-deps", "-r", str(path))
     report("  what is imported first")
-    tried = "import contextlib, importlib, sys\nfor name in sys.argv[1:]:\n with contextlib.suppress(Exception): "
-    command = [str(environment.python), "-c", f"{tried}importlib.import_module(name)", *environment.imports]
-    subprocess.run(command, capture_output=True, check=False)  # only so that it takes less time later
-    # Written last: an interrupted installation is begun again.
-    stamp.write_text(digest + "\n")
+    code = "import contextlib, importlib, sys\nfor name in sys.argv[1:]:\n with contextlib.suppress(Exception): "
+    command = [str(environment.python), "-c", f"{code}importlib.import_module(name)", *environment.imports]
+    subprocess.run(command, capture_output=True, check=False)  # a failure here costs only time later
+    stamp.write_text(digest + "\n")  # written last, so that an interrupted installation starts again
 
 
 def _ensure_gradloc(environment: Environment) -> None:
-    """Installs this repository, which verl, Hydra and the patch find then; edits need no new installation."""
+    """Install this repository in editable mode, for verl's plug-in, Hydra and the patch."""
     stamp = environment.folder / "gradloc.sha256"
     declared = [REPO / "pyproject.toml", REPO / "gradloc" / "conf" / "search_path.py"]
     digest = hashlib.sha256(b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])).hexdigest()
@@ -175,14 +172,14 @@ def _ensure_gradloc(environment: Environment) -> None:
 
 
 def _install(environment: Environment, *words: str) -> None:
-    # Byte code is written as a module is imported; most never are, and to compile all takes longer than the rest.
+    # --no-compile: most modules are never imported, and compiling all of them takes longer than the rest
     pip = [str(environment.python), "-m", "pip", "install", "--no-compile"]
     pip += ["--disable-pip-version-check", "--no-input", "-q"]
-    step([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")
+    output_of([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")
 
 
 def supported_python() -> str:
-    """A Python that the pins exist for: the running one, else the first found on PATH."""
+    """Return a Python that the pinned packages support: this one, else the newest on PATH."""
     if sys.version_info[:2] in SUPPORTED:
         return sys.executable
     for major, minor in reversed(SUPPORTED):
@@ -198,10 +195,10 @@ def supported_python() -> str:
 
 
 def patched_copy(verl: str = DEFAULT_VERL) -> Target:
-    """The copy of that version of verl with the present patch, whether or not it is there yet.
+    """Return the patched copy of a verl version, which may not exist yet.
 
     Raises:
-        ExperimentError: if there is no patch for it.
+        ExperimentError: if there is no patch for that version.
     """
     if not MANIFEST.is_file():
         raise ExperimentError(
@@ -214,35 +211,35 @@ def patched_copy(verl: str = DEFAULT_VERL) -> Target:
 
 
 def ensure_patched_copy(python: str, verl: str = DEFAULT_VERL) -> Path:
-    """The folder of `patched_copy(verl)`, made if need be.
+    """Return the folder of `patched_copy(verl)`, which is made if need be.
 
     Args:
-        python: an interpreter that has pip, which fetches verl's source archive.
-        verl: its version.
+        python: an interpreter with pip, which fetches verl's source archive.
+        verl: the version.
 
     Raises:
         ExperimentError: if verl cannot be fetched or the patch does not apply.
     """
     target = patched_copy(verl).path
     if target.is_dir():
-        os.utime(target)  # in use
+        os.utime(target)  # marks it as in use
         return target
     prune_patched_copies()
     report(f"getting verl {verl} and patching a copy of it")
     fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
-    base = step(fetch, f"verl {verl} could not be fetched").strip()
+    base = output_of(fetch, f"verl {verl} could not be fetched")
 
     def fill(folder: Path) -> None:
         shutil.copytree(base, folder, dirs_exist_ok=True)
         apply = [python, str(REPO / "apply_patch.py"), "--repo", str(folder)]
-        step(apply, f"the patch could not be applied to verl {verl}")
+        output_of(apply, f"the patch could not be applied to verl {verl}")
 
     make_whole(target, fill)
     return target
 
 
 def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
-    """Makes a folder that is complete or absent: `fill` gets another one, which is renamed at the end."""
+    """Make a folder that is complete or absent: `fill` writes into a temporary one, which is then renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{target.name.partition('-')[0]}-", dir=target.parent))
     try:
@@ -257,47 +254,20 @@ def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def prune_patched_copies() -> None:
-    """Deletes the copies that no run has begun with for a day: every edit of the patch makes another."""
+    """Delete patched copies that no run used for a day: every edit of the patch makes another one."""
     for path in CACHE.glob("verl-*"):
-        with contextlib.suppress(FileNotFoundError):  # another process is at it, too
+        with contextlib.suppress(FileNotFoundError):  # another process may be deleting it
             if time.time() - path.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def ensure_material(python: str, module: str) -> Path:
-    """Returns the folder with an experiment's model and data, made if need be.
+    """Return the folder with an experiment's model and data, which is made if need be.
 
     Args:
         python: an interpreter with the demo's packages.
-        module: what builds them: `python -m MODULE --cache FOLDER` prints their folder within it.
+        module: the builder; `python -m MODULE --cache FOLDER` prints the folder that it made.
     """
-    command = [python, "-m", module, "--cache", str(CACHE)]
     report("model, tokenizer and data")
-    return Path(step(command, "model and data could not be built", show=True).strip())
-
-
-def step(command: list[str], problem: str, show: bool = False) -> str:
-    """Runs one command from the repository's root and returns what it printed.
-
-    Args:
-        command: the arguments.
-        problem: the sentence to say when it fails.
-        show: let its stderr through, for progress.
-
-    Raises:
-        ExperimentError: if it fails; the last thing it said goes with the sentence.
-    """
-    environ = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(
-        command,
-        cwd=REPO,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=None if show else subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        said = (done.stdout + (done.stderr or "")).strip().splitlines()
-        raise ExperimentError(f"{problem}.\n    {said[-1] if said else ' '.join(command)}")
-    return done.stdout
+    command = [python, "-m", module, "--cache", str(CACHE)]
+    return Path(output_of(command, "model and data could not be built", stderr=None))

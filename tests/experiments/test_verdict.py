@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lab.experiments.cpu import verdict
+from lab.experiments import verdict
 from tests.experiments.conftest import write_lines
 
 PLANTED = {
