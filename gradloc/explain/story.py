@@ -5,7 +5,6 @@ Nothing here is a guess: what the record does not say is left out. Pure, standar
 """
 
 import math
-import re
 
 from ..record import Culprit, Event, Search, StepCause, Turn
 from .causes import NOTABLE, cause_info
@@ -177,8 +176,7 @@ def _cause_in_words(cause: StepCause) -> str:
     """A cause that is no token's, and where to look."""
     if cause.label == "transient":  # the reason is the headline already
         return "Hardware or a race made it, not the data."
-    reason = re.sub(r"[\d.]+e[+]\d+", lambda digits: number(float(digits[0]), 3), cause.reason)
-    text = f"{reason[0].upper()}{reason[1:]}."
+    text = f"{cause.reason[0].upper()}{cause.reason[1:]}."
     if cause.places:
         row, position = cause.places[0]
         where = "" if row is None else f"row {row} of the batch, "

@@ -21,6 +21,7 @@ import torch
 
 from ..core.probe import Prober
 from ..core.sharding import local_shard
+from ..explain.numbers import number
 from ..explain.text import listed, plural
 from ..record import Fault, PathEntry
 from ..search.step_causes import fault_result
@@ -110,7 +111,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     norm = _run(task.prober, reference.step, range(1))
     times = norm / first if first > 0 else math.inf
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
-    case.note(f"a micro-batch of step {reference.number} at these weights; {first:.3g} at its own", norm)
+    case.note(f"a micro-batch of step {reference.number} at these weights; {number(first, 3)} at its own", norm)
     least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
     found = _weights_fault(case, times >= least)
     if found is not None:
@@ -176,7 +177,8 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
     times = factor / usual
     if times < max(_FACTOR, math.sqrt(case.task.spike.grad_norm / case.usual)):
         return None
-    why = f"every gradient was multiplied by {factor:.3g} after the backward, {times:.3g} times as much as usual"
+    by, over = number(factor, 3), number(times, 3)
+    why = f"every gradient was multiplied by {by} after the backward, {over} times as much as usual"
     evidence = case.evidence | {"factor": factor, "factor_times": times}
     return Fault("after_backward", "gradient_scaled", (), case.clues.number, evidence, why)
 
@@ -307,7 +309,7 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
         evidence["moved_times"] = times
         who = "all parameters" if len(order) > len(ratios) / 2 else listed([*names[:3]])
         if order:
-            how = f"the update of step {last} moved {who} {times:.3g} times as far as usual"
+            how = f"the update of step {last} moved {who} {number(times, 3)} times as far as usual"
         label, more = _mechanism(case, times)
         how += more
         _cure(case, label, times)
@@ -332,7 +334,7 @@ def _cure(case: _Case, label: str, times: float) -> None:
     norm = _with_update(case, part, decay=decay if label == "weight_decay" else None)
     if norm is not None:
         case.evidence |= {name: value, "norm_under_usual_update": norm}
-        case.note(f"this step with the last update under {name.replace('_', ' ')} {value:.3g}", norm)
+        case.note(f"this step with the last update under {name.replace('_', ' ')} {number(value, 3)}", norm)
 
 
 def _mechanism(case: _Case, times: float) -> tuple[str, str]:
@@ -342,7 +344,10 @@ def _mechanism(case: _Case, times: float) -> tuple[str, str]:
     rate_times = rate / usual_rate if usual_rate > 0 else 1.0
     evidence |= {"learning_rate": rate, "learning_rate_times": rate_times}
     if rate_times >= _NOTABLE and times / rate_times < _SPREAD:
-        return "learning_rate_jumped", f": the learning rate was {rate:.3g}, {rate_times:.3g} times the usual"
+        return (
+            "learning_rate_jumped",
+            f": the learning rate was {number(rate, 3)}, {number(rate_times, 3)} times the usual",
+        )
     decayed, lost, small = _moments(case)
     evidence |= {"decay_share": decayed, "moment_over_root": small}
     if decayed >= _DECAYED:
@@ -401,9 +406,9 @@ def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
     factor, evidence = changed[names[0]], case.evidence
     evidence |= {"norm_times": factor, "parameters": float(len(changed))}
     element = _loudest_element(case, names[0])
-    what = f"its norm is {factor:.3g} times what the optimizer left"
+    what = f"its norm is {number(factor, 3)} times what the optimizer left"
     if element is not None:
-        what += f", and one element, {element[0]}, is {element[1]:.4g}"
+        what += f", and one element, {element[0]}, is {number(element[1], 4)}"
         evidence["element_value"] = element[1]
     healed = _with_changed(case, changed, names[0] if element is not None else "")
     if healed is not None:
@@ -458,7 +463,7 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
         since, times = far[0][0], max(times for _, times in far)
         who = "any batch" if is_loud else "this batch, unlike an earlier one,"
         which = f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
-        why = f"{who} spikes at the weights that {which} left, up to {times:.3g} times as far as usual"
+        why = f"{who} spikes at the weights that {which} left, up to {number(times, 3)} times as far as usual"
         case.evidence["moved_times"] = times
     steps = [moved for number, moved in updates.movements.steps if number >= since]
     if usual is not None and steps:

@@ -19,6 +19,7 @@ import torch
 from ..core.gradients import GradientSpace
 from ..core.ranks import Ranks
 from ..core.sharding import local_shard
+from ..explain.numbers import number
 
 logger = logging.getLogger(__name__)
 
@@ -227,11 +228,11 @@ class Updates:
             index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (
                 f"the weights of {self.names[index]} changed after step {done.number}, outside of the optimizer: "
-                f"their norm is {factor:.3g} times as large"
+                f"their norm is {number(factor, 3)} times as large"
             )
         usual = statistics.median(known) if len(known) >= _LEAST else None
         if usual is not None and size > FAR * usual > 0:
-            return f"step {done.number} moved the parameters {size / usual:.3g} times as far as usual"
+            return f"step {done.number} moved the parameters {number(size / usual, 3)} times as far as usual"
         return ""
 
     # ---- at a spike
@@ -275,9 +276,9 @@ class Updates:
         rare = sum(bool(each) for _, each in known[:-_LEAST]) * 4 <= max(len(known) - _LEAST, 0)
         found: dict[int, float] = {}
         first = -1
-        for number, each in known[-_LEAST:] if rare else []:
+        for step, each in known[-_LEAST:] if rare else []:
             for index, factor in each:
-                first = number if first < 0 else first
+                first = step if first < 0 else first
                 found[index] = found.get(index, 1.0) * factor
         gathered = ranks.gather((first, found))
         joined: dict[str, float] = {}

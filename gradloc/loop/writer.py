@@ -43,7 +43,7 @@ from ..record import (
 )
 from ..record.bundle import BundleEntry, SequenceFile
 from ..record.bundle import Sequence as SequenceRecord
-from ..record.columns import ACTOR, CRITIC, DISTILLED, OF_A_TOKEN, STORED
+from ..record.columns import ACTOR, CRITIC, DISTILLED, OF_A_TOKEN, STORED, TENSORS
 from ..record.origin import now
 from ..record.store import EventStore
 from .batch import BatchView
@@ -53,7 +53,7 @@ from .pictures import Album, inputs_of, kept_inputs
 logger = logging.getLogger(__name__)
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
-BUNDLE_KEYS = (*_INPUTS, *(column.tensor for column in STORED.values() if column.tensor))
+BUNDLE_KEYS = (*_INPUTS, *TENSORS)
 """The batch's tensors that a bundle keeps."""
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _PLACEHOLDERS = 8

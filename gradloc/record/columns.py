@@ -107,6 +107,8 @@ COLUMNS = {
 }
 STORED = {name: column for name, column in COLUMNS.items() if column.minus is None}
 """The columns of a file."""
+TENSORS = tuple(column.tensor for column in STORED.values() if column.tensor)
+"""The tensors (R, T) of a trainer's batch that are columns."""
 SHOWN = {name: column for name, column in COLUMNS.items() if column.label}
 OF_A_TOKEN = {name: column for name, column in SHOWN.items() if not column.is_summed}
 """Those that a culprit has at its peak, computed ones included."""

@@ -26,6 +26,7 @@ from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
 from ..core.step import typical_sizes
 from ..core.tracker import median_size
+from ..explain.numbers import number
 from ..explain.text import plural
 from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from .candidates import TINY
@@ -91,9 +92,10 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
     factor = float(ratios[order[0]]) if order else 1.0
     numbers = {**numbers, "factor": factor}
     if float(ratios[again > 0].max()) <= _STABLE * float(ratios[again > 0].min()):
-        why = f"every gradient was multiplied by {factor:.3g} after the backward"
+        why = f"every gradient was multiplied by {number(factor, 3)} after the backward"
         return StepCause("gradient_scaled", why, {**numbers, "factor_times": factor})
-    why = f"two further runs give the same gradient, and the optimizer got another: {names[0]}'s {factor:.3g} times"
+    times = number(factor, 3)
+    why = f"two further runs give the same gradient, and the optimizer got another: {names[0]}'s {times} times"
     return StepCause("gradient_changed", why, {**numbers, "difference": numbers.get("rerun_difference")}, names)
 
 
@@ -279,8 +281,8 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
     tokens_norm = math.fsum(from_tokens.values()) ** 0.5
     bound = torch.finfo(prober.step.numerics.dtype).eps * others_norm  # the backward added both up and rounded the sum
     why = (
-        f"a part of the gradient, of norm {others_norm:.3g}, passes through no token's log-prob or entropy; the "
-        f"tokens' part has norm {tokens_norm:.3g} (within {bound:.2g})"
+        f"a part of the gradient, of norm {number(others_norm, 3)}, passes through no token's log-prob or entropy; the "
+        f"tokens' part has norm {number(tokens_norm, 3)} (within {number(bound, 2)})"
     )
     numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
     source = StepCause("not_tokens", why, numbers, suspects(squares, from_tokens))

@@ -31,6 +31,7 @@ from ...loop.batch import BatchView, RowFacts
 from ...loop.messages import Policy
 from ...loop.metrics import joined
 from ...private_api import extended, replaced
+from ...record.columns import ACTOR, STORED
 from ...stabilize.memory import build_memory
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.requirements import REWEIGHTING, asked_of, tables_for
@@ -314,15 +315,7 @@ def watch_trainers() -> None:
         registry[name] = extended(trainer, _Watched)
 
 
-_PER_TOKEN = (
-    "response_mask",
-    "advantages",
-    "old_log_probs",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "rm_scores",
-)
+_PER_TOKEN = (*(each.tensor for each in STORED.values() if each.tensor and ACTOR in each.losses), "rm_scores")
 _OF_CRITIC = ("values", "returns")
 _SCORES, _TEACHER = "rm_scores", "teacher_logprobs"
 _LABELS = ("uid", "data_source", "index")

@@ -14,7 +14,6 @@ from ...explain.text import one_line
 from ...record.store import plain
 from ..errors import ReportError
 from ..pages import terminal
-from ..runs.diagnosis import diagnose
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import missing_norm
@@ -89,14 +88,12 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
 def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     console, health = terminal.console(), healths[0]
     console.print(one_line(folder.name), style="bold")
-    headline = health.headline
     if not folder.events:
-        diagnosis = diagnose(folder.runs[0])
-        headline = health.headline
+        diagnosis = folder.diagnoses[0]
         is_found = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
         if diagnosis.kind and not is_found:  # during the rules' own warm-up
             console.print(one_line(diagnosis.headline), style="bold red")
-    console.print(headline)
+    console.print(health.headline)
     console.print(_strip(health))
     _print_findings(console, health, folder)
     if health.silent:
@@ -104,11 +101,10 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
     for note in health.notes:
         console.print(note, style="yellow")
     console.print("docs/health.md explains every rule and its source.", style="dim")
-    for run, health in list(zip(folder.runs, healths, strict=True))[1:]:
-        diagnosis = diagnose(run)
+    for diagnosis, health in list(zip(folder.diagnoses, healths, strict=True))[1:]:
         state = health.headline if health else "No metrics that can be judged."
         spike = f"{diagnosis.headline} " if diagnosis.kind else ""
-        print(one_line(f"{run.name}: {spike}{state}"))
+        print(one_line(f"{diagnosis.run.name}: {spike}{state}"))
 
 
 def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from .. import output
 from ..errors import ReportError
 from ..pages import exports, page, terminal
-from ..runs.diagnosis import diagnose
 from ..runs.events import Events
 from ..runs.health import judge
 from ..runs.run import RunFolder, read_logs, read_run
@@ -72,6 +71,6 @@ def _code(folder: RunFolder, fail_on: str | None) -> int:
     if folder.events_root is not None:
         states = [health.worst.state] if fail_on not in (None, "found") and (health := judge(folder.metrics)) else []
         return exit_code(fail_on, True, bool(folder.events), states)
-    said = [diagnose(run) for run in folder.runs]
+    found = folder.diagnoses
     states = [health.worst.state for run in folder.runs if (health := judge(run.parts))] if fail_on else []
-    return exit_code(fail_on, any(each.is_judged for each in said), any(each.kind for each in said), states)
+    return exit_code(fail_on, any(each.is_judged for each in found), any(each.kind for each in found), states)

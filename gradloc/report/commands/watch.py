@@ -31,7 +31,6 @@ from ..logs.recording import MEAN
 from ..pages import exports, page, terminal
 from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
-from ..runs.diagnosis import diagnose
 from ..runs.health import RunHealth, judge
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import Judged
@@ -95,7 +94,7 @@ def view(follower: Follower, width: int) -> Group:
         parts.append(event_table(run.events.rows[-EVENTS:]))
         parts.append(Text(run.show_command(run.events.rows[-1].event_id), style="cyan"))
     elif run.runs:  # GradLoc may have been off: what the log says
-        diagnosis = diagnose(run.runs[0])
+        diagnosis = run.diagnoses[0]
         parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.kind else "green"))
     else:
         parts.append(Text("No spike so far.", style="green"))
@@ -133,7 +132,7 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
 def _curve(run: RunFolder, width: int) -> list[Text]:
     """Plot the whole run, so that the steps which the text mentions are in the picture."""
     if run.runs and not run.events:
-        return curve(diagnose(run.runs[0]).judged, width, run.metrics.own_norm)
+        return curve(run.diagnoses[0].judged, width, run.metrics.own_norm)
     metrics, spiked = run.metrics, {row.step for row in run.events.rows}
     limits = dict(metrics.logged(THRESHOLD))
     norms = metrics.logged(metrics.norm or MEAN)

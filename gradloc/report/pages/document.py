@@ -270,12 +270,13 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
     other = step_cause(event)
     if other:
         meaning = cause_info(other.label)
-        numbers = [(_in_words(name), number(value), "") for name, value in other.numbers.items()]
+        own = {name: value for name, value in other.numbers.items() if not name.endswith("_over_run")}
+        numbers = [(_in_words(name), number(value), "") for name, value in own.items()]
         blocks += [Heading(meaning.title), meaning.means]
         blocks += [f"{', '.join(one_line(name, 200) for name in other.names)}."] if other.names else []
         places = (f"row {row}, position {at}" if row is not None else f"position {at}" for row, at in other.places)
         blocks += [f"At {'; '.join(places)}."] if other.places else []
-        blocks += [Facts([fact for fact in numbers if not fact[0].endswith(" / run")])] if numbers else []
+        blocks += [Facts(numbers)] if numbers else []
         blocks += _advice(event, meaning)
     by_cause: dict[str, list[Culprit]] = {}
     for culprit in shown:

@@ -13,7 +13,6 @@ from ...explain.story import cause_of
 from ...record import Culprit, Event
 from ...record.columns import OF_A_TOKEN
 from ...record.store import plain
-from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .markdown import to_markdown
 
@@ -69,7 +68,7 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
                 "ground": d.ground,
                 "limits": d.limits,
             }
-            for d in map(diagnose, run.runs)
+            for d in run.diagnoses
         ]
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 

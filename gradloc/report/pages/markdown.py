@@ -5,7 +5,6 @@ import re
 
 from ...explain.text import one_line, printable
 from ...record import Event
-from ..runs.diagnosis import diagnose
 from ..runs.run import RunFolder
 from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenCell, document
 
@@ -14,7 +13,7 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     """The events as a page of Markdown to paste into an issue."""
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
-    for said in map(diagnose, run.runs) if run.events_root is None else ():
+    for said in run.diagnoses if run.events_root is None else ():
         lines += ["", f"### {escape(said.run.name)}: {escape(said.headline)}", ""]
         lines += [f"- {escape(sentence)}" for sentence in said.sentences]
         lines += ["", *_lines({"": said.command})] if said.command else []

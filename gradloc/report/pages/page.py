@@ -30,7 +30,7 @@ from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.buckets import read_analyses
 from ..runs.comparison import Comparison
-from ..runs.diagnosis import Diagnosis, aftermath, diagnose
+from ..runs.diagnosis import Diagnosis, aftermath
 from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
@@ -78,7 +78,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     in_order = [views[row.event_id] for row in chosen.rows if row.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
-    diagnosis = diagnose(run.runs[0]) if run.runs and not chosen else None
+    diagnosis = run.diagnoses[0] if run.runs and not chosen else None
     sparks: list[tuple[Aftermath, str]] = []
     if diagnosis:
         run.notes += diagnosis.limits

@@ -18,7 +18,7 @@ from rich.text import Text
 from ...explain.numbers import number
 from ...explain.text import one_line, plural, printable, spoken, times, visible
 from ..output import say
-from ..runs.diagnosis import Diagnosis, diagnose
+from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
 from ..runs.health import judge
 from ..runs.run import EventGroup, RunFolder
@@ -169,7 +169,7 @@ def _group_table(groups: Sequence[EventGroup]) -> Table:
 def diagnosis(folder: RunFolder) -> None:
     """Prints what happened in the worst run of a log, a line for each other one, and what to do next."""
     out = console()
-    first, *others = [diagnose(run) for run in folder.runs]
+    first, *others = folder.diagnoses
     out.print(_head(first), style="bold")
     out.print(visible(first.headline), style="bold red" if first.kind else "")
     if first.label:

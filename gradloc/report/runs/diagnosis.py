@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from ...explain.advice import is_trl, sampling_cut
 from ...explain.aftermath import Aftermath
@@ -245,9 +246,9 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
             continue  # where there is a reward, the loss says nothing
         change = _change(known, worst.first, fall, rise, within)
         if change:
-            changes.append(f"{effect} {change}")
-            lasting |= set() if change.endswith("came back") else {effect}
-            steady += [effect] if effect in _DECIDING and change.endswith("came back") else []
+            changes.append(f"{effect} {change.sentence}")
+            lasting |= set() if change.is_back else {effect}
+            steady += [effect] if effect in _DECIDING and change.is_back else []
         elif sum(step > last for step, _ in known) >= AROUND and effect in ("reward", "entropy", "loss"):
             steady.append(effect)
     is_harmless = bool(_DECIDING & {*steady}) and not lasting
@@ -278,21 +279,28 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
         change = _change(known, worst.first, fall, rise)
         if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
             was, now = (median(value for _, value in part[-AROUND:]) for part in (before, after))
-            is_worse = bool(change) and not change.endswith("came back")
-            made.append(Aftermath(title, (*near, *after), was, now, is_worse))
+            made.append(Aftermath(title, (*near, *after), was, now, change is not None and not change.is_back))
     made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
     return made[:_CURVES]
 
 
+class _Change(NamedTuple):
+    """How far a metric went after a step."""
+
+    sentence: str
+    is_back: bool
+    """Whether it came back."""
+
+
 def _change(
     known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = AFTER
-) -> str:
-    """How far a metric went in so many values after a step, and whether it came back; empty where it only scattered."""
+) -> _Change | None:
+    """Return a metric's change in the values after a step, ``within`` of them; None where it only scattered."""
     before = [value for at, value in known if at <= step][-AROUND:]
     after = [(at, value) for at, value in known if at > step]
     near = after[:within]
     if not before or not near:
-        return ""
+        return None
     was = median(before)
     scatter = 4 * median(abs(value - was) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
@@ -301,12 +309,12 @@ def _change(
     elif rise is not None and was > 0 and high > max(rise * was, was + scatter):
         verb, reached = "rose", high
     else:
-        return ""
+        return None
     there = next(at for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)} within {plural(there - step, 'step')}"
     last = median(value for _, value in after[-AROUND:])
     is_back = len(after) > 2 * AROUND and abs(last - was) < 0.5 * abs(reached - was)
-    return f"{change} and came back" if is_back else change
+    return _Change(f"{change} and came back" if is_back else change, is_back)
 
 
 def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:

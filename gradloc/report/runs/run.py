@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
+from .diagnosis import Diagnosis, diagnose
 from .events import RECORDS, EventRow, Events, read_events, recover
 from .signals import is_supervised, trainer_class
 
@@ -58,11 +60,16 @@ class RunFolder:
         """Of the first run: every step as it was logged last."""
         return self.runs[0].metrics if self.runs else Metrics()
 
+    @cached_property
+    def diagnoses(self) -> list[Diagnosis]:
+        """What happened in each run, judged once and from its log alone."""
+        return [diagnose(run) for run in self.runs]
+
     @property
     def trainer(self) -> str | None:
-        """As an event says it, else by the log of the first run."""
-        told = (row.trainer for row in self.events.rows if row.trainer)
-        return next(told, self.runs[0].trainer if self.runs else None)
+        """The trainer by the events, else by the log of the first run."""
+        known = (row.trainer for row in self.events.rows if row.trainer)
+        return next(known, self.runs[0].trainer if self.runs else None)
 
     @property
     def settings(self) -> dict[str, Any]:
