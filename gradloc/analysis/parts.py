@@ -127,7 +127,7 @@ class Parts:
         self.masks = [self.step.token_mask(index) for index in self.micro_batches]
         self.whole: dict[str, Gradient] = {}
         """Each term's gradient, as the sum of its parts."""
-        has_rest = any(record.beside_coefficient is not None for record in self._recorded)
+        has_rest = any(record.auxiliary_coefficient is not None for record in self._recorded)
         self._rest: Gradient | None = None
         """What passes through no token, which comes with every part."""
         if not self.ranks.all(not has_rest):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward reads and changes outside of its inputs and weights, saved and put back.
+"""Save and restore the state that a forward changes outside of its inputs and weights.
 
 That is the random state, buffers such as batch norm's statistics, and values that modules keep in plain attributes.
 """
@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 
 class RngState:
-    """This process' random state: torch's on the CPU and the accelerator, Python's, NumPy's where it is imported.
+    """Random state of this process: torch's on the CPU and the accelerator, Python's, NumPy's where it is imported.
 
     Args:
         device: of the model.
-        generators: of the model's own, as some modules draw their noise from: torch's, Python's or NumPy's.
+        generators: that the model draws from itself: torch's, Python's or NumPy's.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[Any] = ()):
@@ -79,7 +79,7 @@ class OwnAttributes:
 
     @classmethod
     def of(cls, owner: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield a module's own, by name; none of a wrapper's, which says there whether ranks reduce."""
+        """Yield a module's own by name, but none of a wrapper's, which keeps there whether ranks reduce."""
         kind = type(owner).__module__
         for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
             is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
@@ -89,7 +89,7 @@ class OwnAttributes:
 
     @staticmethod
     def _is_freed(value: Any) -> bool:
-        """Whether this is one of FSDP1's views of weights that are not gathered now."""
+        """Return whether this is one of FSDP1's views of weights that are not gathered now."""
         return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
 
     @staticmethod
@@ -100,7 +100,7 @@ class OwnAttributes:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring back every value that was replaced or changed in place."""
+        """Restore every value that was replaced or changed in place."""
         for owner, name, value, copied in self._saved:
             if owner.get(name) is not value:
                 owner[name] = value
@@ -115,7 +115,7 @@ class OwnAttributes:
 
 
 class MovingState:
-    """Learns in a model's first forwards which attributes and buffers move, and keeps these for each later forward.
+    """Learns in a model's first forwards which attributes and buffers move, and saves these before each later forward.
 
     A model without such state pays nothing from the fourth forward on.
     """
@@ -131,23 +131,23 @@ class MovingState:
         self._num_seen = 0
 
     def before_forward(self, model: torch.nn.Module) -> OwnAttributes:
-        """Return what the next forward begins with."""
+        """Return the state that the next forward begins with."""
         if self._num_seen < self._NUM_FORWARDS:
             self._num_seen += 1
             self._learn(model)
-        found = OwnAttributes.__new__(OwnAttributes)
-        found._saved = []
+        saved = OwnAttributes.__new__(OwnAttributes)
+        saved._saved = []
         for key, (owner, name) in self._places.items():
             value = owner.get(name)
             has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
             is_long = isinstance(value, OwnAttributes._CONTAINERS) and len(value) > self._MOST
             if name in owner and not has_graph and not is_long:
                 is_kept = isinstance(value, torch.Tensor) and key not in self._in_place
-                found._saved.append((owner, name, value, value if is_kept else OwnAttributes.copied(value)))
-        return found
+                saved._saved.append((owner, name, value, value if is_kept else OwnAttributes.copied(value)))
+        return saved
 
     def _learn(self, model: torch.nn.Module) -> None:
-        """Compare with the forward before."""
+        """Compare with the previous forward, and add what differs."""
         if any(isinstance(owner, FSDP1) for owner in model.modules()):
             return  # its views of weights are attributes, and are others in each forward
         marks: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -165,7 +165,7 @@ class MovingState:
 
     @staticmethod
     def _mark(value: Any) -> Any:
-        """Return what differs once a value was changed in place."""
+        """Return a mark that differs once the value was changed in place."""
         if isinstance(value, torch.Tensor):
             return 0 if value.is_inference() else value._version
         if isinstance(value, dict):
@@ -174,7 +174,7 @@ class MovingState:
 
 
 class OwnBuffers:
-    """A module's own buffers, such as batch norm's statistics, and whether a forward has moved them since."""
+    """Buffers of one module, such as batch norm's statistics, and whether a forward has moved them since."""
 
     def __init__(self, owner: torch.nn.Module):
         self._owner, self._before = owner, dict(owner._buffers)
@@ -182,22 +182,22 @@ class OwnBuffers:
         self._values: dict[str, torch.Tensor] = {}
 
     def _now(self) -> list[tuple[int, int]]:
-        """Which tensors they are, and how often each was written to; batch norm's kernels do not count all of it."""
-        there = [buffer for buffer in self._owner._buffers.values() if buffer is not None]
-        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in there]
+        """Return each tensor's identity and write count; batch norm's kernels do not count all of their writes."""
+        buffers = [buffer for buffer in self._owner._buffers.values() if buffer is not None]
+        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
     def have_moved(self) -> bool:
         return self._now() != self._versions
 
     def saved(self) -> "OwnBuffers":
-        """As they are now, with copies of their values."""
-        found = OwnBuffers(self._owner)
-        found._values = {name: buffer.clone() for name, buffer in found._before.items() if buffer is not None}
-        return found
+        """Return the buffers with copies of their present values."""
+        saved = OwnBuffers(self._owner)
+        saved._values = {name: buffer.clone() for name, buffer in saved._before.items() if buffer is not None}
+        return saved
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring the saved ones back, in the tensors that held them."""
+        """Restore the saved values, in the tensors that held them."""
         if self.have_moved():
             self._owner._buffers.update(self._before)
             for name, value in self._values.items():
@@ -205,7 +205,7 @@ class OwnBuffers:
 
 
 class ForwardState:
-    """Everything that a forward moves except ``.grad``: the random state, these buffers, modules' plain attributes."""
+    """All state that a forward moves except ``.grad``: random state, these buffers, modules' plain attributes."""
 
     def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = (), model: torch.nn.Module | None = None):
         self._rng = RngState(device, [] if model is None else generators_in(model))

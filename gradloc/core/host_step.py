@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as a search reads it: what concerns single tokens is copied to the host once.
+"""A step as a search reads it: per-token tensors are copied to the host once.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -15,30 +15,30 @@ from .step import ByRow, Details, LossReplay, Outputs, Recorded, Scheduled, Trai
 
 
 def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies in the host's memory by a single read per device: copying one by one would wait for it each time."""
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    there = {
+    """Copy tensors to the host by a single read per device: copying one by one would wait for it each time."""
+    copied: list[torch.Tensor | None] = [None] * len(tensors)
+    known = {
         index: (tensor.detach() if tensor.requires_grad else tensor).contiguous()
         for index, tensor in enumerate(tensors)
         if tensor is not None
     }
-    for device in {tensor.device for tensor in there.values()}:
-        given = {index: tensor for index, tensor in there.items() if tensor.device == device}
+    for device in {tensor.device for tensor in known.values()}:
+        given = {index: tensor for index, tensor in known.items() if tensor.device == device}
         order = sorted(given, key=lambda index: -given[index].element_size())  # largest first: all stay aligned
         flat = [given[index].view(-1) for index in order]
         if len({tensor.dtype for tensor in flat}) > 1:
             flat = [tensor.view(torch.uint8) for tensor in flat]
         parts = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])
         for index, part in zip(order, parts, strict=True):
-            found[index] = part.view(given[index].dtype).view(given[index].shape)
-    return found
+            copied[index] = part.view(given[index].dtype).view(given[index].shape)
+    return copied
 
 
 class HostStep:
-    """A step as a search reads it: all that concerns single tokens is copied to the host once.
+    """A step whose per-token tensors are on the host; all other attributes are the step's own.
 
     Masks, records and coefficients of all micro-batches are read together when the first is asked for, the outputs of a
-    forward with that forward. Nothing else waits for the device. All other attributes are the step's own.
+    forward with that forward. Nothing else waits for the device.
 
     Args:
         step: the trainer's.
@@ -67,29 +67,29 @@ class HostStep:
         return self._gathered("recorded")[micro_batch]
 
     def rows(self, micro_batch: int) -> list[int]:
-        """Where the micro-batch's rows are in the driver's batch: read once, not at each question."""
+        """Return the rows' numbers in the driver's batch, which are read once."""
         if "rows" not in self._held:
             self._held["rows"] = [self._step.rows(index) for index in range(self._step.num_micro_batches)]
         return self._held["rows"][micro_batch]
 
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """c_t and e_t (B, T) of this rank's tokens, see :meth:`Recorded.coefficients`."""
+        """Return :meth:`.step.Recorded.coefficients` in the present unit, on the host."""
         if "coefficients" not in self._held:
             records, weight = self._gathered("recorded"), self.numerics.weight / self._unit
             self._held["coefficients"] = [each.coefficients(weight) for each in records]
         return self._held["coefficients"][micro_batch]
 
     def rescale(self, unit: float) -> None:
-        """Divide all coefficients by this, a power of two, until another unit is set; 1: as training had them."""
+        """Divide all coefficients by this power of two from now on; 1 restores training's unit."""
         self._unit = unit
         self._held.pop("coefficients", None)
 
     def details(self, micro_batch: int) -> Details:
-        """For the record; weights are there also where the trainer tells none."""
+        """Return :meth:`.step.TrainingStep.details` on the host."""
         return self._gathered("details")[micro_batch]
 
     def token_weights(self, micro_batch: int) -> torch.Tensor:
-        """Each token's weight in the step's loss (B, T): as for a mean over all tokens where the trainer tells none."""
+        """Return each token's weight in the loss (B, T); where the trainer has none, as in a mean over all tokens."""
         weights = self.details(micro_batch).weights
         if weights is None:
             masks = self._gathered("token_mask")
@@ -102,24 +102,24 @@ class HostStep:
         return self._held["kl"][micro_batch]
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """See :meth:`TrainingStep.forward`: without a graph, with training's random numbers."""
+        """Run the forward without a graph, with training's random numbers; outputs are on the host."""
         self._step.recorded(micro_batch).rng.restore()
         with torch.no_grad():
             log_prob, entropy, *_ = self._step.forward(micro_batch, needs_entropy)
         return Outputs(*to_host([log_prob, entropy]))  # type: ignore[arg-type]
 
     def forward_with_graph(self, rows: Sequence[tuple[int, list[int] | None]]) -> Outputs:
-        """Training's forward again, on the device, to run a backward from: of one micro-batch (its number and None), or
-        of rows alone if the step can."""
+        """Run training's forward again, to run a backward from: of one micro-batch (its number and None), or of some
+        rows if the step is :class:`.step.ByRow`. Outputs are on the device."""
         step: Any = self._step
         (micro_batch, chosen), *_ = rows
         step.recorded(micro_batch).rng.restore()
         return step.forward(micro_batch) if chosen is None else step.forward_rows(rows)
 
     def pull(self, micro_batch: int, selected: torch.Tensor | None) -> Any:
-        """See :meth:`Recorded.pull`: on the device."""
-        there = None if selected is None else selected.to(self._device)
-        pull: Any = self._step.recorded(micro_batch).pull(there)
+        """Return :meth:`.step.Recorded.pull` in the present unit, on the device."""
+        selected = None if selected is None else selected.to(self._device)
+        pull: Any = self._step.recorded(micro_batch).pull(selected)
         if not isinstance(pull, Outputs):
             return partial(pull, unit=self._unit)
         if self._unit == 1.0:
@@ -130,25 +130,27 @@ class HostStep:
         if name not in self._held:
             together = ("token_mask", "recorded")
             names = together if name in together else (name,)
-            found = {of: [getattr(self._step, of)(i) for i in range(self._step.num_micro_batches)] for of in names}
-            self._held |= _on_host(found)
+            values = {each: [getattr(self._step, each)(i) for i in range(self.num_micro_batches)] for each in names}
+            self._held |= _on_host(values)
         return self._held[name]
 
 
-def _on_host(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The same with every tensor on the host; values are tensors, or dataclasses with tensors."""
+def _on_host(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Copy every tensor of these values, which are tensors or dataclasses with tensors, to the host."""
 
     def tensors_of(value: Any) -> dict[str, torch.Tensor]:
         named = {"": value} if isinstance(value, torch.Tensor) else vars(value)
         return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
 
-    read = iter(to_host([each for values in found.values() for value in values for each in tensors_of(value).values()]))
+    read = iter(
+        to_host([each for each_list in values.values() for value in each_list for each in tensors_of(value).values()])
+    )
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return next(read)
-        kept = copy.copy(value)
-        vars(kept).update({name: next(read) for name in tensors_of(value)})
-        return kept
+        on_host = copy.copy(value)
+        vars(on_host).update({name: next(read) for name in tensors_of(value)})
+        return on_host
 
-    return {name: [copied(value) for value in values] for name, values in found.items()}
+    return {name: [copied(value) for value in each] for name, each in values.items()}

@@ -21,7 +21,7 @@ from .host_step import HostStep
 from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit, rounds_moves
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
-from .step import Outputs, Recorded, TrainingStep, below, run_backward
+from .step import Outputs, Recorded, TrainingStep, run_backward, stack_rows
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class _Pass(NamedTuple):
 def _rows_of(selected: torch.Tensor | None, pull: Outputs) -> list[int] | None:
     """Those with anything selected, or the first: every rank runs a forward. None for all, as where a part of the loss
     passes through no token."""
-    if selected is None or pull.beside is not None:
+    if selected is None or pull.auxiliary is not None:
         return None
     rows = selected.any(dim=1).nonzero().flatten().tolist() or [0]
     return rows if len(rows) < len(selected) else None
@@ -64,7 +64,7 @@ class Prober:
     ``.grad`` is scratch space here, so set the training gradient aside first. All ranks call every method together.
     """
 
-    def __init__(self, step: TrainingStep, space: GradientSpace, ranks: Ranks):
+    def __init__(self, step: TrainingStep | HostStep, space: GradientSpace, ranks: Ranks):
         self.step = step if isinstance(step, HostStep) else HostStep(step, space.device, ranks.size)
         self.space = space
         self.ranks = ranks
@@ -194,7 +194,7 @@ class Prober:
             pulls = [record.pull(mask.to(self.space.device)) for record, mask in pairs]
             if not self.step.is_by_row:
                 return [_Pass([(index, None)], pull) for index, pull in enumerate(pulls)]
-            joined = [_Pass(run, below([pulls[index].at(rows) for index, rows in run])) for run in runs]
+            joined = [_Pass(run, stack_rows([pulls[index].at(rows) for index, rows in run])) for run in runs]
             nothing = records[0].pull(torch.zeros_like(selected[0], device=self.space.device)).at([0])
             return joined + [_Pass([(0, [0])], nothing)] * missing  # which the peers' collectives wait for
 

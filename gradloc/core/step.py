@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step that can be run again: what an adapter provides, and how a search reads it.
+"""One optimizer step that can be run again: the base of every trainer's step, and the records it keeps.
 
 A token's gradient is g_t = c_t grad(log p_t) + e_t grad(H_t), with c_t = dL/dlog p_t, e_t = dL/dH_t and H_t the entropy
 (docs/method.md, section 1). Hooks on log-prob and entropy take these coefficients from the training backward itself, so
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -24,24 +24,24 @@ from .forward_state import RngState
 
 
 class Outputs(NamedTuple):
-    """What one micro-batch's forward gives the loss."""
+    """Outputs of one micro-batch's forward that the loss is made of."""
 
     log_prob: torch.Tensor
     """(B, T); of a critic the values."""
     entropy: torch.Tensor | None = None
     """(B, T), in nats; None if none was computed."""
-    beside: torch.Tensor | None = None
+    auxiliary: torch.Tensor | None = None
     """A scalar of the loss that passes through no token, such as a router's balancing loss; None without any."""
 
     def at(self, rows: list[int] | None) -> "Outputs":
-        """These rows of what is (B, T); what passes through no token is no row's. None: all of it, as it is."""
+        """Return some rows of the tokens' outputs, without the auxiliary loss; None: return everything unchanged."""
         if rows is None:
             return self
         return Outputs(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
 
 
-def below(parts: Sequence[Outputs]) -> Outputs:
-    """The rows of several micro-batches one below the other, padded with 0 on the right to the longest."""
+def stack_rows(parts: Sequence[Outputs]) -> Outputs:
+    """Concatenate the rows of several micro-batches, padded with 0 on the right to the longest."""
     if len(parts) == 1:
         return parts[0]
     longest = max(part.log_prob.shape[1] for part in parts)
@@ -52,7 +52,7 @@ def below(parts: Sequence[Outputs]) -> Outputs:
 
 @dataclass
 class Recorded:
-    """What the training forward and backward of one micro-batch left on this rank."""
+    """Outputs of one micro-batch's training forward on this rank, and the loss's derivatives by them."""
 
     rng: RngState
     """The random state before the forward."""
@@ -61,34 +61,50 @@ class Recorded:
     entropy: torch.Tensor | None = None
     """(B, T), detached; None if the forward computed none."""
     log_prob_coefficient: torch.Tensor | None = None
-    """d loss / d log_prob (B, T), of this rank's own loss, times its scale: as the backward delivered it."""
+    """d loss / d log_prob (B, T) as the backward delivered it: of this rank's own loss, times its fp16 scale."""
     entropy_coefficient: torch.Tensor | None = None
-    """d loss / d entropy (B, T), likewise; None if entropy is no part of the loss."""
-    beside_coefficient: torch.Tensor | None = None
-    """d loss / d beside, a scalar, likewise."""
+    """d loss / d entropy (B, T), in the same unit; None if entropy is no part of the loss."""
+    auxiliary_coefficient: torch.Tensor | None = None
+    """d loss / d auxiliary, a scalar in the same unit."""
     is_value: bool = False
     """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
     score: torch.Tensor | None = None
-    """(B, T): what forwards of a search return in place of log-probs, as training had it, where the loss is no function
-    of log-probs and entropies. :attr:`log_prob_coefficient` is then d loss / d score."""
+    """(B, T), where the loss is no function of log-probs and entropies: the number that forwards of a search return in
+    place of log-probs, at training's weights. :attr:`log_prob_coefficient` is then d loss / d score."""
 
     is_entropy: bool = True
     """Whether :attr:`entropy_coefficient` is of an entropy, and not of another part of the loss that forwards of a
     search return in its place, such as label smoothing."""
 
+    def hook(self, outputs: Outputs) -> None:
+        """Keep the training forward's values, and hook them so that the backward leaves its coefficients here."""
+        for name, value in outputs._asdict().items():
+            if value is None:
+                continue
+            if name != "auxiliary":
+                setattr(self, name, value.detach())
+            if value.requires_grad:
+                value.register_hook(partial(self._keep, f"{name}_coefficient"))
+
+    def _keep(self, name: str, grad: torch.Tensor | None) -> None:
+        if grad is None:  # of an output that the loss does not use, where a function has several
+            return
+        before = getattr(self, name)  # of another backward through the same forward
+        setattr(self, name, grad.detach() if before is None else before + grad.detach())
+
     @property
-    def read(self) -> torch.Tensor:
-        """(B, T): what forwards of a search return first, as training had it."""
+    def readout(self) -> torch.Tensor:
+        """(B, T): what forwards of a search return first, at training's weights."""
         return self.log_prob if self.score is None else self.score
 
     @property
     def is_linear(self) -> bool:
-        """Whether that number enters the loss as it is; a log-prob is read as log-odds."""
+        """Whether the readout enters the loss linearly; a log-prob is read as log-odds."""
         return self.is_value or self.score is not None
 
     def coefficients(self, weight: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """c_t and e_t (B, T): derivatives of the step's loss over all ranks, unscaled; c_t is zeros if no gradient
-        reached the log-probs.
+        """Return c_t and e_t (B, T), the derivatives of the step's unscaled loss over all ranks. c_t is zeros if no
+        gradient reached the log-probs; e_t is None if entropy is no part of the loss.
 
         Args:
             weight: the step's :attr:`Numerics.weight`.
@@ -98,9 +114,9 @@ class Recorded:
         return log_prob, None if entropy is None else entropy * weight
 
     def pull(self, selected: torch.Tensor | None) -> Outputs:
-        """What a backward begins with, so that it adds the selected tokens' part of the training gradient to ``.grad``.
+        """Return coefficients whose backward adds the selected tokens' part of training's gradient to ``.grad``.
 
-        Tokens outside get an exact 0, whatever their coefficient. What passes through no token comes in full.
+        Tokens outside get an exact 0, whatever their coefficient. The auxiliary loss keeps its whole coefficient.
 
         Args:
             selected: bool, or factors, (B, T); None for all, which gives training's gradient bit for bit.
@@ -110,12 +126,15 @@ class Recorded:
             log_prob = torch.zeros_like(self.log_prob)
         entropy = self.entropy_coefficient
         entropy = None if entropy is None else only(selected, entropy)
-        return Outputs(only(selected, log_prob), entropy, self.beside_coefficient)
+        return Outputs(only(selected, log_prob), entropy, self.auxiliary_coefficient)
 
 
 def only(selected: torch.Tensor | None, coefficients: torch.Tensor) -> torch.Tensor:
-    """Coefficients (B, T) of the selected tokens, times their factors if ``selected`` holds factors; 0 elsewhere, where
-    they may be inf or NaN."""
+    """Return coefficients (B, T) that are 0 outside of the selected tokens, even where they were inf or NaN.
+
+    Args:
+        selected: bool, or factors to multiply by, of a shape that broadcasts; None for all.
+    """
     if selected is None:
         return coefficients
     if selected.is_floating_point():
@@ -123,31 +142,15 @@ def only(selected: torch.Tensor | None, coefficients: torch.Tensor) -> torch.Ten
     return torch.where(selected, coefficients, 0.0)
 
 
-def record(recorded: Recorded, outputs: Outputs) -> None:
-    """Keep the training forward's values and hook it, so that the backward leaves the coefficients. Free of cost."""
-    for name, value in outputs._asdict().items():
-        if value is None:
-            continue
-        if name != "beside":
-            setattr(recorded, name, value.detach())
-        if value.requires_grad:
-            value.register_hook(partial(_keep, recorded, f"{name}_coefficient"))
-
-
-def _keep(recorded: Recorded, name: str, grad: torch.Tensor | None) -> None:
-    if grad is None:  # of an output that the loss does not use, where a function has several
-        return
-    before = getattr(recorded, name)  # of another backward through the same forward
-    setattr(recorded, name, grad.detach() if before is None else before + grad.detach())
-
-
 def run_backward(outputs: Any, pull: Any) -> None:
-    """The backward of a pass: from the outputs of a forward that has a graph, with these coefficients.
-
-    A step whose forward returns something else than :class:`Outputs` pulls by a function of that.
+    """Run the backward of a pass, from the outputs of a forward that has a graph.
 
     Every output of training's own backward gets its coefficient at the same place of the graph, so the kernels behind
     it run on the same values in the same order.
+
+    Args:
+        outputs: of :meth:`TrainingStep.forward`.
+        pull: their coefficients; of a step whose forward returns other outputs a function that runs the backward.
     """
     if not isinstance(pull, Outputs):
         pull(outputs)
@@ -159,14 +162,14 @@ def run_backward(outputs: Any, pull: Any) -> None:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The numbers of a step that a search reckons with."""
+    """Precision and units of a step."""
 
     dtype: torch.dtype = torch.float32
     """Of the forward; weights and gradients may be finer."""
     loss_scale: float = 1.0
-    """The loss was multiplied by this (fp16), and so is what a backward adds to ``.grad``."""
+    """Factor on the loss (fp16), and so on what a backward adds to ``.grad``."""
     weight: float = 1.0
-    """Times this, a recorded coefficient is a derivative of the step's loss over all ranks, unscaled: 1 / (ranks x
+    """Turns a recorded coefficient into a derivative of the step's unscaled loss over all ranks: 1 / (ranks x
     :attr:`loss_scale`) where data-parallel ranks average their gradients."""
     temperature: float = 1.0
     """The logits were divided by this."""
@@ -176,34 +179,99 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Details:
-    """What only an event's record wants of a micro-batch; None where the trainer has no such thing."""
+    """Values of a micro-batch that only an event's record shows; None where the trainer does not have them."""
 
     old_log_prob: torch.Tensor | None = None
     """(B, T): the importance ratio's denominator, as the loss used it."""
     weights: torch.Tensor | None = None
-    """float (B, T): how much each token's loss weighs in the whole step's loss, 1/N for a mean over N tokens."""
+    """float (B, T): each token's weight in the whole step's loss, 1/N for a mean over N tokens."""
 
 
-class TrainingStep(Protocol):
-    """One optimizer step that can be run again: all that a search wants of a trainer. It never asks for a loss.
+@dataclass
+class MicroBatch:
+    """One forward and backward of an optimizer step."""
 
-    The micro-batches of a rank are numbered from 0 in training's order.
+    inputs: Any
+    """As the trainer's forward and loss take them."""
+    recorded: Recorded
+
+
+class TrainingStep:
+    """One optimizer step that can be run again: its micro-batches, recorded while training ran them.
+
+    It is all that a search asks of a trainer, and it never asks for a loss. A rank's micro-batches are numbered from 0
+    in training's order. A subclass runs the forward, and reads rows and mask off the inputs.
+
+    Args:
+        device: of the model.
+        num_ranks: data-parallel ranks, over which gradients are averaged.
+        backward_factor: what the gradient is multiplied by between backward and clipping: fp16's 1 / loss scale.
     """
 
-    num_micro_batches: int
-    numerics: Numerics
+    dtype = torch.float32
+    """Of the forward."""
+    temperature = 1.0
+    """The logits were divided by this."""
+    is_value = False
+    """Whether this is a critic's step: its values take the place of log-probs."""
+    micro_batch_class = MicroBatch
 
-    def rows(self, micro_batch: int) -> list[int]:
-        """The rows' numbers in the driver's batch; empty if the driver did not say."""
+    def __init__(self, device: torch.device, num_ranks: int, backward_factor: float = 1.0):
+        self.device, self.num_ranks, self.backward_factor = device, num_ranks, backward_factor
+        self.micro_batches: list[Any] = []
+        """Each has ``recorded``; see :class:`MicroBatch`."""
 
-    def token_mask(self, micro_batch: int) -> torch.Tensor:
-        """bool (B, T): the response tokens of this rank's micro-batch."""
+    # ---- recording, while training runs
+
+    def before_forward(self, inputs: Any) -> None:
+        """Keep the next micro-batch and the random state before its forward."""
+        recorded = Recorded(RngState(self.device), is_value=self.is_value)
+        self.micro_batches.append(self.micro_batch_class(inputs, recorded))
+
+    def after_forward(self, outputs: Outputs) -> None:
+        """Record the last micro-batch's outputs and hook them for their coefficients; changes nothing."""
+        self.micro_batches[-1].recorded.hook(outputs)
+
+    def kept(self) -> "TrainingStep":
+        """Return the first micro-batch alone, to be run again at the weights of a later step."""
+        found = copy.copy(self)
+        found.micro_batches = self.micro_batches[:1]
+        return found
+
+    # ---- what a search asks
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether training reduces the gradient over ranks only after the last micro-batch."""
+        return False
+
+    @property
+    def weight(self) -> float:
+        """See :attr:`Numerics.weight`."""
+        return self.backward_factor / self.num_ranks
+
+    @property
+    def numerics(self) -> Numerics:
+        return Numerics(self.dtype, 1.0 / self.backward_factor, self.weight, self.temperature, self.reduces_once)
 
     def recorded(self, micro_batch: int) -> Recorded:
-        """What the training pass left."""
+        """Return what the training pass left."""
+        return self.micro_batches[micro_batch].recorded
+
+    def rows(self, micro_batch: int) -> list[int]:
+        """Return the rows' numbers in the driver's batch; empty where the driver sent none."""
+        return []
+
+    def token_mask(self, micro_batch: int) -> torch.Tensor:
+        """Return the response tokens of this rank's micro-batch, bool (B, T)."""
+        raise NotImplementedError
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """The forward again, at the present weights; the random state is training's already.
+        """Run the forward again at the present weights; the random state is training's already.
 
         With a graph where gradients are enabled: then it is training's forward. Without one, in half precision, the
         output head is applied in float32: log-probs rounded to bfloat16 would hide small moves.
@@ -212,32 +280,37 @@ class TrainingStep(Protocol):
             micro_batch: its number.
             needs_entropy: also where the loss has no entropy term.
         """
+        raise NotImplementedError
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        """Context for one forward and backward of a pass: reduces over ranks when training would.
+        """Return a context for one forward and backward of a pass that reduces over ranks when training would.
 
         If training reduces once, after the last micro-batch, so must a replay: otherwise its sums round differently.
-        By default nothing is put off: each micro-batch reduces.
+        By default each micro-batch reduces.
         """
         return nullcontext()
 
     def forward_bytes(self) -> int:
-        """Peak of :meth:`forward` without a graph, beside the weights, in bytes: mostly float32 logits. With 0, the
-        default, no memory is reserved for it."""
+        """Return the peak of :meth:`forward` without a graph, less the weights, in bytes: mostly float32 logits. With
+        0, the default, no memory is reserved for it."""
         return 0
 
     def details(self, micro_batch: int) -> Details:
-        """For the record; by default nothing. Runs no forward."""
+        """Return what only the record shows; by default nothing. Runs no forward."""
         return Details()
 
 
+def backward_factor(scaler: Any) -> float:
+    """Return what fp16's scaler will multiply this step's gradient by before it is clipped; 1 without a scaler."""
+    return 1.0 if scaler is None else 1.0 / scaler.get_scale()
+
+
 class Scheduled(ABC):
-    """The part of a :class:`TrainingStep` that replaces ``in_pass`` in an engine that schedules the passes over
-    micro-batches itself, such as a pipeline."""
+    """A :class:`TrainingStep` of an engine that schedules passes over micro-batches itself, such as a pipeline."""
 
     @abstractmethod
     def share(self) -> None:
-        """Called first: give what was recorded to all processes of the rank. May communicate."""
+        """Give the records to all processes of the rank; called before anything else. May communicate."""
 
     @abstractmethod
     def run_pass(self, pulls: Sequence[tuple[int, Outputs]]) -> None:
@@ -245,23 +318,25 @@ class Scheduled(ABC):
 
 
 class ByRow(ABC):
-    """A power of a :class:`TrainingStep` whose trainer can run some rows of its micro-batches by themselves."""
+    """A :class:`TrainingStep` that can run some rows of its micro-batches by themselves."""
 
     @abstractmethod
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
-        """Training's forward with a graph, of these rows alone (R, T): of each micro-batch by their places in it,
-        rising; of several one below the other, padded on the right."""
+        """Run training's forward with a graph on R rows, and return (R, T), padded on the right.
+
+        Args:
+            rows: pairs of a micro-batch and its rows' places in it, rising.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """What the driver tells of how the batch's advantages were made, for settings of which others follow."""
+    """How the batch's advantages were made, as the driver knows it; some cures change that."""
 
     is_divided: bool = False
     """Whether a group's advantages were divided by the standard deviation of its rewards."""
     other_advantages: tuple[float, ...] = ()
-    """Each row's, had :attr:`is_divided` been the other way, by its number in the driver's batch. Empty where not
-    known."""
+    """Advantages with the division toggled, by the row's number in the driver's batch; empty where not known."""
     is_reweighted: bool = False
     """Whether they were scaled by the token's probability (Advantage Reweighting)."""
     refused_cures: frozenset[str] = frozenset()
@@ -269,16 +344,14 @@ class Groups:
 
 
 MASK, NUM_TOKENS = "response_mask", "num_tokens"
-"""Among the tensors that a setting makes anew: the tokens that are left in the loss, and how many all ranks have."""
+"""Names of tensors that a cure may change: the tokens that stay in the loss, and their number over all ranks."""
 
 
-class LossReplay(ABC):
-    """A power that a trainer may have: its own loss, differentiated by what was recorded. Nothing here communicates."""
+class LossReplay(TrainingStep):
+    """A step that also has the trainer's own loss, differentiated by what was recorded. Nothing here communicates."""
 
     trainer_name = ""
-    """By which the advice knows its lines, such as ``verl 0.9``; empty where there are none."""
-    backward_factor = 1.0
-    """What the gradient is multiplied by between backward and clipping."""
+    """Name of the trainer in the advice, such as ``verl 0.9``; empty where it has none."""
     knows_loss = True
     """Whether this step's loss is the trainer's own."""
 
@@ -296,18 +369,18 @@ class LossReplay(ABC):
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """This rank's loss of these log-probs and entropies, a scalar, *not* scaled (fp16), without ``beside``.
+        """Return this rank's loss of these log-probs and entropies, a scalar: unscaled, without the auxiliary loss.
 
         Args:
             micro_batch: its number.
             given: (B, T); entropies are None where training computed none.
-            settings: the trainer's own, by its names, ``.`` between a block and what is in it; none: as in training.
-            tensors: of the batch, (B, T), by the trainer's names, in place of training's; with another :data:`MASK`
-                also :data:`NUM_TOKENS`, a scalar, what all ranks' masks of the mini-batch then hold.
+            settings: in place of training's, by the trainer's dotted names.
+            tensors: of the batch, (B, T), in place of training's, by the trainer's names; with another :data:`MASK`
+                also :data:`NUM_TOKENS`, a scalar: the tokens in all ranks' masks of the mini-batch.
         """
 
     def setting(self, name: str) -> Any:
-        """The present value of what :meth:`loss_under` may be asked to change.
+        """Return the present value of a setting that :meth:`loss_under` can change.
 
         Raises:
             LookupError, AttributeError: this loss has no such setting.
@@ -315,62 +388,59 @@ class LossReplay(ABC):
         raise LookupError(name)
 
     def would_change(self, settings: Mapping[str, Any]) -> bool:
-        """Whether this loss has all of these settings, and some at another value."""
+        """Return whether this loss has all of these settings, and at least one at another value."""
         try:
             return any([self.setting(name) != value for name, value in settings.items()])
         except (LookupError, AttributeError):
             return False
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
-        """What the batch would have held under a setting of the trainer's that is no loss's: tensors (B, T) by the
-        trainer's names, :data:`MASK` where it takes tokens out. None where that is in force, or not known.
+        """Return the tensors (B, T) that the batch would have had under a cure that changes the batch and not the loss,
+        by the trainer's names; :data:`MASK` where it takes tokens out. None where it is in force already, or unknown.
 
         Args:
-            name: as in the advice.
+            name: the cure's, in the advice.
             micro_batch: its number.
-            groups: from the driver; None where it tells none.
+            groups: from the driver; None where it knows none.
         """
         return None
 
     def coefficients_under(
         self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Outputs:
-        """d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
-        Arguments as of :meth:`loss_under`. Runs no forward."""
-        step: Any = self
-        factor = self.loss_factor * step.numerics.weight * step.dp_size
+        """Return d loss / d log_prob and d entropy, float32 (B, T), of this rank's own loss; the step's are their mean.
+        Takes the arguments of :meth:`loss_under`, and runs no forward."""
+        factor = self.loss_factor * self.weight * self.num_ranks
         return self._derivatives(micro_batch, settings, tensors, torch.Tensor.float, factor)
 
     def recorded_under(
         self, micro_batch: int, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Recorded:
-        """What the step would have left under these, bit for bit: the same forward, and the coefficients that the
-        backward would have delivered. Arguments as of :meth:`loss_under`. Runs no forward."""
-        step: Any = self
-        found = copy.copy(step.recorded(micro_batch))
+        """Return the record that training would have left under these, bit for bit: the same forward, with the
+        coefficients that its backward would have delivered. Takes the arguments of :meth:`loss_under`, and runs no
+        forward."""
+        found = copy.copy(self.recorded(micro_batch))
         derivatives = self._derivatives(micro_batch, settings, tensors, torch.Tensor.clone, self.loss_factor)
         found.log_prob_coefficient, found.entropy_coefficient, _ = derivatives
         return found
 
     @property
     def loss_factor(self) -> float:
-        """What the trainer multiplies its loss with before it runs the backward, such as fp16's scale."""
-        step: Any = self
-        return 1 / (step.numerics.weight * step.dp_size)
+        """The trainer's factor on the loss before it runs the backward, such as fp16's scale."""
+        return 1 / (self.weight * self.num_ranks)
 
     def _derivatives(
         self,
         micro_batch: int,
         settings: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor] | None,
-        kept: Callable[[torch.Tensor], torch.Tensor],
+        cast: Callable[[torch.Tensor], torch.Tensor],
         factor: float,
     ) -> Outputs:
-        step: Any = self
-        recorded = step.recorded(micro_batch)
+        recorded = self.recorded(micro_batch)
         values = {name: getattr(recorded, name) for name in ("log_prob", "entropy")}
         leaves = {
-            name: kept(value.detach()).clone().requires_grad_() for name, value in values.items() if value is not None
+            name: cast(value.detach()).clone().requires_grad_() for name, value in values.items() if value is not None
         }
         with torch.enable_grad():
             loss = self.loss_under(micro_batch, Outputs(**leaves), settings, tensors or {})
@@ -380,7 +450,7 @@ class LossReplay(ABC):
 
 
 def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
-    """d (this rank's KL term) / d log_prob (B, T): what the loss without the term lacks. None without such a term."""
+    """Return d (this rank's KL term) / d log_prob (B, T), None without such a term: the loss less the loss without."""
     without = getattr(step, "without_kl", None)
     if without is None:
         return None
@@ -389,8 +459,8 @@ def kl_coefficients(step: Any, micro_batch: int) -> torch.Tensor | None:
 
 
 def has_finite_loss(step: Any, micro_batch: int) -> bool:
-    """Whether this rank's derivatives by the log-probs and entropies are finite, before fp16's scale where the trainer
-    can say that. Runs no forward."""
+    """Return whether this rank's derivatives by log-probs and entropies are finite, before fp16's scale where the
+    trainer knows its loss. Runs no forward."""
     if isinstance(step, LossReplay) and step.knows_loss:
         found: Sequence[torch.Tensor | None] = step.coefficients_under(micro_batch, {})
     else:
@@ -399,8 +469,7 @@ def has_finite_loss(step: Any, micro_batch: int) -> bool:
 
 
 def typical_sizes(step: Any, micro_batch: int) -> torch.Tensor:
-    """Return |d loss / d log_prob| (B, T) in a unit that all steps of a run share; a step may have a measure of its own
-    that healthy steps are known by."""
+    """Return |d loss / d log_prob| (B, T), in a unit that all steps of a run share. A step may measure that itself."""
     own = getattr(step, "typical_sizes", None)
     if own is not None:
         return own(micro_batch)

@@ -103,9 +103,9 @@ class _Followed(Recorded):
 
     def _backward(self, outputs: Outputs, unit: float = 1.0) -> None:
         given = Outputs(outputs.log_prob, None if self.entropy is None else outputs.entropy)
-        roots = [self.step.loss_under(self.micro_batch, given, {}, {}) * self.step.backward_factor]
+        roots = [self.step.loss_under(self.micro_batch, given, {}, {}) * self.step.loss_factor]
         grads = [torch.ones_like(roots[0])]
-        if outputs.beside is not None and self.beside_coefficient is not None:
-            roots.append(outputs.beside)
-            grads.append(self.beside_coefficient.to(outputs.beside))
+        if outputs.auxiliary is not None and self.auxiliary_coefficient is not None:
+            roots.append(outputs.auxiliary)
+            grads.append(self.auxiliary_coefficient.to(outputs.auxiliary))
         torch.autograd.backward(roots, grads)

@@ -138,7 +138,7 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
             temperature=step.numerics.temperature,
             dtype=str(step.numerics.dtype).removeprefix("torch."),
             loss_scale=step.numerics.loss_scale,
-            has_beside=step.recorded(0).beside_coefficient is not None,
+            has_beside=step.recorded(0).auxiliary_coefficient is not None,
             checkpoint=context.checkpoint,
             fingerprint=weights,
             layout=(),

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.forward_state import RngState
-from ..core.step import Details, Numerics, Outputs, Recorded, TrainingStep, record, run_backward
+from ..core.step import Details, Outputs, TrainingStep, run_backward
 from .bundle import Bundle
 
 
@@ -27,28 +26,26 @@ class ReplayStep(TrainingStep):
     """
 
     def __init__(self, model: torch.nn.Module, bundle: Bundle, device: torch.device, tick: Callable[[], Any]):
-        self._model, self._bundle, self._device, self._tick = model, bundle, device, tick
+        scale = bundle.meta.loss_scale or 1.0
+        super().__init__(device, 1, 1.0 / scale)
+        self.dtype, self.temperature = bundle.dtype, bundle.meta.temperature
+        self.is_value = bundle.is_critics
+        self._model, self._bundle, self._tick = model, bundle, tick
         self._parts = [bundle.part(entry, device) for entry in bundle.layout]
         self._inputs = [bundle.inputs(entry, device) for entry in bundle.layout]
-        self._recorded: list[Recorded] = []
-        self.num_micro_batches, scale = len(self._parts), bundle.meta.loss_scale or 1.0
-        self.numerics = Numerics(bundle.dtype, scale, 1.0 / scale, bundle.meta.temperature)
 
     def train(self) -> None:
         """Put the gradient of all tokens, times the scale, into ``.grad``, and record what the search reads."""
         for index, part in enumerate(self._parts):
             torch.manual_seed(index)  # dropout's, which is the same in every pass
-            self._recorded.append(Recorded(RngState(self._device), is_value=self._bundle.is_critics))
+            self.before_forward(part)
             outputs = self.forward(index)
-            record(self._recorded[index], outputs)
+            self.after_forward(outputs)
             coefficients = [part.get(f"{name}_coefficients") for name in ("log_prob", "entropy")]
-            run_backward(outputs, Outputs(*(c if c is None else c * self.numerics.loss_scale for c in coefficients)))
+            run_backward(outputs, Outputs(*(c if c is None else c / self.backward_factor for c in coefficients)))
 
     def rows(self, micro_batch: int) -> list[int]:
         return list(range(*self._bundle.layout[micro_batch].rows))
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self._recorded[micro_batch]
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self._parts[micro_batch]["response_mask"]
@@ -58,17 +55,17 @@ class ReplayStep(TrainingStep):
         return Details(weights=self.token_mask(micro_batch) / self._bundle.num_tokens)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        part, dtype = self._parts[micro_batch], self.numerics.dtype
+        part, dtype = self._parts[micro_batch], self.dtype
         given = {name: part[name] for name in ("input_ids", "attention_mask")}
         positions, width = part["position_ids"], part["response_mask"].shape[1]
         given["position_ids"] = positions.transpose(0, 1) if positions.dim() == 3 else positions
-        with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             output = self._model(**given, **self._inputs[micro_batch], use_cache=False)
         logits = output.logits[:, -width - 1 : -1].float()
         self._tick()
-        if self._bundle.is_critics:
+        if self.is_value:
             return Outputs(logits.squeeze(-1))
-        log_probs = (logits / self.numerics.temperature).log_softmax(-1)
+        log_probs = (logits / self.temperature).log_softmax(-1)
         log_prob = log_probs.gather(-1, part["input_ids"][:, -width:, None]).squeeze(-1)
         has_entropy = needs_entropy or "entropy_coefficients" in part
         return Outputs(log_prob, -(log_probs.exp() * log_probs).sum(-1) if has_entropy else None)

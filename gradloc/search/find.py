@@ -47,7 +47,7 @@ _REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the n
 
 
 def localize(
-    step: TrainingStep,
+    step: TrainingStep | HostStep,
     space: GradientSpace,
     ranks: Ranks,
     spike: Spike,

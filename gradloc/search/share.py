@@ -291,7 +291,7 @@ class Readout:
     def off(self, plus: Outputs, minus: Outputs) -> torch.Tensor:
         """How far the middle of two legs is from training's score, of the tokens that count: 1D."""
         middle = (self.scores(plus[0]) + self.scores(minus[0])) / 2
-        return (middle - self.scores(self._recorded.read)).abs()[self.slope != 0]
+        return (middle - self.scores(self._recorded.readout)).abs()[self.slope != 0]
 
     def response(self, plus: Outputs, minus: Outputs) -> float:
         """How far scores move: the most of any token that carries a notable part of the absolute total, else the mean

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step whose loss follows the weights: what the taps saw, with dL/dz made anew from the logits of each run.
+"""A step whose loss follows the weights: dL/dz is computed again from the logits of each run.
 
-The search holds dL/dh as training had it, which is right at the weights of training alone. At other weights a token's
-log-prob has another derivative: what is kept of it here is d loss / d log_prob, which the weights do not enter.
+A search holds dL/dh, which is right at training's weights alone: at other weights a log-prob has another derivative.
+Here d loss / d log_prob is held, which does not depend on the weights.
 
 Shapes: N positions, V outputs of a head, K parts of a loss (:mod:`.head`).
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.step import Numerics, Recorded
+from ..core.step import Recorded
+from .forwarded import Forwarded, Graph, HeadCall
 from .head import SMALL, chunks, logit_gradient
 from .step import LoopStep
-from .taps import Forwarded, Graph, ModelTap, Zero
 
 _SATURATED = 0.01  # of 1 - p: below it a coefficient is mostly rounding, and the others' median takes its place
-_UNLIKE = 0.3  # of dL/dz: where more is not of one log-prob, dL/dz itself is kept
+_UNLIKE = 0.3  # of dL/dz: where more is not of one log-prob, dL/dz itself is keep_first
 
 
 @dataclass
 class TapRecorded(Recorded):
-    """What a search knows of a micro-batch; its gradient begins behind the model's outputs."""
+    """A record whose backward begins at the outputs of :class:`.forwarded.Graph`."""
 
     backward: Any = None
     """Called with a selection, the outputs of a forward with a graph, and a unit."""
@@ -36,10 +36,10 @@ class TapRecorded(Recorded):
 
 
 class HeadPull(NamedTuple):
-    """What a loss asked of one call of a head."""
+    """Derivatives of a loss by the output of one call of a head."""
 
     labels: torch.Tensor | None
-    """(N,); None where dL/dz is kept as it was."""
+    """(N,); None where dL/dz itself is held."""
     parts: torch.Tensor | None
     """(N, K): dL / d potential."""
     pull: torch.Tensor | None = None
@@ -52,108 +52,78 @@ class HeadPull(NamedTuple):
 
 @dataclass
 class AnewMicroBatch:
-    """One forward, and what its loss asked of each head's call."""
+    """One forward, and the loss's derivatives by each call of a head."""
 
     forwarded: Forwarded
     asked: Sequence[HeadPull]
+    recorded: TapRecorded = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recorded = TapRecorded(self.forwarded.rng, backward=self._backward)
+
+    def _backward(self, selected: None, graph: Graph, unit: float = 1.0) -> None:
+        """Run backward from the heads' outputs, or from h where nothing else is known."""
+        roots, grads, pull = [], [], self.forwarded.pull
+        for output, asked in zip(graph.heads, self.asked, strict=True):
+            if output.requires_grad:  # DDP waits for each parameter, so a head gets zeros where nothing is known
+                roots.append(output)
+                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _logit_pull(output, asked))
+        if all(asked.is_unknown for asked in self.asked) and graph.hidden is not None and pull is not None:
+            roots.append(graph.hidden)
+            grads.append(pull.to(graph.hidden.device))
+        graph.backward(roots, grads, self.forwarded.auxiliary_coefficient)
 
 
 class AnewStep(LoopStep):
-    """Some forwards of a step: see :class:`~..core.step.TrainingStep`. Only whole micro-batches can be run.
+    """Some forwards of a step, of which only whole micro-batches can be run.
 
     Args:
-        tap: on the model.
-        num_ranks: processes that the gradient is averaged over.
+        step: that they are of.
         made: the micro-batches.
-        factor: what the gradient is multiplied by behind the backward.
+        backward_factor: see :class:`~..core.step.TrainingStep`.
     """
 
-    def __init__(self, tap: ModelTap, num_ranks: int, made: Sequence[AnewMicroBatch], factor: float = 1.0):
-        super().__init__(tap.outer, num_ranks, lambda: 1.0 / factor)
-        self.tap, self._made, self.around_pass = tap, made, tap.around_pass
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self._made)
-
-    @property
-    def numerics(self) -> Numerics:
-        return Numerics(self._made[0].forwarded.dtype, self._scale(), reduces_once=self.reduces_once)
-
-    @property
-    def reduces_once(self) -> bool:
-        return any(each.forwarded.is_deferred for each in self._made[:-1])
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether an input was written to since."""
-        return any(each.forwarded.is_changed for each in self._made)
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        made = self._made[micro_batch]
-        return TapRecorded(made.forwarded.rng, backward=partial(self._backward, made))
+    def __init__(self, step: LoopStep, made: Sequence[AnewMicroBatch], backward_factor: float = 1.0):
+        super().__init__(step.tap, step.num_ranks, backward_factor)
+        self.micro_batches = [*made]
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
-        return self.tap.graph(self._made[micro_batch].forwarded, is_cut=False)
-
-    @staticmethod
-    def _backward(made: AnewMicroBatch, selected: None, graph: Graph, unit: float = 1.0) -> None:
-        """Run backward from the heads' outputs, or from h where nothing else is known."""
-        roots, grads = [], []
-        for output, asked in zip(graph.heads, made.asked, strict=True):
-            if output.requires_grad:  # DDP waits for each parameter, so a head gets zeros where nothing is known
-                roots.append(output)
-                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _pull(output, asked))
-        pull = made.forwarded.pull
-        if all(asked.is_unknown for asked in made.asked) and graph.hidden is not None and pull is not None:
-            roots.append(graph.hidden)
-            grads.append(pull.to(graph.hidden.device))
-        if graph.beside is not None and made.forwarded.beside is not None and graph.beside.requires_grad:
-            roots.append(graph.beside)
-            grads.append(made.forwarded.beside.to(graph.beside.dtype))
-        if graph.anchors:
-            roots.append(Zero.apply(*graph.anchors))
-            grads.append(torch.ones_like(roots[-1]))
-        torch.autograd.backward(roots, grads)
+        return self.tap.graph(self.micro_batches[micro_batch].forwarded, is_cut=False)
 
 
 _UNKNOWN = HeadPull(None, None)
 
 
-def present(step: Any) -> AnewStep:
-    """Return a :class:`.tap_step.TapStep` that is settled, with the loss of its own weights."""
+def follow_weights(step: Any) -> AnewStep:
+    """Return a settled :class:`.tap_step.TapStep` as one whose loss follows the weights."""
     made = []
     for each in step.micro_batches:
-        forwarded, asked = each.forwarded, []
-        for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
-            if (
-                step.form == "log_probs"
-                and each.labels is not None
-                and each.found is not None
-                and len(module.weight) > SMALL
-            ):
-                where = place.positions(each.labels.device).reshape(-1)
+        asked = []
+        for call in each.forwarded.head_calls:
+            is_known = each.labels is not None and each.found is not None and len(call.head.weight) > SMALL
+            if step.form == "log_probs" and is_known:
+                where = call.place.positions(each.labels.device).reshape(-1)
                 asked.append(HeadPull(each.labels.reshape(-1)[where], each.found.parts[where, :4]))
             else:
-                asked.append(_UNKNOWN if pull is None else HeadPull(None, None, pull))
-        made.append(AnewMicroBatch(forwarded, asked))
-    return AnewStep(step.tap, step.num_ranks, made, step.backward_factor)
+                asked.append(_UNKNOWN if call.pull is None else HeadPull(None, None, call.pull))
+        made.append(AnewMicroBatch(each.forwarded, asked))
+    return AnewStep(step, made, step.backward_factor)
 
 
 @torch.no_grad()
-def kept(step: Any) -> AnewStep:
+def keep_first(step: Any) -> AnewStep:
     """Return the first micro-batch of a healthy :class:`.tap_step.TapStep`, without the logits of its forward."""
     original = step.micro_batches[0].forwarded
-    asked = [_recovered(pull, output) for pull, output in zip(original.head_pulls, original.head_outputs, strict=True)]
+    asked = [_recover(call.pull, call.output) for call in original.head_calls]
     forwarded = copy.copy(original)
-    forwarded.head_outputs, forwarded.head_pulls = [None] * len(asked), [None] * len(asked)
+    forwarded.head_calls = [HeadCall(call.head, call.place) for call in original.head_calls]
     if not all(each.is_unknown for each in asked):
         forwarded.pull = None
-    return AnewStep(step.tap, step.num_ranks, [AnewMicroBatch(forwarded, asked)])
+    return AnewStep(step, [AnewMicroBatch(forwarded, asked)])
 
 
-def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPull:
-    """Return the loss's coefficients from dL/dz and z of one call.
+def _recover(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPull:
+    """Recover the loss's coefficients from dL/dz and z of one call.
 
     dL/dz = c (onehot - p) has its largest entry at the label, where it is c (1 - p).
     """
@@ -179,7 +149,7 @@ def _recovered(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPu
     return HeadPull(torch.cat(labels), torch.cat(coefficients))
 
 
-def _pull(output: torch.Tensor, asked: HeadPull) -> torch.Tensor:
+def _logit_pull(output: torch.Tensor, asked: HeadPull) -> torch.Tensor:
     """Return dL/dz at these logits."""
     if asked.labels is None or asked.parts is None:
         assert asked.pull is not None

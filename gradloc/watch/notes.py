@@ -13,8 +13,8 @@ import torch
 from ..checks import require
 from ..core.step import Outputs
 from ..loop.batch import at_first
-from .step import Forward, frozen, outputs_of
-from .taps import ModelTap, add_to
+from .forwarded import Forward, frozen, outputs_of
+from .taps import ModelTap
 
 
 class Notes:
@@ -62,7 +62,7 @@ class Notes:
         if last is not None and torch.is_grad_enabled():
             last.known |= known | {"tensors": last.known.get("tensors", {}) | known.get("tensors", {})}
             if log_probs is not None and log_probs.requires_grad:
-                log_probs.register_hook(partial(add_to, last, "coefficient"))
+                log_probs.register_hook(partial(last.add, "coefficient"))
 
     def log_probs(
         self,
@@ -101,10 +101,10 @@ class Notes:
         outputs = outputs_of(given)
         self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
         check_outputs(outputs, mask, entropy)
-        if self.tap.num_seen > before and outputs.beside is not None and outputs.beside.requires_grad:
+        if self.tap.num_seen > before and outputs.auxiliary is not None and outputs.auxiliary.requires_grad:
             last = self.tap.forwards[-1]
             last.again = frozen(forward)
-            outputs.beside.register_hook(partial(add_to, last, "declared"))
+            outputs.auxiliary.register_hook(partial(last.add, "declared_auxiliary"))
         return given
 
 

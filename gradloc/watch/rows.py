@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step as the driver reads them: all ranks' as one batch, or in brief.
+"""The rows of a step as the driver reads them: all ranks' as one batch, or a summary of each.
 
 Shapes: B rows of a micro-batch, T positions.
 """
@@ -13,14 +13,14 @@ from ..loop.batch import BatchView, Rows, joined
 from ..loop.driver import sequence_ids
 
 
-def shown(mask: torch.Tensor) -> torch.Tensor:
-    """Return 1 up to the last token that is trained on, 0 behind it: what follows is padding."""
+def attention_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return an attention mask of rows whose padding follows the last token that is trained on."""
     positions = torch.arange(mask.shape[1]) * mask
     return (torch.arange(mask.shape[1]) <= positions.amax(1, keepdim=True)).long()
 
 
-def brief_of(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
-    """Pairs for :func:`brief_view`, of micro-batches' bool (B, T) and values (B, T)."""
+def summaries(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
+    """Return each row's number of tokens and their median value, of micro-batches' bool (B, T) and values (B, T)."""
     rows = [
         row[kept]
         for row_values, mask in zip(values, masks, strict=True)
@@ -30,7 +30,7 @@ def brief_of(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> l
 
 
 def view_of(by_rank: Sequence[Rows]) -> BatchView:
-    """All ranks' rows, one rank after the other; names that come more than once are those of prompts."""
+    """Join all ranks' rows, one rank after the other; names that occur more than once are those of prompts."""
     shared = set.intersection(*(set(rows) for rows in by_rank))
     rows = joined([{name: part[name] for name in by_rank[0] if name in shared} for part in by_rank])
     names = rows.pop("names")
@@ -44,11 +44,11 @@ def view_of(by_rank: Sequence[Rows]) -> BatchView:
     return BatchView(rows, labels)
 
 
-def brief_view(by_rank: Sequence[list[tuple[int, float]]], signal: str) -> BatchView:
-    """A batch of rows of these lengths, whose tokens have this signal each: enough to learn what is typical.
+def view_of_summaries(by_rank: Sequence[list[tuple[int, float]]], signal: str) -> BatchView:
+    """Return a batch of rows with these lengths and one signal per row: enough to learn what is typical.
 
     Args:
-        by_rank: pairs of a row's number of tokens and its signal.
+        by_rank: each rank's :func:`summaries`.
         signal: the tensor's name, such as ``advantages``.
     """
     lengths, values = torch.tensor([row for rows in by_rank for row in rows]).T

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step as the taps saw it, in the form that a search takes.
+"""One optimizer step as the taps recorded it.
 
 A search reads a number of each position from forwards without a graph, and asks for the gradient of some positions.
 The gradient comes from dL/dh and dL/dz themselves. What is read depends on the loss:
 
-- ``outputs``: the model returned log-probs itself, and nothing needs to be recovered: these are read, and the gradient
-  is the backward from them with the derivatives that training's left there;
+- ``outputs``: the model returned log-probs itself: these are read, and the gradient is the backward from them with the
+  derivatives that training's backward left there;
 - ``log_probs``: dL/dh fits a loss of log-probs, entropies, mean log-probs and log-sum-exps; these are read, in float32;
 - ``logits``: any other loss, where dL/dz was kept: <dL/dz, z> of each position is read;
 - ``hidden``: where it was not: <dL/dh, h>. The head's own gradient is then no part of the search.
 
-Shapes: B rows, T positions, H hidden size, V vocabulary, W a head's outputs. A loop that says which tokens are trained
-on may do so for a window of the positions, as ``logits[:, :-1]`` is one: its mask is then (B, T').
+Shapes: B rows, T positions, H hidden size, V vocabulary, W a head's outputs. A loop's mask may be of a window of the
+positions, such as that of ``logits[:, :-1]``: it is then (B, T').
 """
 
 import copy
@@ -27,25 +27,26 @@ import torch
 from ..core.fp32_head import precise_linear
 from ..core.host_step import to_host
 from ..core.ranks import Ranks
-from ..core.step import Details, Numerics, Outputs, Recorded
+from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import Rows, joined
 from ..record import Fault
-from .anew import TapRecorded, kept, present
+from .anew import TapRecorded, follow_weights, keep_first
+from .forwarded import Forwarded, Graph, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
-from .rows import brief_of, shown
-from .step import LoopStep, returned_log_probs
-from .taps import Forwarded, Graph, ModelTap, Zero
+from .rows import attention_mask, summaries
+from .step import LoopStep
+from .taps import ModelTap
 
 FORMS = ("outputs", "log_probs", "logits", "hidden")
-_PROBED = 64  # positions by which labels are told from other inputs
-_BETTER = 0.9  # of a residual's square: later labels have to fit by so much better
-_TIMES = 3.0  # a position's tolerance: a residual of the whole step up to which its loss has the form
+_NUM_PROBED = 64  # positions that labels are recognised by
+_BETTER = 0.9  # of a residual's square: later labels have to fit better by this factor
+_NUM_TOLERANCES = 3.0  # residual of the whole step, over a position's tolerance, up to which its loss has the form
 _TINY = 1e-30  # in place of a size of 0
 
 
 @dataclass
 class TapMicroBatch:
-    """One forward of the step: what the loop said of it, and what its passes left."""
+    """One forward of the step, what the loop noted about it, and the record of its passes."""
 
     forwarded: Forwarded
     mask: torch.Tensor
@@ -57,41 +58,41 @@ class TapMicroBatch:
     start: int = 0
     """Where the window of the mask begins."""
     is_masked_by_coefficient: bool = False
-    """Whether the mask says where the coefficient is not 0, and nothing else."""
+    """Whether the mask is where the coefficient is not 0."""
     labels: torch.Tensor | None = None
     """(B, T): the token that each position was to predict."""
     found: Fit | None = None
-    """Of all positions, flat; None until the step is looked into."""
+    """Of all positions, flat; None until the step is settled."""
     dots: torch.Tensor | None = None
-    """<dL/dh, h> of all positions, flat, as training had them."""
+    """<dL/dh, h> of all positions, flat, at training's weights."""
     biases: torch.Tensor | None = None
-    """<dL/dz, bias> of all positions, flat, as far as dL/dz is known."""
+    """<dL/dz, bias> of all positions, flat, of the calls whose dL/dz is known."""
     unexplained: float = math.inf
-    """Squared norm of dL/dh less what dL/dz of the heads brings it; inf where some dL/dz is not known."""
+    """Squared norm of the part of dL/dh that the heads' dL/dz do not explain; inf where some dL/dz is not known."""
     sizes: torch.Tensor | None = None
-    """Of all positions, flat: what a read number is multiplied by in the loss."""
+    """Of all positions, flat: the factor on a read number in the loss."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """(B, T'), by the names of :class:`~..loop.batch.BatchView`; those that the loop gave."""
+        """Tensors (B, T') that the loop gave, by the names of :class:`~..loop.batch.BatchView`."""
         return self.forwarded.known.get("tensors", {})
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the forward."""
+        """The forward's."""
         return self.forwarded.dtype
 
     @property
     def window(self) -> slice:
         return slice(self.start, self.start + self.mask.shape[1])
 
-    def shown(self, flat: torch.Tensor) -> torch.Tensor:
+    def in_window(self, flat: torch.Tensor) -> torch.Tensor:
         """Return values of all positions as those of the window, (B, T')."""
         return flat.view(self.forwarded.positions)[:, self.window]
 
 
 class TapStep(LoopStep):
-    """All forwards of one optimizer step: see :class:`~..core.step.TrainingStep`.
+    """All forwards of one optimizer step.
 
     Args:
         tap: on the model.
@@ -99,45 +100,43 @@ class TapStep(LoopStep):
     """
 
     def __init__(self, tap: ModelTap, ranks: Ranks):
-        super().__init__(tap.outer, ranks.size, lambda: 1.0)
-        self.around_pass = tap.around_pass
-        self.tap, self.ranks, self.form = tap, ranks, FORMS[1]
-        self.micro_batches: list[TapMicroBatch] = []
+        super().__init__(tap, ranks.size)
+        self.ranks, self.form = ranks, FORMS[1]
         self.first_row = 0
-        """Where this rank's first row stands among all ranks': set once that is known."""
-        self.backward_factor = 1.0
-        """What the gradient was multiplied by between backward and clipping, such as 1 / the loss's scale."""
+        """Number of this rank's first row among all ranks'; set once that is known."""
         self.objection = ""
-        """Why no search may trust the gradient that is run again; empty where it may."""
+        """Why no search may trust the replayed gradient; empty where it may."""
         self.fault: Fault | None = None
         """Which link broke, where the objection says it."""
         self.apart = 0.0
-        """Norm of the difference between the gradient that is run again and the optimizer's, before clipping."""
+        """Norm of the difference between the replayed gradient and the optimizer's, before clipping."""
         self.unsearched_norm = 0.0
-        """Of the gradient of :attr:`unsearched`."""
+        """Norm of the gradient of :attr:`unsearched`."""
         self.unsearched: tuple[str, ...] = ()
-        """Parameters whose gradient is no part of the search: the head's, where dL/dz is not known."""
+        """Parameters whose gradient is not searched: the head's, where dL/dz is not known."""
         self.spent = 0, 0
-        """Forwards and backwards of a micro-batch that a look took before its search."""
+        """Forwards and backwards of a micro-batch that were run before the search."""
         self.residual = 0.0
-        """What is not of the form of :mod:`.head`, over the norm of all dL/dh."""
+        """Norm of the part of dL/dh that has not the form of :mod:`.head`, over the norm of all."""
         self.has_rest = False
         """Whether some position has a part that is neither log-prob nor entropy."""
 
     @property
-    def is_open(self) -> bool:
+    def has_log_probs(self) -> bool:
         """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
         return self.form == FORMS[0]
 
     def take(self, forwards: Sequence[Forwarded]) -> None:
-        """Take over the forwards that had a backward."""
-        is_open = bool(forwards) and all(each.is_open for each in forwards)
-        self.form = FORMS[0] if is_open else FORMS[1]
-        self.micro_batches = [self._opened(each) if is_open else self._made(each) for each in forwards]
+        """Make a micro-batch of each forward that had a backward."""
+        has_log_probs = bool(forwards) and all(each.has_log_probs for each in forwards)
+        self.form = FORMS[0] if has_log_probs else FORMS[1]
+        self.micro_batches = [
+            self._with_log_probs(each) if has_log_probs else self._without_log_probs(each) for each in forwards
+        ]
 
     @staticmethod
-    def _opened(forwarded: Forwarded) -> TapMicroBatch:
-        """What is known of a forward that returned log-probs; of TRL's also the labels, of the next tokens."""
+    def _with_log_probs(forwarded: Forwarded) -> TapMicroBatch:
+        """Return the micro-batch of a forward that returned log-probs; TRL's also has labels, of the next tokens."""
         whole, known, labels = forwarded.recorded, forwarded.known, forwarded.kwargs.get("labels")
         assert whole is not None and whole.log_prob_coefficient is not None
         width = whole.log_prob.shape[1]
@@ -151,14 +150,14 @@ class TapStep(LoopStep):
             mask = whole.log_prob_coefficient != 0
             ids = torch.zeros_like(mask, dtype=torch.long)
         start = width - mask.shape[1]
-        recorded = Recorded(whole.rng, beside_coefficient=whole.beside_coefficient)
+        recorded = Recorded(whole.rng, auxiliary_coefficient=whole.auxiliary_coefficient)
         for name in ("log_prob", "entropy", "log_prob_coefficient", "entropy_coefficient"):
             value = getattr(whole, name)
             setattr(recorded, name, None if value is None else value[:, start:])
         return TapMicroBatch(forwarded, mask, ids, recorded, start=start)
 
-    def _made(self, forwarded: Forwarded) -> TapMicroBatch:
-        """What a healthy step knows of a forward: nothing is read from the device, no forward is run again."""
+    def _without_log_probs(self, forwarded: Forwarded) -> TapMicroBatch:
+        """Return the micro-batch of any other forward; reads nothing from the device and runs nothing."""
         assert forwarded.norms is not None
         norms, known, width = forwarded.norms, forwarded.known, forwarded.positions[1]
         start, window = 0, slice(None)
@@ -179,24 +178,6 @@ class TapStep(LoopStep):
 
     # ---- what the search may ask
 
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches)
-
-    @property
-    def numerics(self) -> Numerics:
-        """In the unit of the gradient as it was clipped."""
-        dtype, factor = self.micro_batches[0].dtype, self.backward_factor
-        dtype = torch.float32 if dtype == torch.float64 else dtype  # no search reckons with finer
-        return Numerics(dtype, 1.0 / factor, factor / self.num_ranks, reduces_once=self.reduces_once)
-
-    @property
-    def reduces_once(self) -> bool:  # type: ignore[override]
-        return any(each.forwarded.is_deferred for each in self.micro_batches[:-1])
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self.micro_batches[micro_batch].recorded
-
     def rows(self, micro_batch: int) -> list[int]:
         sizes = [len(each.mask) for each in self.micro_batches]
         first = self.first_row + sum(sizes[:micro_batch])
@@ -211,13 +192,12 @@ class TapStep(LoopStep):
 
     @staticmethod
     def precisely(dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Context of a forward without a graph whose log-probs the model returns: in it these are float32, where the
-        trainer can have them so."""
+        """Return a context in which a model that returns log-probs returns float32, where the trainer can do that."""
         return nullcontext()
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
         made = self.micro_batches[micro_batch]
-        if self.is_open:
+        if self.has_log_probs:
             if torch.is_grad_enabled():
                 given = self.tap.graph(made.forwarded, is_cut=False).given
             else:
@@ -235,51 +215,38 @@ class TapStep(LoopStep):
         return seen[0]
 
     def typical_sizes(self, micro_batch: int) -> torch.Tensor:
-        """About |d loss / d log_prob| (B, T'), on the host, by which healthy steps are known.
-
-        As the backward left it: exact where the loop gives its log-probs, else from the norm of dL/dh.
-        """
-        if self.is_open:
+        """Return about |d loss / d log_prob| (B, T'), on the host: exact where the loop gives its log-probs, else from
+        the norm of dL/dh."""
+        if self.has_log_probs:
             return self.recorded(micro_batch).coefficients(self.numerics.weight)[0]
         on_host = self.micro_batches[micro_batch].on_host
         return on_host.get("typical", on_host["coefficient"]) / self.num_ranks
 
     def forward_bytes(self) -> int:
-        """The logits in float32, and as much again; of a head that is not known nothing."""
+        """Return the bytes of the logits in float32, twice; 0 where the head is not known."""
         width = max((getattr(head, "out_features", 0) for head in self.tap.heads), default=0)
         return 8 * width * max(rows * length for rows, length in (e.forwarded.positions for e in self.micro_batches))
 
     # ---- at other weights
 
     def prepare_to_keep(self) -> None:
-        """Have the next forward's logits kept until the step is taken, as far as there is room."""
+        """Keep the next forward's logits until the step is taken, if there is room."""
         self.tap.keeps_logits = True
 
-    def kept(self) -> LoopStep:
-        """Return the first micro-batch, to be run again at the weights of a later step."""
-        if not self.is_open:
-            return kept(self)
-        found, first = copy.copy(self), self.micro_batches[0]
-        found.micro_batches = [copy.copy(first)]
-        found.micro_batches[0].recorded = copy.copy(first.recorded)
-        return found
+    def kept(self) -> TrainingStep:
+        return super().kept() if self.has_log_probs else keep_first(self)
 
     def anew(self) -> LoopStep:
         """Return the settled step as one whose loss follows the weights."""
-        return self if self.is_open else present(self)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether an input was written to since."""
-        return any(each.forwarded.is_changed for each in self.micro_batches)
+        return self if self.has_log_probs else follow_weights(self)
 
     # ---- before a search
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Recover what the loss asked of each position: one forward of each micro-batch. All ranks call it together."""
+        """Recover the loss's derivatives at each position by a forward of each micro-batch, on all ranks together."""
         micro_batches = self.micro_batches
-        if self.is_open:
+        if self.has_log_probs:
             return
         for made in micro_batches:
             made.recorded.rng.restore()
@@ -292,7 +259,7 @@ class TapStep(LoopStep):
         off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
         self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
         is_labelled = self.ranks.all(all(made.labels is not None for made in micro_batches))
-        most = _TIMES * fits(micro_batches[0].dtype)
+        most = _NUM_TOLERANCES * fits(micro_batches[0].dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
         is_formed = is_labelled and not self.residual > most
         pulls, others = (_largest([found.parts[:, part] for found in founds]) for part in (slice(0, 2), slice(2, None)))
@@ -303,28 +270,28 @@ class TapStep(LoopStep):
             self.ranks.run_local_synced(partial(self._record, made))
 
     def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
-        """Recover what the loss asked of one micro-batch, inside of its forward, where a sharded head is whole."""
+        """Recover them for one micro-batch, inside of its forward, where a sharded head is whole."""
         self._fit(made, hidden, heads)
         self._fill_small_heads(made)
         made.biases = self._biases(made)
         made.unexplained = self._unexplained(made)
 
     def _fit(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
-        """Fit its dL/dh."""
+        """Fit its dL/dh, and find its labels."""
         rows, width = made.forwarded.positions
         h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull.to(hidden.device)))
         made.dots = (h.float() * pulls.float()).sum(-1)
-        head, small = _parted(heads)
+        head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
         tolerance = fits(made.dtype)
         if head is None:
             if further is not None:
                 parts, residual = fit_small(pulls, further, tolerance)
-                nothing = _nothing(residual)
+                nothing = _empty_fit(residual)
                 made.found = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
             return
         weight, bias = head.weight, getattr(head, "bias", None)
-        loudest = pulls.float().norm(dim=-1).nan_to_num().topk(min(_PROBED, len(pulls))).indices
+        loudest = pulls.float().norm(dim=-1).nan_to_num().topk(min(_NUM_PROBED, len(pulls))).indices
         least: float | None = None
         for labels, start in self._labels(made):
             flat = labels.reshape(-1)
@@ -340,7 +307,7 @@ class TapStep(LoopStep):
         made.labels = made.found.labels.view(rows, width)
 
     def _labels(self, made: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:
-        """What each position may have been trained to say, (B, T), and where the loop's window then begins."""
+        """Return what may be the labels of all positions, (B, T), each with the beginning of the loop's window."""
         forwarded, known = made.forwarded, made.forwarded.known
         rows, width = forwarded.positions
         if "ids" not in known:
@@ -359,43 +326,43 @@ class TapStep(LoopStep):
     def _fill_small_heads(made: TapMicroBatch) -> None:
         """Take dL/dz of heads with few outputs from the fit, where it was not kept."""
         forwarded, first = made.forwarded, 4
-        for index, (module, place) in enumerate(forwarded.head_calls):
-            count = len(module.weight)  # whole, inside of the forward
+        for call in forwarded.head_calls:
+            count = len(call.head.weight)  # whole, inside of the forward
             if count > SMALL or made.found is None or made.found.parts.shape[1] < first + count:
                 continue
-            if forwarded.head_pulls[index] is None:
-                where = place.positions(made.found.parts.device)
-                forwarded.head_pulls[index] = made.found.parts[:, first : first + count][where]
+            if call.pull is None:
+                where = call.place.positions(made.found.parts.device)
+                call.pull = made.found.parts[:, first : first + count][where]
             first += count
 
     def _record(self, made: TapMicroBatch) -> None:
-        """What the search is given of a micro-batch, in the loss's form."""
+        """Set a micro-batch's record in the loss's form."""
         forwarded = made.forwarded
         norms = forwarded.norms.view(-1)
-        found = made.found = _nothing(norms) if made.found is None else made.found
+        found = made.found = _empty_fit(norms) if made.found is None else made.found
         if "ids" not in forwarded.known and made.labels is not None:
-            made.ids = made.shown(made.labels.reshape(-1))
+            made.ids = made.in_window(made.labels.reshape(-1))
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, made))
-        recorded.log_prob = made.shown(found.potentials.log_prob)
+        recorded.log_prob = made.in_window(found.potentials.log_prob)
         recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
             made.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]
-            recorded.log_prob_coefficient = made.shown(found.parts[:, 0])
+            recorded.log_prob_coefficient = made.in_window(found.parts[:, 0])
             if self.has_rest or bool((rest != 0).any()):
-                recorded.entropy_coefficient = made.shown(made.sizes)
-            made.on_host |= {"ranks": made.shown(found.rank).cpu(), "shifted": _shifted(made, found)}
+                recorded.entropy_coefficient = made.in_window(made.sizes)
+            made.on_host |= {"ranks": made.in_window(found.rank).cpu(), "shifted": _shifted(made, found)}
         else:
             made.sizes = norms / self.tap.unit
             if self.form == "logits":
                 made.sizes = torch.zeros_like(norms)
-                for pull, (_, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
-                    size = pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
-                    made.sizes.index_add_(0, place.positions(norms.device).reshape(-1), size.reshape(-1))
-            recorded.log_prob_coefficient = made.shown(made.sizes)
+                for call in forwarded.head_calls:
+                    size = call.pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
+                    made.sizes.index_add_(0, call.place.positions(norms.device).reshape(-1), size.reshape(-1))
+            recorded.log_prob_coefficient = made.in_window(made.sizes)
             dots = made.dots if self.form == "hidden" else made.dots + made.biases
-            recorded.score = made.shown(dots / made.sizes.clamp(min=_TINY))
-        recorded.beside_coefficient = forwarded.beside
+            recorded.score = made.in_window(dots / made.sizes.clamp(min=_TINY))
+        recorded.auxiliary_coefficient = forwarded.auxiliary_coefficient
         made.recorded = recorded
         made.on_host.setdefault("typical", made.on_host["coefficient"])
         given = forwarded.coefficient if self.form == "log_probs" else None
@@ -403,48 +370,48 @@ class TapStep(LoopStep):
 
     @staticmethod
     def _unexplained(made: TapMicroBatch) -> float:
-        """See :attr:`TapMicroBatch.unexplained`: more than rounding where a path to the loss leads through no head."""
+        """Return :attr:`TapMicroBatch.unexplained`: more than rounding where the loss also uses h without a head."""
         forwarded = made.forwarded
-        if not forwarded.head_pulls or any(pull is None for pull in forwarded.head_pulls):
+        if not forwarded.head_calls or any(call.pull is None for call in forwarded.head_calls):
             return math.inf  # not a number is what a gradient that is not finite leaves
         assert made.dots is not None
         rest = forwarded.pull.to(made.dots.device, torch.float32, copy=True).reshape(-1, forwarded.pull.shape[-1])
-        for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
-            where, weight = place.positions(rest.device).reshape(-1), module.weight
-            flat = pull.reshape(len(where), -1)
+        for call in forwarded.head_calls:
+            where, weight = call.place.positions(rest.device).reshape(-1), call.head.weight
+            flat = call.pull.reshape(len(where), -1)
             for part in chunks(len(flat), len(weight)):
                 rest.index_add_(0, where[part], mixed(flat[part].float(), weight), alpha=-1.0)
         return float(rest.double().square().sum())
 
     def _biases(self, made: TapMicroBatch) -> torch.Tensor:
-        """<dL/dz, bias> of each position, flat: a constant, by which <dL/dz, z> differs from <dL/dh, h>."""
+        """Return <dL/dz, bias> of each position, flat: the constant by which <dL/dz, z> differs from <dL/dh, h>."""
         assert made.dots is not None
         found = torch.zeros_like(made.dots)
-        for pull, (module, place) in zip(made.forwarded.head_pulls, made.forwarded.head_calls, strict=True):
-            bias = getattr(module, "bias", None)
-            if pull is not None and bias is not None:
-                where = place.positions(found.device).reshape(-1)
-                found.index_add_(0, where, pull.reshape(len(where), -1).float() @ bias.detach().float())
+        for call in made.forwarded.head_calls:
+            bias = getattr(call.head, "bias", None)
+            if call.pull is not None and bias is not None:
+                where = call.place.positions(found.device).reshape(-1)
+                found.index_add_(0, where, call.pull.reshape(len(where), -1).float() @ bias.detach().float())
         return found
 
     def _read(
         self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module], needs_entropy: bool
     ) -> Outputs:
-        """What a search reads of each position at the present weights, float32 (B, T')."""
+        """Return what a search reads at each position at the present weights, float32 (B, T')."""
         forwarded = made.forwarded
         rows, width = forwarded.positions
         flat = hidden.reshape(rows * width, -1)
-        head, small = _parted(heads)
+        head, small = _split_heads(heads)
         if self.form != "log_probs" and not (needs_entropy and head is not None):
             total = flat.new_zeros(rows * width, dtype=torch.float32)
             if self.form == "hidden":
                 pull = forwarded.pull.to(flat.device).reshape(rows * width, -1)
                 total = (pull.float() * flat.float()).sum(-1)
             else:
-                for pull, (module, place) in zip(forwarded.head_pulls, forwarded.head_calls, strict=True):
-                    where = place.positions(flat.device).reshape(-1)
-                    total.index_add_(0, where, _along(flat[where], module, pull.reshape(len(where), -1)))
-            return Outputs(made.shown(total / made.sizes.clamp(min=_TINY)))
+                for call in forwarded.head_calls:
+                    where = call.place.positions(flat.device).reshape(-1)
+                    total.index_add_(0, where, _along(flat[where], call.head, call.pull.reshape(len(where), -1)))
+            return Outputs(made.in_window(total / made.sizes.clamp(min=_TINY)))
         known = []
         labels = made.labels.reshape(-1) if made.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
         for part in chunks(len(flat), len(head.weight)):
@@ -452,13 +419,13 @@ class TapStep(LoopStep):
             known.append(potentials(logits, labels[part].clamp(0, len(head.weight) - 1)))
         joined = Potentials(*(torch.cat(each) for each in zip(*known, strict=True)))
         if needs_entropy or not self.has_rest:
-            return Outputs(made.shown(joined.log_prob), made.shown(joined.entropy))
+            return Outputs(made.in_window(joined.log_prob), made.in_window(joined.entropy))
         parts = made.found.parts
         rest = sum(parts[:, index] * joined[index] for index in (1, 2, 3))
         if small:
             further = torch.cat([precise_linear(flat, each.weight, each.bias) for each in small], 1)
             rest = rest + (further * parts[:, 4 : 4 + further.shape[1]]).sum(-1)
-        return Outputs(made.shown(joined.log_prob), made.shown(rest / made.sizes.clamp(min=_TINY)))
+        return Outputs(made.in_window(joined.log_prob), made.in_window(rest / made.sizes.clamp(min=_TINY)))
 
     # ---- the gradient of a selection
 
@@ -468,25 +435,20 @@ class TapStep(LoopStep):
         if selected is not None:
             keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.norms.device)
             keep[:, made.window] = selected
-        roots, grads = [graph.hidden], [_kept(forwarded.pull.to(graph.hidden.device), keep, unit)]
-        for output, pull, (_, place) in zip(graph.heads, forwarded.head_pulls, forwarded.head_calls, strict=True):
+        roots, grads = [graph.hidden], [_select(keep, forwarded.pull.to(graph.hidden.device), unit)]
+        for output, call in zip(graph.heads, forwarded.head_calls, strict=True):
             if not output.requires_grad or self.form == "hidden":
                 continue
-            positions = place.positions(output.device)
-            pull = self._head_pull(made, output, positions) if pull is None else pull
+            positions = call.place.positions(output.device)
+            pull = self._head_pull(made, output, positions) if call.pull is None else call.pull
             if pull is not None:
                 roots.append(output)
-                grads.append(_kept(pull.to(output.dtype), None if keep is None else keep.view(-1)[positions], unit))
-        if graph.beside is not None and forwarded.beside is not None and graph.beside.requires_grad:
-            roots.append(graph.beside)
-            grads.append((forwarded.beside / unit).to(graph.beside.dtype))
-        if graph.anchors:
-            roots.append(Zero.apply(*graph.anchors))
-            grads.append(torch.ones_like(roots[-1]))
-        torch.autograd.backward(roots, grads)
+                grads.append(_select(None if keep is None else keep.view(-1)[positions], pull.to(output.dtype), unit))
+        auxiliary = forwarded.auxiliary_coefficient
+        graph.backward(roots, grads, None if auxiliary is None else auxiliary / unit)
 
     def _head_pull(self, made: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """dL/dz from the parts of the loss; None where it has not that form."""
+        """Return dL/dz from the parts of the loss; None where it has not that form."""
         if self.form != "log_probs" or made.labels is None or made.found is None:
             return None
         rows = output.detach().reshape(-1, output.shape[-1])
@@ -498,8 +460,8 @@ class TapStep(LoopStep):
 
     # ---- what the driver reads
 
-    def _settle(self) -> None:
-        """Read what a healthy step is known by, once for all micro-batches: the step's only read beside the norm's."""
+    def _copy_to_host(self) -> None:
+        """Copy what a healthy step is judged by to the host, at once: the step's only read but the norm's."""
         on_device: list[Any] = []
         for each in self.micro_batches:
             mask = None if each.is_masked_by_coefficient else each.mask
@@ -514,41 +476,41 @@ class TapStep(LoopStep):
                 each.on_host["advantages"] = advantages
 
     def release(self) -> None:
-        """After the search: coefficients are read from the host, and the device's are let go."""
+        """Free the device's coefficients after the search; the host's take their place."""
         for each in self.micro_batches:
+            each.recorded = copy.copy(each.recorded)
             each.recorded.log_prob_coefficient = each.on_host["coefficient"]
 
     def counts(self) -> tuple[int, int]:
-        """How many tokens are trained on, and how many rows there are, on this rank."""
-        self._settle()
+        """Return the numbers of trained tokens and of rows on this rank."""
+        self._copy_to_host()
         masks = self._on_host("mask")
         return sum(int(mask.sum()) for mask in masks), sum(len(mask) for mask in masks)
 
-    def brief(self) -> list[tuple[int, float]]:
-        """Of each row how many tokens it has and their median advantage, or what stands in its place: enough where
-        nothing spiked."""
+    def summaries(self) -> list[tuple[int, float]]:
+        """Return each row's number of tokens and their median advantage or loss weight: enough where nothing spiked."""
         masks = self._on_host("mask")
         if self.has_advantages:
-            return brief_of(masks, self._on_host("advantages"))
-        return brief_of(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
+            return summaries(masks, self._on_host("advantages"))
+        return summaries(masks, [self.loss_weights(index).abs() for index in range(len(masks))])
 
     @property
     def has_advantages(self) -> bool:
-        """Whether the loop said them."""
+        """Whether the loop noted them."""
         return all("advantages" in each.tensors for each in self.micro_batches)
 
     def loss_weights(self, micro_batch: int) -> torch.Tensor:
-        """(B, T'), on the host: minus d loss / d log_prob; still over the number of tokens, which all ranks know."""
+        """Return minus d loss / d log_prob (B, T') on the host, as in a mean over all ranks' tokens."""
         return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
 
     def all_rows(self) -> Rows:
-        """Everything about the rows that an event may say, on the host: see :func:`~..loop.batch.joined`."""
+        """Return all columns of the rows that an event may show, on the host; see :func:`~..loop.batch.joined`."""
         parts = []
         for index, each in enumerate(self.micro_batches):
             mask, ids, names = each.on_host["mask"], each.ids.cpu(), each.forwarded.known.get("rows")
             parts.append(
                 {name: value.detach().cpu() for name, value in each.tensors.items()}
-                | {"responses": ids, "attention_mask": shown(mask), "response_mask": mask.long()}
+                | {"responses": ids, "attention_mask": attention_mask(mask), "response_mask": mask.long()}
                 | {"loss_weights": self.loss_weights(index), "log_probs": each.recorded.log_prob.float().cpu()}
                 | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
                 | {"names": [""] * len(mask) if names is None else [str(name) for name in names]}
@@ -569,30 +531,25 @@ def _largest(parts: Sequence[torch.Tensor]) -> float:
 
 
 def _starts(width: int, window: int) -> list[int]:
-    """Where a window of the positions may begin: at the first, before the last, at the end."""
+    """Return where a window of the positions may begin: at the first, before the last, at the end."""
     return sorted({start for start in (0, width - window - 1, width - window, 1) if 0 <= start <= width - window})
 
 
-def _parted(heads: Sequence[Any]) -> tuple[Any, list[Any]]:
+def _split_heads(heads: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the head with a vocabulary, None where there is none, and those with few outputs."""
     matrices = [head for head in heads if getattr(head, "weight", None) is not None and head.weight.dim() == 2]
     large = [head for head in matrices if len(head.weight) > SMALL]
     return max(large, key=lambda head: len(head.weight), default=None), [e for e in matrices if len(e.weight) <= SMALL]
 
 
-def _kept(pull: torch.Tensor, keep: torch.Tensor | None, unit: float) -> torch.Tensor:
-    """Return the pulls (..., W) of the kept positions (...), exactly 0 elsewhere."""
+def _select(keep: torch.Tensor | None, pull: torch.Tensor, unit: float) -> torch.Tensor:
+    """Return the pulls (..., W) of the kept positions (...) over the unit, exactly 0 elsewhere."""
     pull = pull if unit == 1.0 else pull / unit
-    if keep is None:
-        return pull
-    keep = keep.view(*pull.shape[:-1], 1)
-    if keep.is_floating_point():
-        return torch.where(keep != 0, pull * keep.to(pull.dtype), 0.0)
-    return torch.where(keep, pull, 0.0)
+    return only(None if keep is None else keep.view(*pull.shape[:-1], 1), pull)
 
 
 def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:
-    """<dL/dz, z> of each position, float32 (N,)."""
+    """Return <dL/dz, z> of each position, float32 (N,)."""
     found = []
     for part in chunks(len(flat), len(head.weight)):
         logits = precise_linear(flat[part], head.weight, getattr(head, "bias", None))
@@ -601,13 +558,13 @@ def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(made: TapMicroBatch, found: Fit) -> torch.Tensor:
-    """Log-probs (B, T') of the labels moved by one, in the direction that each row finds likelier; on the host."""
-    moved = [made.shown(values) for values in found.neighbours.unbind(-1)]
+    """Return log-probs (B, T') of the labels moved by one, in each row's likelier direction; on the host."""
+    moved = [made.in_window(values) for values in found.neighbours.unbind(-1)]
     sums = [(values * made.mask).sum(1) for values in moved]
     return torch.where((sums[0] > sums[1]).unsqueeze(1), *moved).cpu()
 
 
-def _nothing(norms: torch.Tensor) -> Fit:
+def _empty_fit(norms: torch.Tensor) -> Fit:
     zero = torch.zeros_like(norms)
     return Fit(
         zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1)

@@ -44,11 +44,12 @@ from ..record.origin import origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .curve import Curve
+from .forwarded import StageTokens
 from .notes import Notes
 from .replay import hold_against
-from .rows import brief_view, view_of
+from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
-from .taps import ModelTap, StageTokens, innermost
+from .taps import ModelTap, innermost
 from .zero import ZeroEngine, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class Watch(Notes):
             return False
         done = [each for each in self.tap.forwards if each.is_done]
         is_scaled = any(each.dtype == torch.float16 for each in done)
-        is_unknown = any(each.coefficient is None and not each.is_open for each in done)
+        is_unknown = any(each.coefficient is None and not each.has_log_probs for each in done)
         return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
     def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
@@ -361,7 +362,7 @@ class Watch(Notes):
             return "an analysis does not run on DeepSpeed"
         if not math.isfinite(norm):
             return "the gradient of this step is not finite"
-        if self._before is None and not self.step.is_open:
+        if self._before is None and not self.step.has_log_probs:
             try:
                 self._prepare(norm)
             except PeerFailure as error:
@@ -376,7 +377,7 @@ class Watch(Notes):
         mine = [0.0] * len(_Counts._fields)
         if step is not None and step.micro_batches:
             is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
-            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.is_open)]
+            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.has_log_probs)]
         everyones = [0.0] * (len(mine) * size)
         everyones[ranks.rank :: size] = mine
         counts = ranks.sum(everyones)
@@ -406,7 +407,7 @@ class Watch(Notes):
         step, localizer, driver = self.step, self.localizer, self.driver
         assert localizer is not None
         is_written = any(spike.is_written for spike in localizer.outcomes)
-        rows: Any = step.all_rows() if is_written else step.brief()
+        rows: Any = step.all_rows() if is_written else step.summaries()
         by_rank = self.ranks.gather_first((localizer.report(), rows))
         self.metrics = {}
 
@@ -415,7 +416,7 @@ class Watch(Notes):
             if by_rank is None or driver is None:
                 return None
             reports, everyones = zip(*by_rank, strict=True)
-            batch = self.view(everyones) if is_written else brief_view(everyones, self.signal)
+            batch = self.view(everyones) if is_written else view_of_summaries(everyones, self.signal)
             try:
                 ours = driver.after_update(reports, batch)
             except AbortedBySpike as error:

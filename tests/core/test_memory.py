@@ -43,7 +43,7 @@ def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
     step, space = ToyStep(model, batch, 2), GradientSpace(model)
     step.train()
     training = peak_of(lambda: (space.clear(), step.train())) - space_bytes(space)  # what a micro-batch takes
-    step.numerics = replace(step.numerics, dtype=dtype)
+    step.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
         optimizer.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}

@@ -135,7 +135,7 @@ def test_all_rows_run_where_a_part_of_the_loss_passes_through_no_token():
     prober, step, _ = probed()
     step.forward_rows = None
     prober.measure(Part(1, 0, 1, 0, 1))
-    step.recorded(1).beside_coefficient = torch.tensor(1.0)
+    step.recorded(1).auxiliary_coefficient = torch.tensor(1.0)
     prober.compute_only([Token(1, 0, 0)], [1])
     assert prober.cost == 6 and prober.space.norm() > 0
 

@@ -10,12 +10,10 @@ from gradloc.core.host_step import HostStep, to_host
 from gradloc.core.step import (
     Details,
     LossReplay,
-    Numerics,
     Outputs,
     Recorded,
     has_finite_loss,
     kl_coefficients,
-    record,
     run_backward,
 )
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
@@ -27,9 +25,8 @@ class Given(LossReplay):
     """The sum of sqrt(log-prob), and three times the log-prob as its KL term."""
 
     def __init__(self, log_prob, has_kl=True):
+        super().__init__(CPU, num_ranks=1)
         self.log_prob, self.has_kl = log_prob, has_kl
-
-    numerics, dp_size = Numerics(), 1
 
     def recorded(self, micro_batch):
         return recorded_of(self.log_prob)
@@ -84,9 +81,9 @@ def test_what_two_halves_of_the_tokens_pull_with_adds_up_to_what_all_do(mask, se
 
 def test_a_factor_takes_the_place_of_a_selection_and_what_passes_through_no_token_stays():
     recorded = Recorded(rng=None, log_prob_coefficient=torch.tensor([2.0, 2.0, 4.0]))
-    recorded.beside_coefficient = torch.tensor(0.5)
+    recorded.auxiliary_coefficient = torch.tensor(0.5)
     pull = recorded.pull(torch.tensor([-0.75, 0.0, 2.0]))
-    assert pull.log_prob.tolist() == [-1.5, 0.0, 8.0] and pull.entropy is None and float(pull.beside) == 0.5
+    assert pull.log_prob.tolist() == [-1.5, 0.0, 8.0] and pull.entropy is None and float(pull.auxiliary) == 0.5
 
 
 def test_a_backward_from_the_recorded_coefficients_is_training_s_bit_for_bit():
@@ -98,8 +95,10 @@ def test_a_backward_from_the_recorded_coefficients_is_training_s_bit_for_bit():
         return Outputs(hidden.log_softmax(-1), hidden.softmax(-1), hidden.square().mean())
 
     outputs = forward()
-    record(recorded, outputs)
-    ((outputs.log_prob.exp() * outputs.log_prob).sum() + outputs.entropy.square().sum() + outputs.beside / 3).backward()
+    recorded.hook(outputs)
+    (
+        (outputs.log_prob.exp() * outputs.log_prob).sum() + outputs.entropy.square().sum() + outputs.auxiliary / 3
+    ).backward()
     trained, weights.grad = weights.grad, None
     run_backward(forward(), recorded.pull(None))
     assert torch.equal(weights.grad, trained)

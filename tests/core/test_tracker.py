@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms are noted while training as long as that costs nothing, and tell a step's parts and past."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +17,7 @@ M, LOSS_SCALE = 4, 8.0
 
 @pytest.mark.parametrize("is_rough", [False, True], ids=["a GPU's", "a CPU's"])
 def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are_rough(is_rough, monkeypatch):
-    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
-    step.numerics = replace(step.numerics, loss_scale=LOSS_SCALE)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M, loss_scale=LOSS_SCALE)
     space, tracker, readings, exact = GradientSpace(step.model), NormTracker(4), 0, None
     read = space.local_squares
 
@@ -43,8 +41,7 @@ def test_the_step_s_norms_are_read_a_second_time_only_where_the_running_ones_are
 
 
 def test_each_micro_batch_s_own_size_is_the_root_of_what_it_adds_to_the_running_square(monkeypatch):
-    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
-    step.numerics = replace(step.numerics, loss_scale=LOSS_SCALE)
+    step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M, loss_scale=LOSS_SCALE)
     space, tracker, running = GradientSpace(step.model), NormTracker(0), [0.0]
     assert tracker.increments(space, Ranks(), LOSS_SCALE) is None, "nothing was noted"
     tracker.is_rough = False

@@ -159,7 +159,7 @@ def test_a_gradient_that_half_precision_has_turned_changes_the_order_of_no_share
     """As half precision turns a gradient: the shares along it add up to something else, and still name the truth."""
     batch = random_batch(build("tiny")).planted(PLANTS)
     step, space = trained(batch)
-    step.numerics = replace(step.numerics, dtype=torch.bfloat16)
+    step.dtype = torch.bfloat16
     torch.manual_seed(0)
     for grad in space.current():
         grad += 0.7 * grad.norm() / grad.numel() ** 0.5 * torch.randn_like(grad)

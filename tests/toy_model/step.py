@@ -19,8 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from gradloc.core.forward_state import RngState
-from gradloc.core.step import ByRow, Details, LossReplay, Numerics, Outputs, Recorded, TrainingStep, below, record
+from gradloc.core.step import ByRow, Details, LossReplay, Outputs, stack_rows
 from tests.detached import let_through
 from tests.toy_model.amplifier import edit_of
 from tests.toy_model.batch import Batch
@@ -121,7 +120,7 @@ class Loss:
         return losses if entropy is None else losses - self.entropy * entropy
 
 
-class ToyStep(LossReplay, ByRow, TrainingStep):
+class ToyStep(LossReplay, ByRow):
     """One rank's part of a batch, in M micro-batches: what the search may replay.
 
     Args:
@@ -142,18 +141,16 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
         loss: Loss = Loss(),  # noqa: B008 (frozen)
         loss_scale: float = 1.0,
     ):
-        self.model = model
-        self.num_micro_batches = num_micro_batches
+        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        super().__init__(next(model.parameters()).device, num_ranks, 1.0 / loss_scale)
+        self.model, self.dtype = model, dtype
+        self._num_parts = num_micro_batches
         self._batch, self._terms = batch, loss
         self._vocabulary = model.head.out_features
-        self.device = next(model.parameters()).device
-        rank, self.dp_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.numerics = Numerics(dtype, loss_scale, 1.0 / (self.dp_size * loss_scale))
-        self._each = len(batch.labels) // (self.dp_size * num_micro_batches)
+        self._each = len(batch.labels) // (num_ranks * num_micro_batches)
         self._first = rank * num_micro_batches * self._each
         self._parts = [batch.part(slice(rows[0], rows[-1] + 1), self.device) for rows in self._all_rows()]
         self._weights = [loss.weights(part.mask, batch) for part in self._parts]
-        self._recorded: list[Recorded | None] = [None] * num_micro_batches
         self._edits = [edit_of(model, batch.amplified, rows) for rows in self._all_rows()]
 
     def train(self, after_backward: Callable[[], None] = lambda: None) -> None:
@@ -162,10 +159,11 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
         Args:
             after_backward: called after every micro-batch.
         """
-        for index in range(self.num_micro_batches):
-            self._recorded[index] = Recorded(rng=RngState(self.device))
+        self.micro_batches = []
+        for index, part in enumerate(self._parts):
+            self.before_forward(part)
             outputs = self._outputs(index)
-            record(self._recorded[index], outputs)
+            self.after_forward(outputs)
             self._total(outputs.log_prob, outputs.entropy, index).backward()
             after_backward()
 
@@ -180,9 +178,6 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
     def details(self, micro_batch: int) -> Details:
         return Details(self._parts[micro_batch].old_log_probs, self._weights[micro_batch].float())
 
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self._recorded[micro_batch]
-
     @property
     def without_kl(self) -> dict[str, Any] | None:
         return {"kl": 0.0} if self._terms.kl else None
@@ -196,7 +191,7 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
         return self._outputs(micro_batch, precise=is_read, needs_entropy=needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
-        return below([self._forward_rows(micro_batch, chosen) for micro_batch, chosen in rows])
+        return stack_rows([self._forward_rows(micro_batch, chosen) for micro_batch, chosen in rows])
 
     def _forward_rows(self, micro_batch: int, rows: list[int]) -> Outputs:
         part, numbers = self._parts[micro_batch], self.rows(micro_batch)
@@ -210,14 +205,14 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
     def loss(self, micro_batch: int, selected: torch.Tensor | None) -> torch.Tensor:
         """The slow obvious way, which a probe is held against: the whole loss again, with the gradient of some tokens
         let through alone."""
-        self._recorded[micro_batch].rng.restore()
+        self.recorded(micro_batch).rng.restore()
         outputs = self._outputs(micro_batch)
         if selected is not None:
             outputs = Outputs(*(let_through(selected, each) for each in outputs))
         return self._total(outputs.log_prob, outputs.entropy, micro_batch)
 
     def _all_rows(self) -> list[list[int]]:
-        return [self.rows(index) for index in range(self.num_micro_batches)]
+        return [self.rows(index) for index in range(self._num_parts)]
 
     def _outputs(self, micro_batch: int, precise: bool = False, needs_entropy: bool = False) -> Outputs:
         logits = self._logits(micro_batch, precise)
@@ -231,9 +226,9 @@ class ToyStep(LossReplay, ByRow, TrainingStep):
 
     def _total(self, log_prob: torch.Tensor, entropy: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
         losses = self._terms.of_tokens(log_prob.float(), entropy, self._parts[micro_batch])
-        return self._sum(losses, micro_batch) * self.numerics.loss_scale
+        return self._sum(losses, micro_batch) / self.backward_factor
 
     def _sum(self, losses: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """The micro-batch's part of this rank's loss: FSDP takes the mean over the ranks."""
         kept = torch.where(self._parts[micro_batch].mask, losses, 0.0)
-        return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self.dp_size
+        return (kept * self._weights[micro_batch].to(kept.dtype)).sum() * self.num_ranks

@@ -78,7 +78,9 @@ def differing(ours: list[dict[str, Any]], other: list[dict[str, Any]], part: str
     return found
 
 
-@pytest.mark.parametrize("hook", ["_begin", "_after_body", "_before_head", "_after_head", "_keep", "_keep_head"])
+@pytest.mark.parametrize(
+    "hook", ["_begin", "_after_body", "_before_head", "_after_head", "_keep_hidden_grad", "_keep_head_grad"]
+)
 def test_a_hook_of_ours_that_fails_leaves_the_loop_as_it_is(tmp_path, monkeypatch, caplog, hook):
     stock, calls = kinds.Kind().run().result(), []
 

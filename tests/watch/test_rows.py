@@ -3,8 +3,8 @@
 
 import torch
 
-from gradloc.watch.rows import brief_of, brief_view, view_of
-from gradloc.watch.step import frozen
+from gradloc.watch.forwarded import frozen
+from gradloc.watch.rows import summaries, view_of, view_of_summaries
 
 
 def rows(*names, weight=0.5, width=3):
@@ -38,9 +38,9 @@ def test_a_name_that_comes_twice_is_a_prompt_s_and_no_name_is_none():
 def test_a_brief_batch_has_each_row_s_length_and_signal():
     masks = [torch.tensor([[True, True, False], [True, True, True]]), torch.tensor([[False, False, True]])]
     values = [torch.tensor([[0.5, 0.5, 9.0], [-1.0, -1.0, -1.0]]), torch.tensor([[9.0, 9.0, 2.0]])]
-    pairs = brief_of(masks, values)
+    pairs = summaries(masks, values)
     assert pairs == [(2, 0.5), (3, -1.0), (1, 2.0)]
-    made = brief_view([pairs[:2], pairs[2:]], "advantages").tensors
+    made = view_of_summaries([pairs[:2], pairs[2:]], "advantages").tensors
     assert made["response_mask"].tolist() == [[True, True, False], [True, True, True], [True, False, False]]
     assert made["advantages"].shape == (3, 3) and made["advantages"][:, 0].tolist() == [0.5, -1.0, 2.0]
 

@@ -11,7 +11,7 @@ import torch
 
 import gradloc
 from gradloc import token_log_probs
-from gradloc.watch.step import frozen
+from gradloc.watch.forwarded import frozen
 from tests.toy_model.model import build
 from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat, train
 from tests.watch.test_harmless import events_in, named

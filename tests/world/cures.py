@@ -135,7 +135,7 @@ def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> di
 
 def corrected(name: str) -> dict[str, list[float]]:
     """What a setting of the rollout correction makes of a micro-batch that only fills a batch up: nothing."""
-    losses, cures = part("adapters.verl_common.losses"), part("words.cures")
+    losses, cures = part("adapters.verl_common.losses"), part("explain.cures")
     assert name in losses.CORRECTIONS and name in cures.OF_BATCH
     tensors = dict(make_batch(rollout_noise=0.0).batch[:2])
     tensors["response_mask"] = torch.zeros_like(tensors["response_mask"])
@@ -211,6 +211,6 @@ def measured(kind: str, overrides: list[str], dump_dir: str, only: str = "") -> 
         changed = [*overrides, *_settings(cure), *off]
         out = make_trainer(changed, f"{dump_dir}-again").update(edited(kind, cure["name"], cure["line"]))
         truths[cure["name"]] = out["metrics"]["actor/grad_norm"][0][0]
-    is_measured = bool(only) and part("words.cures").is_measured(only, step_class().trainer_name)
+    is_measured = bool(only) and part("explain.cures").is_measured(only, step_class().trainer_name)
     found = {"event": event, "truths": truths, "is_measured": is_measured}
     return {**found, "rng": torch.get_rng_state().numpy().tobytes()}

@@ -142,11 +142,11 @@ class Trainer:
         batch.batch["chosen"] = chosen
         local = self.local(batch)
         parts = local.split(self.actor.config.ppo_micro_batch_size_per_gpu)
-        parts = [{**part.batch, **part.non_tensor_batch} for part in parts]
-        step = step_class()(self.actor, parts, 1.0, True, dist.get_world_size())
+        step = step_class()(self.actor, 1.0, True, dist.get_world_size())
         space.clear()
-        for index in range(step.num_micro_batches):
-            outputs, chosen = step.forward(index), step.micro_batches[index]["chosen"]
+        for index, micro_batch in enumerate(parts):
+            step.before_forward({**micro_batch.batch, **micro_batch.non_tensor_batch})
+            outputs, chosen = step.forward(index), micro_batch.batch["chosen"]
             log_prob, entropy = (let_through(chosen, value) for value in (outputs.log_prob, outputs.entropy))
             inputs = {**step._inputs(index), "old_log_probs": log_prob.detach()}
             part("adapters.verl07.step").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()

@@ -8,7 +8,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,12 @@ import torch
 from trl.trainer import utils as trl_utils
 
 from ...core.ranks import Ranks
-from ...core.step import Details, Groups, LossReplay, Numerics, Outputs
+from ...core.step import Details, Groups, LossReplay, Outputs, backward_factor
 from ...loop.batch import Rows, at_first, joined
 from ...private_api import replaced
+from ...watch.forwarded import Forwarded
 from ...watch.tap_step import TapStep
-from ...watch.taps import Forwarded, ModelTap
+from ...watch.taps import ModelTap
 
 logger = logging.getLogger(__name__)
 
@@ -58,23 +58,22 @@ class TrlStep(TapStep, LossReplay):
 
     def __init__(self, trainer: Any, tap: ModelTap, ranks: Ranks):
         super().__init__(tap, ranks)
-        self.trainer, self.dp_size = trainer, ranks.size
+        self.trainer, self.temperature = trainer, float(getattr(trainer, "temperature", 1.0))
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
 
     def take(self, forwards: Sequence[Forwarded]) -> None:
         super().take(forwards)
-        scaler = self.trainer.accelerator.scaler
-        if self.is_open and scaler is not None:
-            self.backward_factor = 1.0 / scaler.get_scale()
+        if self.has_log_probs:
+            self.backward_factor = backward_factor(self.trainer.accelerator.scaler)
 
     def forward_bytes(self) -> int:
         """A few tiles of logits, and in half precision the head's weight in float32."""
-        if not self.is_open:
+        if not self.has_log_probs:
             return super().forward_bytes()
         most = max(each.forwarded.recorded.log_prob.numel() for each in self.micro_batches)
         tiles = 3 * min(most, 4096) * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
         config = self.trainer.accelerator.unwrap_model(self.module).config.get_text_config()
-        head = 0 if self.numerics.dtype == torch.float32 else config.vocab_size * config.hidden_size
+        head = 0 if self.dtype == torch.float32 else config.vocab_size * config.hidden_size
         return 4 * (tiles + head)
 
     @staticmethod
@@ -95,16 +94,12 @@ class TrlStep(TapStep, LossReplay):
     @property
     def knows_loss(self) -> bool:  # type: ignore[override]
         """Whether the loss is one of advantages, made of the log-probs that TRL's own is made of."""
-        return self.is_open and all("inputs" in each.forwarded.known for each in self.micro_batches)
+        return self.has_log_probs and all("inputs" in each.forwarded.known for each in self.micro_batches)
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
         """Of the trainer's loss, for each micro-batch."""
         return [each.forwarded.known["inputs"] for each in self.micro_batches]
-
-    @property
-    def numerics(self) -> Numerics:
-        return replace(super().numerics, temperature=float(getattr(self.trainer, "temperature", 1.0)))
 
     def details(self, micro_batch: int) -> Details:
         if not self.knows_loss:

@@ -113,7 +113,7 @@ class TrainerWatch(Watch):
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
         """The trainer clips once and changes no gradient otherwise, so what was recorded of log-probs is all there is
         to know."""
-        return policy if self.step.is_open else super().before_look(norm, policy)
+        return policy if self.step.has_log_probs else super().before_look(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.teller.trackers = trackers_of(self.trainer)

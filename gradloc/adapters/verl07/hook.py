@@ -57,6 +57,8 @@ class ActorHook(ActorWatch):
         self.keeps_lr_schedule = False
         """Whether another update of the same step follows it."""
         self._num_without_policy = 0
+        self._inputs: Iterator[dict[str, Any]] = iter(())
+        """Of the mini-batch's micro-batches that are still to come."""
 
     def begin_update(self, data: Any) -> list[str]:
         """Take the policy that came with verl's DataProto; returns the batch keys that the actor must carry along."""
@@ -81,14 +83,14 @@ class ActorHook(ActorWatch):
     def begin_mini_batch(self, micro_batches: list, temperature: float, on_policy: bool) -> None:
         """Before the first micro-batch of an optimizer step."""
         if self.localizer is not None:
-            inputs = [{**each.batch, **each.non_tensor_batch} for each in micro_batches]
-            self.step = ActorStep(self.actor, inputs, temperature, on_policy, self.ranks.size)
+            self._inputs = iter([{**each.batch, **each.non_tensor_batch} for each in micro_batches])
+            self.step = ActorStep(self.actor, temperature, on_policy, self.ranks.size)
             self.localizer.begin_mini_batch(self.step)
 
     def before_forward(self) -> None:
         """Before a micro-batch's forward."""
         if self.step is not None:
-            self.step.before_forward()
+            self.step.before_forward(next(self._inputs))
 
     def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
         """After the forward: log-probs and entropies, (B, T) both."""

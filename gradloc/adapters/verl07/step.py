@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
 
-import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,58 +15,31 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
-from ...core.forward_state import RngState
 from ...core.ranks import Ranks
-from ...core.step import ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, record
+from ...core.step import ByRow, Details, Groups, LossReplay, Outputs, backward_factor
 from ...keys import ROW_KEY
 from ...private_api import replaced
 from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of
 
 
 class VerlStep(LossReplay, ByRow):
-    """One mini-batch of verl's actor or critic, replayable: the :class:`~...core.step.TrainingStep` of the search.
+    """One mini-batch of verl's actor or critic; inputs are what its model and loss read, by verl's names.
 
     Args:
         config: the model's.
         device_name: where it is.
-        dp_size: data-parallel ranks.
+        num_ranks: data-parallel ranks.
+        scaler: of the loss (fp16); None where it is not scaled.
     """
 
     trainer_name = "verl 0.7"
 
-    def __init__(self, config: Any, device_name: str, dp_size: int):
-        self.config, self.dp_size = config, dp_size
-        self.micro_batches: list[Mapping[str, Any]] = []
-        self._device = torch.device(device_name)
-        self._recorded: list[Recorded] = []
-
-    def before_forward(self, is_value: bool = False) -> None:
-        """Before training's forward of the next micro-batch."""
-        self._recorded.append(Recorded(RngState(self._device), is_value=is_value))
-
-    def after_forward(self, outputs: Outputs) -> None:
-        """After it; changes nothing."""
-        record(self._recorded[-1], outputs)
-
-    def kept(self) -> "VerlStep":
-        """Return the first micro-batch alone, to be run again at the weights of a later step."""
-        found = copy.copy(self)
-        found.micro_batches, found._recorded = [self.micro_batches[0]], [self._recorded[0]]
-        return found
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches)
-
-    def recorded(self, micro_batch: int) -> Recorded:
-        return self._recorded[micro_batch]
-
-    def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # the gradient is reduced after every micro-batch
+    def __init__(self, config: Any, device_name: str, num_ranks: int, scaler: Any = None):
+        super().__init__(torch.device(device_name), num_ranks, backward_factor(scaler))
+        self.config = config
 
     def rows(self, micro_batch: int) -> list[int]:
-        """Where the micro-batch's rows stand in the driver's batch; empty when the driver did not say."""
-        batch = self.micro_batches[micro_batch]
+        batch = self.micro_batches[micro_batch].inputs
         return batch[ROW_KEY].tolist() if ROW_KEY in batch else []
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
@@ -78,28 +49,28 @@ class VerlStep(LossReplay, ByRow):
         return setting_of(self.config, name)
 
     def _mask(self, micro_batch: int) -> torch.Tensor:
-        return self.micro_batches[micro_batch]["response_mask"].to(get_device_id())
+        return self.micro_batches[micro_batch].inputs["response_mask"].to(get_device_id())
 
     def _inputs(self, micro_batch: int) -> dict[str, Any]:
         """What the model and the loss read, on the device."""
-        return _on_device(self.micro_batches[micro_batch])
+        return _on_device(self.micro_batches[micro_batch].inputs)
 
     def _inputs_of(self, rows: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
         """The same of these rows alone, by micro-batch; all have one length."""
 
-        def below(name: str, first: Any) -> Any:
+        def join(name: str, first: Any) -> Any:
             if not hasattr(first, "shape"):
                 return first
-            parts = [self.micro_batches[index][name][chosen] for index, chosen in rows]
+            parts = [self.micro_batches[index].inputs[name][chosen] for index, chosen in rows]
             return torch.cat(parts) if isinstance(first, torch.Tensor) else np.concatenate(parts)
 
-        return _on_device({name: below(name, each) for name, each in self.micro_batches[rows[0][0]].items()})
+        return _on_device({name: join(name, each) for name, each in self.micro_batches[rows[0][0]].inputs.items()})
 
     def loss_scale_factor(self, micro_batch: int) -> float:
         """The factor that verl's gradient accumulation puts on the loss of this micro-batch."""
         config = self.config
         if config.use_dynamic_bsz:
-            return len(self.micro_batches[micro_batch]["responses"]) / config.ppo_mini_batch_size
+            return len(self.micro_batches[micro_batch].inputs["responses"]) / config.ppo_mini_batch_size
         return 1 / (config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu)
 
 
@@ -108,27 +79,21 @@ class ActorStep(VerlStep):
 
     Args:
         actor: verl's.
-        micro_batches: of the mini-batch, what its model and loss read.
         temperature: the rollout's.
         on_policy: whether the loss takes the present log-probs as the old ones.
-        dp_size: data-parallel ranks.
+        num_ranks: data-parallel ranks.
     """
 
-    def __init__(self, actor: Any, micro_batches: list, temperature: float, on_policy: bool, dp_size: int):
-        super().__init__(actor.config, actor.device_name, dp_size)
-        self.actor, self.micro_batches = actor, micro_batches
+    def __init__(self, actor: Any, temperature: float, on_policy: bool, num_ranks: int):
+        super().__init__(actor.config, actor.device_name, num_ranks, actor.scaler)
+        self.actor, self.dtype = actor, actor.param_dtype
         self.temperature, self.on_policy = temperature, on_policy
-        self.scale = 1.0 if actor.scaler is None else actor.scaler.get_scale()  # each step may change it
-
-    @property
-    def numerics(self) -> Numerics:
-        return Numerics(self.actor.param_dtype, self.scale, 1.0 / (self.dp_size * self.scale), self.temperature)
 
     def details(self, micro_batch: int) -> Details:
         config, mask = self.config, self._mask(micro_batch)
         mode, sizes = config.loss_agg_mode, config.global_batch_info
         weights = weights_of(mask, lambda token_losses: core_algos.agg_loss(token_losses, mask, mode, **sizes))
-        weights = weights * self.loss_scale_factor(micro_batch) / self.dp_size
+        weights = weights * self.loss_scale_factor(micro_batch) / self.num_ranks
         return Details(self._old_log_prob(micro_batch), weights)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
@@ -151,7 +116,7 @@ class ActorStep(VerlStep):
         actor = self.actor
         if actor.use_fused_kernels:
             return 0
-        masks = [micro_batch["attention_mask"] for micro_batch in self.micro_batches]
+        masks = [each.inputs["attention_mask"] for each in self.micro_batches]
         num_positions = max(int(mask.sum()) if actor.use_remove_padding else mask.numel() for mask in masks)
         vocabulary = getattr(actor.actor_module.config.get_text_config(), "vocab_size", 0)
         config = actor.config
@@ -170,7 +135,7 @@ class ActorStep(VerlStep):
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
         inputs, rows = self._inputs(micro_batch), self.rows(micro_batch)
-        has_ratio_clips, log_prob = self.actor.gradloc.weigher is not None, self._recorded[micro_batch].log_prob
+        has_ratio_clips, log_prob = self.actor.gradloc.weigher is not None, self.recorded(micro_batch).log_prob
         return tensors_under(name, inputs, log_prob, rows, groups, has_ratio_clips, self.trainer_name)
 
     def loss_under(
@@ -183,13 +148,13 @@ class ActorStep(VerlStep):
 
     def _old_log_prob(self, micro_batch: int) -> torch.Tensor:
         """The old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""
-        recorded = self._recorded[micro_batch].log_prob
+        recorded = self.recorded(micro_batch).log_prob
         if self.on_policy and not self.actor.config.get("use_rollout_log_probs", False):
             return recorded
-        return self.micro_batches[micro_batch]["old_log_probs"].to(recorded.device)
+        return self.micro_batches[micro_batch].inputs["old_log_probs"].to(recorded.device)
 
 
-class AnalysedActorStep(Averages, ActorStep):
+class AnalysedActorStep(ActorStep, Averages):
     """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
 
     Args:
@@ -205,15 +170,11 @@ class AnalysedActorStep(Averages, ActorStep):
         rows = {**data.batch, "response_mask": data.batch["response_mask"] * is_real.unsqueeze(1)}
         mini_batches = DataProto.from_dict(rows).split(config.ppo_mini_batch_size)
         parts = [part for mini_batch in mini_batches for part in self._cut(mini_batch, config)]
-        micro_batches = [{**_real_rows(part).batch} for part in parts]
         on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
-        super().__init__(actor, micro_batches, temperature, on_policy, ranks.size)
+        super().__init__(actor, temperature, on_policy, ranks.size)
         self._num_rows = ranks.sum([float(is_real.sum())])[0]
         actor.actor_module.train()
-        for index in range(self.num_micro_batches):
-            self.before_forward()
-            with torch.no_grad():
-                self.after_forward(self.train_forward(index))
+        self.record_forwards({**_real_rows(part).batch} for part in parts)
 
     @staticmethod
     def _cut(mini_batch: DataProto, config: Any) -> list[DataProto]:
@@ -224,15 +185,15 @@ class AnalysedActorStep(Averages, ActorStep):
 
     def label(self, name: str, micro_batch: int) -> torch.Tensor:
         """What was sent of its rows: (B,), or (B, T)."""
-        return self.micro_batches[micro_batch][name]
+        return self.micro_batches[micro_batch].inputs[name]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        return self.loss_scale_factor(micro_batch) / self.dp_size, mode == "seq-mean-token-sum-norm"
+        return self.loss_scale_factor(micro_batch) / self.num_ranks, mode == "seq-mean-token-sum-norm"
 
     def loss_scale_factor(self, micro_batch: int) -> float:
         """verl averages over a micro-batch, and then over these."""
-        num_real = int((self.micro_batches[micro_batch][BUCKET_KEY] >= 0).sum())
-        return num_real * self.dp_size / self._num_rows
+        num_real = int((self.micro_batches[micro_batch].inputs[BUCKET_KEY] >= 0).sum())
+        return num_real * self.num_ranks / self._num_rows
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -244,16 +205,17 @@ class AnalysedActorStep(Averages, ActorStep):
 class CriticStep(VerlStep):
     """Of verl's ``DataParallelPPOCritic``: its values stand where the actor's log-probs stand."""
 
-    def __init__(self, critic: Any, dp_size: int):
-        super().__init__(critic.config, critic.device_name, dp_size)
+    is_value = True
+    dtype = torch.bfloat16
+    """verl's critic sees to the dtype itself, whatever its weights are kept in."""
+
+    def __init__(self, critic: Any, num_ranks: int):
+        super().__init__(critic.config, critic.device_name, num_ranks)
         self.critic = critic
-        # verl's critic sees to the dtype itself, whatever its weights are kept in
-        self.numerics = Numerics(torch.bfloat16, weight=1.0 / dp_size)
 
     def train_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Run and record training's forward of the next micro-batch; changes nothing."""
-        self.micro_batches.append(micro_batch)
-        self.before_forward(is_value=True)
+        self.before_forward(micro_batch)
         values = self._values(micro_batch)
         self.after_forward(Outputs(values))
         return values
@@ -265,11 +227,11 @@ class CriticStep(VerlStep):
     def details(self, micro_batch: int) -> Details:
         mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
         weights = weights_of(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
-        old = self.micro_batches[micro_batch]["values"]
-        return Details(old, weights * self.loss_scale_factor(micro_batch) / self.dp_size)
+        old = self.micro_batches[micro_batch].inputs["values"]
+        return Details(old, weights * self.loss_scale_factor(micro_batch) / self.num_ranks)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        return Outputs(self._values(self.micro_batches[micro_batch]))
+        return Outputs(self._values(self.micro_batches[micro_batch].inputs))
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         return Outputs(self._values(self._inputs_of(rows)))
@@ -280,7 +242,7 @@ class CriticStep(VerlStep):
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        inputs, config = {**self.micro_batches[micro_batch], **tensors}, changed(self.config, **settings)
+        inputs, config = {**self.micro_batches[micro_batch].inputs, **tensors}, changed(self.config, **settings)
         loss, _ = core_algos.compute_value_loss(
             vpreds=given.log_prob,
             values=inputs["values"],

@@ -81,7 +81,7 @@ class EngineWatch(ActorWatch):
         step.before_forward(micro_batch)
 
         def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
-            step.after_forward(model_output)
+            step.record_output(model_output)
             return loss_function(model_output=model_output, **given)
 
         return watched

@@ -8,10 +8,10 @@ weights on its tokens, and one stage of Lopti's.
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,19 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
-from ...core.forward_state import RngState
 from ...core.ranks import Ranks
-from ...core.step import NUM_TOKENS, ByRow, Details, Groups, LossReplay, Numerics, Outputs, Recorded, record
+from ...core.step import (
+    NUM_TOKENS,
+    ByRow,
+    Details,
+    Groups,
+    LossReplay,
+    MicroBatch,
+    Numerics,
+    Outputs,
+    Recorded,
+    backward_factor,
+)
 from ...keys import ROW_KEY
 from ...private_api import replaced
 from ...reweighting.stages import STAGE_MASK_KEY
@@ -96,42 +106,49 @@ _DISTILLED = "distillation_loss."
 """Settings of this block are another config's."""
 
 
+@dataclass
+class EngineMicroBatch(MicroBatch):
+    """Its inputs are verl's TensorDict."""
+
+    packed: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Fields of the record as verl's model gave them and the backward delivered them, (N,), until they are read."""
+
+    @cached_property
+    def layout(self) -> Packing:
+        return Packing(self.inputs, torch.device(get_device_name()))
+
+    def unpack(self) -> Recorded:
+        """Return the record, (B, T): padded when it is read, not while nothing spikes."""
+        while self.packed:
+            name = next(iter(self.packed))
+            setattr(self.recorded, name, self.layout.unpack(self.packed[name]))
+            del self.packed[name]  # only once that has gone well
+        return self.recorded
+
+
 class EngineStep(LossReplay, ByRow):
-    """One mini-batch of verl's FSDP engine, replayable: see :class:`~...core.step.TrainingStep`.
+    """One mini-batch of verl's FSDP engine.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``, with :class:`.engine.WatchedFSDP` in front.
         loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        dp_size: data-parallel ranks.
+        num_ranks: data-parallel ranks.
     """
 
     trainer_name = "verl 0.9"
     output, old, factor = "log_probs", "old_log_probs", 1.0
-    """Of verl's model output what the loss is about, the batch's from before the update, and what the mean of the
-    tokens' losses is multiplied with."""
+    """The model output that the loss uses, its value before the update in the batch, and the loss's factor."""
+    micro_batch_class = EngineMicroBatch
 
-    def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
-        self.engine, self.loss_function, self.dp_size = engine, loss_function, dp_size
-        scaler = getattr(engine, "scaler", None)  # Megatron's has none
-        self.scale = 1.0 if scaler is None else scaler.get_scale()  # each step may change it
-        self.micro_batches: list[Any] = []
-        self._recorded: list[Recorded] = []
-        self._packed: list[dict[str, torch.Tensor]] = []
-        """Of each micro-batch, by a record's names, what verl's model gave and the backward delivered: (N,)."""
-        self._layouts: dict[int, Packing] = {}
+    def __init__(self, engine: Any, loss_function: Callable, num_ranks: int):
+        scaler = getattr(engine, "scaler", None)  # Megatron has none
+        super().__init__(torch.device(get_device_name()), num_ranks, backward_factor(scaler))
+        self.engine, self.loss_function = engine, loss_function
+        self.dtype = engine._autocast_dtype if hasattr(engine, "_autocast_dtype") else engine.param_dtype
 
-    # ---- recording, while verl trains
-
-    def before_forward(self, micro_batch: Any) -> None:
-        """Keep the next micro-batch (verl's TensorDict) and the random state before its forward."""
-        self.micro_batches.append(micro_batch)
-        rng = RngState(torch.device(get_device_name()))
-        self._recorded.append(Recorded(rng=rng, is_value=self.output == "values"))
-        self._packed.append({})
-
-    def after_forward(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
-        """Keep the values of the last micro-batch, or of this one, and hook their coefficients; computes nothing."""
-        packed = self._packed[number]
+    def record_output(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
+        """Record the values of the last micro-batch, or of this one, and hook their coefficients; computes nothing."""
+        packed = self.micro_batches[number].packed
         for key, name in FIELDS.items():
             value = model_output.get(key)
             if value is not None:
@@ -139,57 +156,35 @@ class EngineStep(LossReplay, ByRow):
                 if value.requires_grad:
                     value.register_hook(partial(_keep, packed, f"{name}_coefficient"))
 
-    def kept(self) -> "EngineStep":
-        """Return the first micro-batch alone, to be run again at the weights of a later step."""
-        found = copy.copy(self)
-        found.micro_batches, found._recorded = [self.micro_batches[0]], [self._recorded[0]]
-        found._packed, found._layouts = [self._packed[0]], {}
-        return found
-
     # ---- what the search may ask
 
     @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches)
-
-    @property
     def numerics(self) -> Numerics:
-        return Numerics(
-            self.engine._autocast_dtype,
-            self.scale,
-            1.0 / (self.dp_size * self.scale),
-            float(self.micro_batches[0]["temperature"]),
-            self.reduces_once,
-        )
+        return replace(super().numerics, temperature=float(self.micro_batches[0].inputs["temperature"]))
 
     @property
     def reduces_once(self) -> bool:
         return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
 
     def recorded(self, micro_batch: int) -> Recorded:
-        recorded, packed = self._recorded[micro_batch], self._packed[micro_batch]
-        while packed:  # padded when somebody asks, not while nothing spikes
-            name = next(iter(packed))
-            setattr(recorded, name, self._layout(micro_batch).unpack(packed[name]))
-            del packed[name]  # once that has gone well
-        return recorded
+        return self.micro_batches[micro_batch].unpack()
 
     def rows(self, micro_batch: int) -> list[int]:
-        rows = self.micro_batches[micro_batch].get(ROW_KEY, None)
+        rows = self.micro_batches[micro_batch].inputs.get(ROW_KEY, None)
         if rows is None:
             return []
         return (rows.values() if rows.is_nested else rows).flatten().tolist()
 
     def token_mask(self, micro_batch: int) -> torch.Tensor:
-        return padded(self.micro_batches[micro_batch]["response_mask"]).bool().to(get_device_id())
+        return padded(self.micro_batches[micro_batch].inputs["response_mask"]).bool().to(get_device_id())
 
     def details(self, micro_batch: int) -> Details:
-        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch], self._config
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch].inputs, self._config
         sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
         sizes["loss_scale_factor"] = config.loss_scale_factor
         weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
         # this verl's loss always takes the old log-probs that came with the batch
-        return Details(padded(data[self.old]).to(get_device_id()), weights / self.dp_size)
+        return Details(padded(data[self.old]).to(get_device_id()), weights / self.num_ranks)
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
@@ -202,7 +197,7 @@ class EngineStep(LossReplay, ByRow):
             return self.train_forward(micro_batch, needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
-        length = max(self._layout(index).length for index, _ in rows)
+        length = max(self.micro_batches[index].layout.length for index, _ in rows)
         parts = [tu.index_select_tensor_dict(self._data(index), chosen) for index, chosen in rows]
         data = parts[0] if len(parts) == 1 else tu.concat_tensordict(parts)
         with settled(self.engine):
@@ -210,7 +205,7 @@ class EngineStep(LossReplay, ByRow):
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         """verl's forward, with a graph or without."""
-        return self._forward(self._data(micro_batch), self._layout(micro_batch), needs_entropy)
+        return self._forward(self._data(micro_batch), self.micro_batches[micro_batch].layout, needs_entropy)
 
     def _forward(self, data: Any, layout: Packing, needs_entropy: bool = False) -> Outputs:
         kept: dict[str, torch.Tensor] = {}
@@ -228,15 +223,15 @@ class EngineStep(LossReplay, ByRow):
         )
 
     def forward_bytes(self) -> int:
-        if is_fused(self.micro_batches[0]):
+        if is_fused(self.micro_batches[0].inputs):
             return 0
         module = getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
-        ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
-        is_packed = tu.get_non_tensor_data(data=self.micro_batches[0], key="use_remove_padding", default=True)
+        ids, first = [each.inputs["input_ids"] for each in self.micro_batches], self.micro_batches[0].inputs
+        is_packed = tu.get_non_tensor_data(data=first, key="use_remove_padding", default=True)
         lengths = [nested.offsets().diff() for nested in ids]
         sizes = [int(each.sum() if is_packed else each.max() * len(each)) for each in lengths]
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
-        has_entropy = tu.get_non_tensor_data(data=self.micro_batches[0], key="calculate_entropy", default=False)
+        has_entropy = tu.get_non_tensor_data(data=first, key="calculate_entropy", default=False)
         is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
         each = logit_bytes(self.numerics.temperature != 1, is_whole)
         return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
@@ -265,7 +260,7 @@ class EngineStep(LossReplay, ByRow):
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        pack, original, data = self._layout(micro_batch).pack, self.loss_function, self._data(micro_batch)
+        pack, original, data = self.micro_batches[micro_batch].layout.pack, self.loss_function, self._data(micro_batch)
         distilled = {name: value for name, value in settings.items() if name.startswith(_DISTILLED)}
         own = {name: value for name, value in settings.items() if name not in distilled}
         keywords = {**original.keywords, "config": changed(self._config, **own)}
@@ -288,16 +283,11 @@ class EngineStep(LossReplay, ByRow):
     def _config(self) -> Any:
         return self.loss_function.keywords["config"]
 
-    def _layout(self, micro_batch: int) -> Packing:
-        if micro_batch not in self._layouts:
-            self._layouts[micro_batch] = Packing(self.micro_batches[micro_batch], torch.device(get_device_name()))
-        return self._layouts[micro_batch]
-
     def _data(self, micro_batch: int) -> Any:
-        return self.micro_batches[micro_batch].to(get_device_id())
+        return self.micro_batches[micro_batch].inputs.to(get_device_id())
 
 
-class AnalysedEngineStep(Averages, EngineStep):
+class AnalysedEngineStep(EngineStep, Averages):
     """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
 
     Args:
@@ -328,37 +318,39 @@ class AnalysedEngineStep(Averages, EngineStep):
             **{name: getattr(settings, name) for name in names},
         )
         size = config.ppo_mini_batch_size * config.rollout_n // engine.get_data_parallel_size()
-        for mini_batch in torch.arange(len(data)).split(size):
-            part = tu.index_select_tensor_dict(data, mini_batch)
-            for micro_batch in prepare_micro_batches(part, engine.get_data_parallel_group())[0]:
-                is_real = (padded(micro_batch[BUCKET_KEY]).flatten() >= 0).nonzero().flatten()
-                # all run if none is real: the peers' collectives wait
-                real = tu.index_select_tensor_dict(micro_batch, is_real) if len(is_real) else micro_batch
-                self.before_forward(real)
+        mini_batches = [tu.index_select_tensor_dict(data, rows) for rows in torch.arange(len(data)).split(size)]
+        group = engine.get_data_parallel_group()
+        parts = [part for mini_batch in mini_batches for part in prepare_micro_batches(mini_batch, group)[0]]
         engine.module.train()
-        for index in range(self.num_micro_batches):
-            with torch.no_grad():
-                self._recorded[index].rng = RngState(torch.device(get_device_name()))
-                record(self._recorded[index], self.train_forward(index))
+        self.record_forwards(map(_real_rows, parts))
 
     def label(self, name: str, micro_batch: int) -> torch.Tensor:
         """What was sent of its rows: (B,), or (B, T)."""
-        values = padded(self.micro_batches[micro_batch][name])
-        return values.flatten() if name == BUCKET_KEY else values[:, : self._layout(micro_batch).length]
+        values, length = (
+            padded(self.micro_batches[micro_batch].inputs[name]),
+            self.micro_batches[micro_batch].layout.length,
+        )
+        return values.flatten() if name == BUCKET_KEY else values[:, :length]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
         if term == "task" and is_of_micro_batch(self.config):
-            return 1.0 / self.dp_size, False
+            return 1.0 / self.num_ranks, False
         mask = self.token_mask(micro_batch)
         if mode == "token-mean":  # verl averages over the tokens of the whole mini-batch
             return int(mask.sum()) / max(self._num_tokens, 1), True
         return int(mask.any(1).sum()) / self._num_rows, True
 
 
+def _real_rows(micro_batch: Any) -> Any:
+    """Without those that only fill up the ranks; all if there are no others, since the peers' collectives wait."""
+    is_real = (padded(micro_batch[BUCKET_KEY]).flatten() >= 0).nonzero().flatten()
+    return tu.index_select_tensor_dict(micro_batch, is_real) if len(is_real) else micro_batch
+
+
 class EngineCriticStep(EngineStep):
     """One mini-batch of verl's critic: its values stand where the actor's log-probs stand."""
 
-    output, old, factor = "values", "values", 0.5
+    output, old, factor, is_value = "values", "values", 0.5, True
 
     @property
     def without_kl(self) -> None:

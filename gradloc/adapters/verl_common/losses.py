@@ -3,10 +3,10 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -219,14 +219,23 @@ class Averages(LossReplay):
     """Of a step of verl's actor: how its loss averages, for the analyses; an adapter says its own sizes."""
 
     config: Any
-    dp_size: int
+
+    def record_forwards(self, inputs: Iterable[Any]) -> None:
+        """Run a forward of each micro-batch without a graph, and record it."""
+        for index, each in enumerate(inputs):
+            self.before_forward(each)
+            with torch.no_grad():
+                self.after_forward(self.train_forward(index))
+
+    @abstractmethod
+    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        """Run training's forward, with a graph or without."""
 
     def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
         """The share of some tokens, bool (B, T), in a term's average, and their part of its value: over all tokens and
         ranks 1, and the batch's loss. For losses that look at all tokens at once the value is of these alone."""
-        step: Any = self
         mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
-        mask, terms = step.token_mask(micro_batch), terms_of(step)
+        mask, terms = self.token_mask(micro_batch), terms_of(self)
         weight, is_sum = self.weight_of(micro_batch, term, mode)
         tokens, all_tokens = inside.sum(1).double(), mask.sum(1).double()
         if mode == "token-mean":
@@ -236,10 +245,10 @@ class Averages(LossReplay):
         task, value = (self._value(micro_batch, terms[each], inside) for each in ("task", term))
         value = value if term == "task" else value - task
         is_sum = is_sum or term == "task" and _counts_empty_rows(self.config)
-        return weight * share, value / self.dp_size * (1.0 if is_sum else share)
+        return weight * share, value / self.num_ranks * (1.0 if is_sum else share)
 
     def _value(self, micro_batch: int, settings: Mapping[str, Any], inside: torch.Tensor) -> float:
-        recorded, rng = cast(Any, self).recorded(micro_batch), RngState(inside.device)
+        recorded, rng = self.recorded(micro_batch), RngState(inside.device)
         with torch.no_grad():
             given = Outputs(recorded.log_prob, recorded.entropy)
             loss = self.loss_under(micro_batch, given, settings, {MASK: inside.long()})

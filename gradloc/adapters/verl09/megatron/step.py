@@ -22,7 +22,6 @@ from megatron.core.utils import get_model_config
 
 from verl.models.mcore import model_forward_fused
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
@@ -30,7 +29,7 @@ from ....core.forecast import logit_bytes
 from ....core.forward_state import RngState
 from ....core.fp32_head import precise_linear
 from ....core.ranks import LostRank
-from ....core.step import Numerics, Outputs, Recorded, Scheduled
+from ....core.step import Outputs, Recorded, Scheduled
 from ....private_api import replaced
 from ..step import FIELDS, EngineStep, is_fused
 from .space import chunks_of
@@ -47,8 +46,8 @@ _Pulls = Sequence[tuple[int, Outputs | None]]
 class MegatronStep(EngineStep, Scheduled):
     """One mini-batch of verl's ``MegatronEngineWithLMHead``, replayable."""
 
-    def __init__(self, engine: Any, loss_function: Callable, dp_size: int):
-        super().__init__(engine, loss_function, dp_size)
+    def __init__(self, engine: Any, loss_function: Callable, num_ranks: int):
+        super().__init__(engine, loss_function, num_ranks)
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._is_shared = self.num_stages == 1
         self._pass: _Pulls | None = None
@@ -73,19 +72,19 @@ class MegatronStep(EngineStep, Scheduled):
         """Before each forward of a model chunk: note the random state, or go back to it."""
         number = tu.get_non_tensor_data(micro_batch, key=_NUMBER, default=None)
         if self.is_replaying:
-            self._recorded[number].rng.restore()
+            self.micro_batches[number].recorded.rng.restore()
         elif number is None:
             if not self.num_micro_batches:
                 self._routers_before = [value.clone() for value in self._routers]
             tu.assign_non_tensor(micro_batch, **{_NUMBER: self.num_micro_batches})
             super().before_forward(micro_batch)
         else:  # another chunk's
-            self._recorded[number].rng = RngState(torch.device(get_device_name()))
+            self.micro_batches[number].recorded.rng = RngState(self.device)
 
     def after_output(self, output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
         """On the last stage: record training's values, or keep those of a forward alone."""
         if self._pass is None:
-            self.after_forward(output, tu.get_non_tensor_data(data, key=_NUMBER, default=-1))
+            self.record_output(output, tu.get_non_tensor_data(data, key=_NUMBER, default=-1))
             return output
         if not torch.is_grad_enabled():
             place = tu.get_non_tensor_data(data, key=_PLACE, default=-1)
@@ -97,12 +96,12 @@ class MegatronStep(EngineStep, Scheduled):
         coefficients, as training's delivered them."""
         assert self._pass is not None
         number, pull = self._pass[tu.get_non_tensor_data(data, key=_PLACE, default=-1)]
-        total = torch.zeros((), device=torch.device(get_device_name()))
+        total = torch.zeros((), device=self.device)
         for key, name in FIELDS.items():
             coefficient = getattr(pull, name)
             if model_output.get(key) is None or coefficient is None:
                 continue
-            values, packed = model_output[key].values(), self._layout(number).pack(coefficient)
+            values, packed = model_output[key].values(), self.micro_batches[number].layout.pack(coefficient)
             values.register_hook(lambda grad, packed=packed: packed.to(grad.dtype))
             total = total + values.sum()
         return total, {}
@@ -130,9 +129,12 @@ class MegatronStep(EngineStep, Scheduled):
     # ---- what the search may ask
 
     @property
-    def numerics(self) -> Numerics:
-        temperature = float(self.micro_batches[0]["temperature"])
-        return Numerics(self.engine.param_dtype, 1.0, self._factor / self.dp_size, temperature, reduces_once=True)
+    def reduces_once(self) -> bool:
+        return True
+
+    @property
+    def weight(self) -> float:
+        return self._factor / self.num_ranks
 
     def share(self) -> None:
         if self._is_shared:
@@ -141,15 +143,17 @@ class MegatronStep(EngineStep, Scheduled):
             parallel_state.get_pipeline_model_parallel_last_rank(),
             self.engine._watch.ranks.run_local_synced,
         )
-        sent = synced(partial(_on, torch.device("cpu"), self._packed))
+        packed = [each.packed for each in self.micro_batches]
+        sent = synced(partial(_on, torch.device("cpu"), packed))
         dist.broadcast_object_list(sent, src=source, group=_stages())
-        known = self._packed if dist.get_rank() == source else sent
-        self._packed = synced(partial(_on, torch.device(get_device_name()), known))
+        known = synced(partial(_on, self.device, packed if dist.get_rank() == source else sent))
+        for each, values in zip(self.micro_batches, known, strict=True):
+            each.packed = values
         self._is_shared = True
 
     def recorded(self, micro_batch: int) -> Recorded:
         if not self._is_shared and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            unknown = Recorded(self._recorded[micro_batch].rng)  # the last stage knows
+            unknown = Recorded(self.micro_batches[micro_batch].recorded.rng)  # the last stage knows
             unknown.log_prob = torch.zeros(self.token_mask(micro_batch).shape)
             return unknown
         return super().recorded(micro_batch)
@@ -159,7 +163,7 @@ class MegatronStep(EngineStep, Scheduled):
         """Turns a coefficient that a hook saw into one of the mean over data-parallel ranks. Megatron multiplies the
         loss by the number of context-parallel ranks, or it divides the gradients' sum by the number of tokens."""
         if self._num_tokens is not None:
-            return self.dp_size / int(self._num_tokens)
+            return self.num_ranks / int(self._num_tokens)
         return 1.0 / parallel_state.get_context_parallel_world_size()
 
     @property
@@ -167,13 +171,13 @@ class MegatronStep(EngineStep, Scheduled):
         if self._num_tokens is None:
             return super().loss_factor
         # not the number that the gradient is divided by: that is a sum of halves (of context-parallel ranks), rounded
-        data = self.micro_batches[0]
-        return tu.get_non_tensor_data(data, key="routed_num_tokens", default=int(self._num_tokens)) / self.dp_size
+        data = self.micro_batches[0].inputs
+        return tu.get_non_tensor_data(data, key="routed_num_tokens", default=int(self._num_tokens)) / self.num_ranks
 
     def forward_bytes(self) -> int:
-        if is_fused(self.micro_batches[0]):
+        if is_fused(self.micro_batches[0].inputs):
             return 0
-        ids = [micro_batch["input_ids"] for micro_batch in self.micro_batches]
+        ids = [each.inputs["input_ids"] for each in self.micro_batches]
         vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         each = logit_bytes(True, True)
         size = max(int(nested.offsets()[-1]) for nested in ids)
@@ -213,11 +217,11 @@ class MegatronStep(EngineStep, Scheduled):
         self._outputs.clear()
         try:
             if output:
-                return torch.stack([self._layout(micro_batch).unpack(output[key]).float() for key in keys])
+                return torch.stack([self.micro_batches[micro_batch].layout.unpack(output[key]).float() for key in keys])
         except Exception as error:  # the other stages wait for what is read
             self.failed(error)
         shape = self.token_mask(micro_batch).shape
-        return torch.zeros(len(keys), *shape, device=torch.device(get_device_name()))
+        return torch.zeros(len(keys), *shape, device=self.device)
 
     def _run(self, pulls: _Pulls, forward_only: bool, data: Any = None) -> None:
         """Megatron's schedule over these micro-batches.
@@ -230,7 +234,7 @@ class MegatronStep(EngineStep, Scheduled):
         chosen += [(chosen[0][0], nothing)] * (-len(chosen) % at_once)
         batches = []
         for place, (number, _) in enumerate(chosen):
-            batch = (self.micro_batches[number] if data is None else data).copy()
+            batch = (self.micro_batches[number].inputs if data is None else data).copy()
             tu.assign_non_tensor(batch, num_micro_batch=len(chosen), **{_NUMBER: number, _PLACE: place})
             batches.append(batch)
         loss_function = None if forward_only else self._pulled
