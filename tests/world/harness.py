@@ -148,7 +148,7 @@ class Trainer:
             step.before_forward({**micro_batch.batch, **micro_batch.non_tensor_batch})
             outputs, chosen = step.forward(index), micro_batch.batch["chosen"]
             log_prob, entropy = (let_through(chosen, value) for value in (outputs.log_prob, outputs.entropy))
-            inputs = {**step._inputs(index), "old_log_probs": log_prob.detach()}
+            inputs = {**step.loss_inputs(index), "old_log_probs": log_prob.detach()}
             part("adapters.verl07.step").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
         return space.take()
 

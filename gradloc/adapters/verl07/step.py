@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mini-batch of verl's actor or critic as a step that can be replayed: forwards and backwards are verl's own."""
+"""One mini-batch of verl's actor or critic that can be run again, by verl's own forward and backward."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from ...analysis.parts import BUCKET_KEY
 from ...core.forecast import logit_bytes
 from ...core.ranks import Ranks
-from ...core.step import ByRow, Details, Groups, LossReplay, Outputs, backward_factor
+from ...core.step import ByRow, Details, LossReplay, Outputs, backward_factor
 from ...keys import ROW_KEY
 from ...private_api import replaced
-from ..verl_common.losses import Averages, changed, setting_of, tensors_under, weights_of
+from ..verl_common.losses import ActorLoss, Averages, changed, setting_of, weights_of
 
 
 class VerlStep(LossReplay, ByRow):
-    """One mini-batch of verl's actor or critic; inputs are what its model and loss read, by verl's names.
+    """One mini-batch of verl's actor or critic; inputs are those of its model and loss, by verl's names.
 
     Args:
         config: the model's.
@@ -51,12 +51,12 @@ class VerlStep(LossReplay, ByRow):
     def _mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch].inputs["response_mask"].to(get_device_id())
 
-    def _inputs(self, micro_batch: int) -> dict[str, Any]:
-        """What the model and the loss read, on the device."""
+    def loss_inputs(self, micro_batch: int) -> dict[str, Any]:
+        """Return the inputs of the model and the loss, on the device."""
         return _on_device(self.micro_batches[micro_batch].inputs)
 
     def _inputs_of(self, rows: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
-        """The same of these rows alone, by micro-batch; all have one length."""
+        """Return the inputs of some rows of each micro-batch; all have one length."""
 
         def join(name: str, first: Any) -> Any:
             if not hasattr(first, "shape"):
@@ -67,20 +67,20 @@ class VerlStep(LossReplay, ByRow):
         return _on_device({name: join(name, each) for name, each in self.micro_batches[rows[0][0]].inputs.items()})
 
     def loss_scale_factor(self, micro_batch: int) -> float:
-        """The factor that verl's gradient accumulation puts on the loss of this micro-batch."""
+        """Return the factor of verl's gradient accumulation on this micro-batch's loss."""
         config = self.config
         if config.use_dynamic_bsz:
             return len(self.micro_batches[micro_batch].inputs["responses"]) / config.ppo_mini_batch_size
         return 1 / (config.ppo_mini_batch_size // config.ppo_micro_batch_size_per_gpu)
 
 
-class ActorStep(VerlStep):
-    """Of verl's ``DataParallelPPOActor``.
+class ActorStep(VerlStep, ActorLoss):
+    """One mini-batch of verl's ``DataParallelPPOActor``.
 
     Args:
         actor: verl's.
         temperature: the rollout's.
-        on_policy: whether the loss takes the present log-probs as the old ones.
+        on_policy: whether the loss uses the present log-probs as the old ones.
         num_ranks: data-parallel ranks.
     """
 
@@ -88,6 +88,7 @@ class ActorStep(VerlStep):
         super().__init__(actor.config, actor.device_name, num_ranks, actor.scaler)
         self.actor, self.dtype = actor, actor.param_dtype
         self.temperature, self.on_policy = temperature, on_policy
+        self.has_ratio_clips = actor.gradloc.weigher is not None
 
     def details(self, micro_batch: int) -> Details:
         config, mask = self.config, self._mask(micro_batch)
@@ -103,8 +104,8 @@ class ActorStep(VerlStep):
         return self._forward(self._inputs_of(rows))
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Training's forward, with a graph or without."""
-        return self._forward(self._inputs(micro_batch), needs_entropy)
+        """Run training's forward, with a graph or without."""
+        return self._forward(self.loss_inputs(micro_batch), needs_entropy)
 
     def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
@@ -125,29 +126,16 @@ class ActorStep(VerlStep):
         each = logit_bytes(has_entropy=is_whole)
         return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
 
-    @property
-    def without_kl(self) -> dict[str, Any] | None:
-        return {"use_kl_loss": False} if self.actor.config.use_kl_loss else None
-
-    @property
-    def without_entropy(self) -> dict[str, Any] | None:
-        return {"entropy_coeff": 0} if self.actor.config.entropy_coeff != 0 else None
-
-    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
-        inputs, rows = self._inputs(micro_batch), self.rows(micro_batch)
-        has_ratio_clips, log_prob = self.actor.gradloc.weigher is not None, self.recorded(micro_batch).log_prob
-        return tensors_under(name, inputs, log_prob, rows, groups, has_ratio_clips, self.trainer_name)
-
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        inputs = {**self._inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **tensors}
+        inputs = {**self.loss_inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **tensors}
         return own_loss(self.actor, inputs, given.log_prob, given.entropy, settings)
 
     # ---- inside
 
     def _old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """The old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""
+        """Return the old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""
         recorded = self.recorded(micro_batch).log_prob
         if self.on_policy and not self.actor.config.get("use_rollout_log_probs", False):
             return recorded
@@ -155,12 +143,12 @@ class ActorStep(VerlStep):
 
 
 class AnalysedActorStep(ActorStep, Averages):
-    """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
+    """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
     Args:
         actor: verl's.
-        data: this rank's rows, verl's DataProto; those that only fill up the ranks weigh nothing. Forwards run with the
-            model in training mode, in which it is left.
+        data: this rank's rows, verl's DataProto; rows that only fill up the ranks get no weight. Forwards run with the
+            model in training mode, and leave it so.
         temperature: the rollout's.
         ranks: data-parallel.
     """
@@ -178,20 +166,20 @@ class AnalysedActorStep(ActorStep, Averages):
 
     @staticmethod
     def _cut(mini_batch: DataProto, config: Any) -> list[DataProto]:
-        """Cut as verl's ``update_policy`` does."""
+        """Cut a mini-batch as verl's ``update_policy`` does."""
         if config.use_dynamic_bsz:
             return prepare_dynamic_batch(mini_batch, max_token_len=config.ppo_max_token_len_per_gpu)[0]
         return mini_batch.split(config.ppo_micro_batch_size_per_gpu)
 
     def label(self, name: str, micro_batch: int) -> torch.Tensor:
-        """What was sent of its rows: (B,), or (B, T)."""
+        """Return a tensor that the driver sent with the rows, (B,) or (B, T)."""
         return self.micro_batches[micro_batch].inputs[name]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
         return self.loss_scale_factor(micro_batch) / self.num_ranks, mode == "seq-mean-token-sum-norm"
 
     def loss_scale_factor(self, micro_batch: int) -> float:
-        """verl averages over a micro-batch, and then over these."""
+        """Return the factor of a mean over all real rows: verl averages over a micro-batch, and then over these."""
         num_real = int((self.micro_batches[micro_batch].inputs[BUCKET_KEY] >= 0).sum())
         return num_real * self.num_ranks / self._num_rows
 
@@ -203,11 +191,11 @@ class AnalysedActorStep(ActorStep, Averages):
 
 
 class CriticStep(VerlStep):
-    """Of verl's ``DataParallelPPOCritic``: its values stand where the actor's log-probs stand."""
+    """One mini-batch of verl's ``DataParallelPPOCritic``; values take the place of log-probs."""
 
     is_value = True
     dtype = torch.bfloat16
-    """verl's critic sees to the dtype itself, whatever its weights are kept in."""
+    """verl's critic casts to it, whatever the dtype of its weights."""
 
     def __init__(self, critic: Any, num_ranks: int):
         super().__init__(critic.config, critic.device_name, num_ranks)
@@ -221,7 +209,7 @@ class CriticStep(VerlStep):
         return values
 
     def _values(self, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-        """Run the forward of the critic's class, in whose place the watch has put its own for a while."""
+        """Run the forward of the critic's class; the watch has replaced the object's."""
         return type(self.critic)._forward_micro_batch(self.critic, micro_batch)
 
     def details(self, micro_batch: int) -> Details:
@@ -255,7 +243,7 @@ class CriticStep(VerlStep):
 
 
 def _real_rows(part: DataProto) -> DataProto:
-    """Without those that only fill up the ranks; all if there are no others, since the peers' collectives wait."""
+    """Drop rows that only fill up the ranks; keep all if there are no others, since the peers' collectives wait."""
     is_real = part.batch[BUCKET_KEY] >= 0
     return part.select_idxs(is_real) if is_real.any() else part
 
@@ -271,38 +259,38 @@ def own_loss(
     entropy: torch.Tensor | None,
     settings: Mapping[str, Any],
 ) -> torch.Tensor:
-    """The loss that verl would run backward from, unscaled (fp16), a scalar; nothing of the actor's is changed.
+    """Return the loss that verl would run backward from, an unscaled scalar; the actor is not changed.
 
     Args:
         actor: verl's ``DataParallelPPOActor``, in training mode.
-        inputs: of the micro-batch, as the loss takes them; ``old_log_probs`` are used as they are.
+        inputs: of the micro-batch, as the loss takes them; ``old_log_probs`` are not recomputed.
         log_prob: (B, T), with a graph or not.
-        entropy: (B, T); None where the loss does not ask for it.
-        settings: of the actor's config, in place of its own.
+        entropy: (B, T); None where the loss does not use it.
+        settings: replace those of the actor's config.
     """
     from verl.workers.actor import dp_actor  # which imports the adapter
 
-    kept = LossCatcher()
+    catcher = LossCatcher()
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {
         "config": config,
-        "scaler": kept,
+        "scaler": catcher,
         "gradloc": NullHook(actor.gradloc),
         "actor_optimizer": SimpleNamespace(zero_grad=lambda: None),
         "gradient_accumulation": 1,  # which verl sets again
         "_forward_micro_batch": lambda *_, **__: (entropy, log_prob),
         "_optimizer_step": lambda: torch.zeros(()),
     }
-    # verl's DataProto with one micro-batch, which is its only mini-batch, too
+    # verl's DataProto with one mini-batch of one micro-batch
     data = SimpleNamespace(batch=inputs, non_tensor_batch={}, meta_info={"temperature": 1.0})
     vars(data).update(select=lambda **_: data, split=lambda _: [data], to=lambda _: data)
     with replaced(actor, **instead), replaced(dp_actor, prepare_dynamic_batch=lambda *_, **__: ([data], None)):
         actor.update_policy(data)
-    return kept.loss
+    return catcher.loss
 
 
 class LossCatcher:
-    """In the scaler's place: keeps the loss, and runs no backward."""
+    """Replaces the scaler: keeps the loss, and runs no backward."""
 
     loss: torch.Tensor
 
@@ -315,7 +303,7 @@ class LossCatcher:
 
 
 class NullHook:
-    """In the hook's place: the loss is what it makes of it, and nothing is recorded."""
+    """Replaces the hook: changes the loss as the hook does, and records nothing."""
 
     is_stage = False
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mini-batch of verl's engine as a step that can be replayed: all forwards and backwards are verl's own.
+"""One mini-batch of verl's engine that can be run again, by verl's own forward and backward.
 
 The engine lays out a micro-batch without padding: prompts and responses end to end, N positions. A position's log-prob
-is that of the next token: a response's first stands at its prompt's last position. Around verl's loss are our parts:
-weights on its tokens, and one stage of Lopti's.
+is that of the next token: a response's first is at its prompt's last position. verl's loss may be wrapped: in weights
+on its tokens, and in one stage of Lopti.
 
 Shapes: B rows of the micro-batch, T response positions, N positions.
 """
@@ -32,8 +32,6 @@ from ...core.step import (
     NUM_TOKENS,
     ByRow,
     Details,
-    Groups,
-    LossReplay,
     MicroBatch,
     Numerics,
     Outputs,
@@ -46,27 +44,27 @@ from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.losses import (
     WEIGHTS,
+    ActorLoss,
     Averages,
     changed,
     is_of_micro_batch,
     setting_of,
-    tensors_under,
     weights_of,
 )
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
-    """(B, T), 0 where there is no token."""
+    """Return values (B, T) that are 0 where there is no token."""
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
 class Packing:
-    """Where the log-probs of a micro-batch's response tokens stand among its N positions.
+    """Maps a micro-batch's response tokens (B, T) to the positions (N,) of their log-probs, and back.
 
     Args:
         data: verl's TensorDict, as it came to the engine.
         device: of the values.
-        length: T, if it is not that of the longest response.
+        length: T; None: that of the longest response.
     """
 
     def __init__(self, data: Any, device: torch.device, length: int | None = None):
@@ -82,28 +80,28 @@ class Packing:
         self._tokens, self._positions = tokens.to(device), places.flatten()[tokens].to(device)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """From response tokens (B, T) to the positions that have their log-probs, (N,); 0 and False elsewhere."""
+        """Return values of response tokens (B, T) at their positions, (N,); 0 or False elsewhere."""
         kept = values.flatten().index_select(0, self._tokens)
         return values.new_zeros(self._num_positions).index_put((self._positions,), kept)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """The other way, (N,) to (B, T): 0 where there is no token."""
+        """Return values of positions (N,) as those of response tokens, (B, T); 0 where there is no token."""
         return torch.where(self._is_token, values[self._places], 0)
 
 
 def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
-    """verl's TensorDict of these tensors, one for each row, laid end to end."""
+    """Return verl's TensorDict of tensors that are given row by row and laid end to end."""
     nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
     return TensorDict(nested, batch_size=len(rows["input_ids"]))
 
 
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
-"""Of verl's model output, and what they are called in a record; values are a critic's."""
+"""Key of verl's model output -> field of a record; values are a critic's."""
 
 
 _PER_TOKEN = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights", "response_mask")
 _DISTILLED = "distillation_loss."
-"""Settings of this block are another config's."""
+"""Prefix of settings that belong to another config."""
 
 
 @dataclass
@@ -126,7 +124,7 @@ class EngineMicroBatch(MicroBatch):
         return self.recorded
 
 
-class EngineStep(LossReplay, ByRow):
+class EngineStep(ActorLoss, ByRow):
     """One mini-batch of verl's FSDP engine.
 
     Args:
@@ -144,6 +142,7 @@ class EngineStep(LossReplay, ByRow):
         scaler = getattr(engine, "scaler", None)  # Megatron has none
         super().__init__(torch.device(get_device_name()), num_ranks, backward_factor(scaler))
         self.engine, self.loss_function = engine, loss_function
+        self.config, self.has_ratio_clips = loss_function.keywords["config"], loss_function.func is weighed_loss
         self.dtype = engine._autocast_dtype if hasattr(engine, "_autocast_dtype") else engine.param_dtype
 
     def record_output(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
@@ -179,7 +178,7 @@ class EngineStep(LossReplay, ByRow):
         return padded(self.micro_batches[micro_batch].inputs["response_mask"]).bool().to(get_device_id())
 
     def details(self, micro_batch: int) -> Details:
-        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch].inputs, self._config
+        mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch].inputs, self.config
         sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
         sizes["loss_scale_factor"] = config.loss_scale_factor
         weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
@@ -204,7 +203,7 @@ class EngineStep(LossReplay, ByRow):
             return self._forward(data, Packing(data, torch.device(get_device_name()), length))
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """verl's forward, with a graph or without."""
+        """Run verl's forward, with a graph or without."""
         return self._forward(self._data(micro_batch), self.micro_batches[micro_batch].layout, needs_entropy)
 
     def _forward(self, data: Any, layout: Packing, needs_entropy: bool = False) -> Outputs:
@@ -238,24 +237,15 @@ class EngineStep(LossReplay, ByRow):
 
     @property
     def without_kl(self) -> dict[str, Any] | None:
-        has_term = bool(self._config.use_kl_loss) and "distillation_config" not in self.loss_function.keywords
-        return {"use_kl_loss": False} if has_term else None
-
-    @property
-    def without_entropy(self) -> dict[str, Any] | None:
-        return {"entropy_coeff": 0} if self._config.entropy_coeff != 0 else None
+        return None if "distillation_config" in self.loss_function.keywords else super().without_kl
 
     def setting(self, name: str) -> Any:
-        config = self.loss_function.keywords["distillation_config"] if name.startswith(_DISTILLED) else self._config
+        config = self.loss_function.keywords["distillation_config"] if name.startswith(_DISTILLED) else self.config
         return setting_of(config, name)
 
-    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
-        data, rows = self._data(micro_batch), self.rows(micro_batch)
-        if self.output != "log_probs" or "advantages" not in data:
-            return None
-        held = {each: padded(data[each]) for each in _PER_TOKEN if each in data}
-        has_ratio_clips, log_prob = self.loss_function.func is weighed_loss, self.recorded(micro_batch).log_prob
-        return tensors_under(name, held, log_prob, rows, groups, has_ratio_clips, self.trainer_name)
+    def loss_inputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        data = self._data(micro_batch)
+        return {} if self.is_value else {each: padded(data[each]) for each in _PER_TOKEN if each in data}
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -263,7 +253,7 @@ class EngineStep(LossReplay, ByRow):
         pack, original, data = self.micro_batches[micro_batch].layout.pack, self.loss_function, self._data(micro_batch)
         distilled = {name: value for name, value in settings.items() if name.startswith(_DISTILLED)}
         own = {name: value for name, value in settings.items() if name not in distilled}
-        keywords = {**original.keywords, "config": changed(self._config, **own)}
+        keywords = {**original.keywords, "config": changed(self.config, **own)}
         if distilled:
             keywords["distillation_config"] = changed(original.keywords["distillation_config"], **distilled)
         if tensors:
@@ -279,29 +269,23 @@ class EngineStep(LossReplay, ByRow):
 
     # ---- inside
 
-    @property
-    def _config(self) -> Any:
-        return self.loss_function.keywords["config"]
-
     def _data(self, micro_batch: int) -> Any:
         return self.micro_batches[micro_batch].inputs.to(get_device_id())
 
 
 class AnalysedEngineStep(EngineStep, Averages):
-    """A whole batch as one mini-batch that is never taken, cut into training's micro-batches.
+    """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
     Args:
         engine: verl's ``FSDPEngineWithLMHead``.
         loss_function: training's, with the actor's config bound to it.
-        data: this rank's rows, verl's TensorDict; those that only fill up the ranks weigh nothing.
+        data: this rank's rows, verl's TensorDict; rows that only fill up the ranks get no weight.
         ranks: data-parallel.
     """
 
-    config = property(lambda self: self._config)
-
     def __init__(self, engine: Any, loss_function: Callable, data: Any, ranks: Ranks):
         super().__init__(engine, loss_function, ranks.size)
-        settings, config = engine.engine_config, self._config
+        settings, config = engine.engine_config, self.config
         is_real, mask = padded(data[BUCKET_KEY]).flatten() >= 0, data["response_mask"]
         data = data.copy()
         data["response_mask"] = response_to_nested(padded(mask) * is_real.unsqueeze(1), mask)
@@ -325,7 +309,7 @@ class AnalysedEngineStep(EngineStep, Averages):
         self.record_forwards(map(_real_rows, parts))
 
     def label(self, name: str, micro_batch: int) -> torch.Tensor:
-        """What was sent of its rows: (B,), or (B, T)."""
+        """Return a tensor that the driver sent with the rows, (B,) or (B, T)."""
         values, length = (
             padded(self.micro_batches[micro_batch].inputs[name]),
             self.micro_batches[micro_batch].layout.length,
@@ -342,26 +326,26 @@ class AnalysedEngineStep(EngineStep, Averages):
 
 
 def _real_rows(micro_batch: Any) -> Any:
-    """Without those that only fill up the ranks; all if there are no others, since the peers' collectives wait."""
+    """Drop rows that only fill up the ranks; keep all if there are no others, since the peers' collectives wait."""
     is_real = (padded(micro_batch[BUCKET_KEY]).flatten() >= 0).nonzero().flatten()
     return tu.index_select_tensor_dict(micro_batch, is_real) if len(is_real) else micro_batch
 
 
 class EngineCriticStep(EngineStep):
-    """One mini-batch of verl's critic: its values stand where the actor's log-probs stand."""
+    """One mini-batch of verl's critic; values take the place of log-probs."""
 
     output, old, factor, is_value = "values", "values", 0.5, True
 
     @property
     def without_kl(self) -> None:
-        """A critic has no such term."""
+        """Return None: a critic has no KL term."""
 
     def forward_bytes(self) -> int:
         return 0
 
 
 def is_fused(data: Any) -> bool:
-    """Whether verl computes the log-probs of a micro-batch by its fused kernel."""
+    """Return whether verl computes the log-probs of a micro-batch by its fused kernel."""
     return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
 
 
@@ -371,7 +355,7 @@ def _keep(packed: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> Non
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """While a forward runs without a graph: nothing is saved for a backward, so nothing is offloaded or counted."""
+    """Suspend activation offloading around a forward without a graph, which saves nothing for a backward."""
 
     def nothing(self: ActivationHandler, module: torch.nn.Module) -> None:
         pass
@@ -385,7 +369,7 @@ def set_aside() -> Iterator[None]:
 
 @contextmanager
 def settled(engine: Any) -> Iterator[None]:
-    """Around a forward of the search with a graph: its layers' hooks are not left behind if it fails."""
+    """Reset activation offloading before a forward of the search with a graph, and after it if it fails."""
     settle(engine)
     try:
         yield
@@ -395,10 +379,10 @@ def settled(engine: Any) -> Iterator[None]:
 
 
 def settle(engine: Any) -> None:
-    """Have the handler forget a forward whose backward never came, where a pass of the search has failed between.
+    """Reset the offloading handler after a forward whose backward never came, as where a pass of the search failed.
 
     Args:
-        engine: verl's ``FSDPEngine``; where it offloads nothing, this does nothing.
+        engine: verl's ``FSDPEngine``; does nothing where it offloads no activations.
     """
     hook = _hook_of(engine.module) if engine.model_config.enable_activation_offload else None
     if hook is None:
@@ -414,7 +398,7 @@ def settle(engine: Any) -> None:
 
 
 def _hook_of(module: torch.nn.Module) -> Any:
-    """The one that all its layers' forwards share, from the first of these; None where there are too few of them."""
+    """Return the offloading hook that all layers' forwards share; None where there are too few layers for one."""
     for layer in module.modules():
         for cell in getattr(vars(layer).get("forward"), "__closure__", None) or ():
             if isinstance(cell.cell_contents, ActivationHandler):
@@ -426,9 +410,12 @@ _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
 
 
 def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
-    """Bind verl's ``ppo_loss`` and the actor's config to a loss that weights tokens as the clips on ratios say.
+    """Return verl's loss with tokens weighted by the clips on ratios.
 
-    ``note`` gets the figures of what the clips did, once a micro-batch.
+    Args:
+        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
+        weigher: computes the weights.
+        note: gets the clips' metrics, once a micro-batch.
     """
     return partial(weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
@@ -442,7 +429,7 @@ def weighed_loss(
     data: Any,
     **given: Any,
 ) -> tuple[torch.Tensor, dict]:
-    """What :func:`weighed` binds."""
+    """Compute the loss of :func:`weighed`."""
     metrics: dict[str, float] = {}
     inputs = {name: padded(data[name]) for name in _RATIO_FIELDS if name in data.keys()}
     log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)
@@ -455,7 +442,7 @@ def weighed_loss(
 
 
 def within_stage(loss_function: partial) -> partial:
-    """A loss whose KL and entropy terms are of the stage's tokens alone; denominators stay those of all tokens."""
+    """Return a loss whose KL and entropy terms are of the stage's tokens alone, over all tokens' number."""
     return partial(_loss_of_stage, loss_function.func, *loss_function.args, **loss_function.keywords)
 
 

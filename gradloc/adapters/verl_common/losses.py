@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed verl's losses do, asked of themselves."""
+"""verl's losses under other settings, and how they average, found by calling them."""
 
 import copy
 from abc import abstractmethod
@@ -27,7 +27,7 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def changed(config: Any, **values: Any) -> Any:
-    """A copy of one of verl's configs, which are frozen, with these values; ``policy_loss.loss_mode`` is in a block."""
+    """Return a copy of a frozen config with other values; ``policy_loss.loss_mode`` names a value of a block."""
     config = copy.copy(config)
     for name, value in values.items():
         name, _, inner = name.partition(".")
@@ -40,7 +40,11 @@ def changed(config: Any, **values: Any) -> Any:
 
 
 def setting_of(config: Any, name: str) -> Any:
-    """The value of one of these names in one of verl's configs; LookupError or AttributeError without."""
+    """Return a value of one of verl's configs by its dotted name.
+
+    Raises:
+        LookupError, AttributeError: the config does not have it.
+    """
     for part in name.split("."):
         config = config[part]
     return config
@@ -49,21 +53,21 @@ def setting_of(config: Any, name: str) -> Any:
 _DIVIDING = ("grpo", "grpo_vectorized")
 """verl's advantage estimators that may divide by a group's standard deviation."""
 _BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
-"""Those whose advantages stay as they are where tokens leave the loss."""
+"""Those whose advantages do not change where tokens leave the loss."""
 
 
 def estimator_of(algorithm: Any) -> str:
-    """verl's name of the advantage estimator in this block of the trainer's config."""
+    """Return verl's name of the advantage estimator in the trainer's ``algorithm`` block."""
     return str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
 
 
 def groups_of(
     batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
 ) -> Groups | None:
-    """How the batch's advantages were made; None where it has none.
+    """Return how the batch's advantages were made; None where it has none.
 
     Args:
-        batch: as it is about to be trained on.
+        batch: that is about to be trained on.
         algorithm: this block of the trainer's config.
         is_reweighted: whether they were scaled by the tokens' probabilities.
         refused_cures: settings that the run would be refused with.
@@ -102,18 +106,18 @@ def tensors_under(
     has_ratio_clips: bool,
     trainer: str,
 ) -> dict[str, torch.Tensor] | None:
-    """See :meth:`~...core.step.LossReplay.tensors_under`; tensors are (B, T).
+    """Return what :meth:`~...core.step.LossReplay.tensors_under` returns; tensors are (B, T).
 
     Args:
-        name: of the action.
-        held: those of the micro-batch, by verl's names.
+        name: the cure's.
+        held: the micro-batch's tensors, by verl's names.
         log_prob: of the step's forward.
-        rows: their numbers on the driver.
+        rows: the rows' numbers on the driver.
         groups: from the driver.
         has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh its tokens.
-        trainer: as the advice knows it.
+        trainer: its name in the advice.
     """
-    if groups is None or len(rows) != len(log_prob):
+    if "advantages" not in held or groups is None or len(rows) != len(log_prob):
         return None
     if name in CORRECTIONS:
         return _corrected(loss_settings(options_of(name, trainer)[""]), held)
@@ -130,7 +134,7 @@ def tensors_under(
 
 
 def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
-    """The corrections that would change more than the loss of this run, or stand in the place of its own."""
+    """Return the corrections that would change more than this run's loss, or replace a correction of its own."""
     has = (algorithm.get("rollout_correction") or {}).get
     if has("bypass_mode"):  # the loss itself corrects
         return frozenset(CORRECTIONS)
@@ -140,10 +144,10 @@ def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
 
 
 WEIGHTS = "rollout_is_weights"
-"""What verl multiplies token losses with: its rollout correction's, and those of our clips on ratios."""
+"""verl's name of the factors on token losses: its rollout correction's, and those of our clips on ratios."""
 _TRUNCATED = 1.5
 CORRECTIONS = ("weigh_tokens", *OF_MASK)
-"""Actions that are verl's own rollout correction."""
+"""Cures that are verl's own rollout correction."""
 _CORRECTION = "algorithm.rollout_correction."
 
 
@@ -176,26 +180,26 @@ _BY_WEIGHTS: dict[str, Callable[..., torch.Tensor | None]] = {
     "clip_tokens": partial(_clipped, StabilizeConfig(token_clip=TokenClipConfig(mode="clamp"))),
     "clip_sequences": partial(_clipped, StabilizeConfig(seq_clip=SeqClipConfig(mode="clamp"))),
 }
-"""Actions that weigh token losses otherwise; None where that is in force, or not known."""
+"""Cures that weigh token losses: their weights, None where the cure is in force already, or unknown."""
 
 
 def aggregation_of(config: Any) -> str:
-    """How the policy loss of verl's actor config averages its tokens: some take sequences whatever ``loss_agg_mode``
-    says, and which ones do differs from release to release."""
+    """Return how the policy loss of verl's actor config averages tokens: in some releases some losses average over
+    sequences whatever ``loss_agg_mode`` says."""
     by_token, by_sequence = (_policy_loss(config, mode) for mode in ("token-mean", _BY_SEQUENCE))
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
 def is_of_micro_batch(config: Any) -> bool:
-    """Whether the policy loss is a mean over its micro-batch however large the mini-batch is, as geo_mean's is; on an
-    engine that gives the loss how large the mini-batch is."""
+    """Return whether the policy loss, though it gets the mini-batch's size, is a mean over its micro-batch, as
+    geo_mean's is."""
     sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
     once, twice = (_policy_loss(config, config.loss_agg_mode, **batch_info) for batch_info in sizes)
     return once == twice
 
 
 def _counts_empty_rows(config: Any) -> bool:
-    """Whether the policy loss is a mean over all rows, those without a token, too, as geo_mean's is."""
+    """Return whether the policy loss is a mean over all rows, even those without a token, as geo_mean's is."""
     rows = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     one, both = (_policy_loss(config, _BY_SEQUENCE, mask) for mask in (rows[:1], rows))
     return one != both
@@ -204,7 +208,7 @@ def _counts_empty_rows(config: Any) -> bool:
 def _policy_loss(
     config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0)), **batch_info: int
 ) -> float:
-    """Of two sequences of one token and of three, with different advantages, or of those in another mask."""
+    """Return the loss of two sequences with different advantages, by default of one token and of three."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     config = changed(config, global_batch_info=batch_info)
@@ -215,10 +219,34 @@ def _policy_loss(
     return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
 
 
-class Averages(LossReplay):
-    """Of a step of verl's actor: how its loss averages, for the analyses; an adapter says its own sizes."""
+class ActorLoss(LossReplay):
+    """The loss of verl's actor under other settings; an adapter says where its tensors are."""
 
     config: Any
+    """verl's actor config."""
+    has_ratio_clips: bool
+    """Whether ``token_clip`` or ``seq_clip`` weigh its tokens."""
+
+    def loss_inputs(self, micro_batch: int) -> Mapping[str, torch.Tensor]:
+        """Return the tensors (B, T) that the loss reads, by verl's names."""
+        raise NotImplementedError
+
+    @property
+    def without_kl(self) -> dict[str, Any] | None:
+        return {"use_kl_loss": False} if self.config.use_kl_loss else None
+
+    @property
+    def without_entropy(self) -> dict[str, Any] | None:
+        return {"entropy_coeff": 0} if self.config.entropy_coeff != 0 else None
+
+    def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
+        inputs, log_prob = self.loss_inputs(micro_batch), self.recorded(micro_batch).log_prob
+        rows = self.rows(micro_batch)
+        return tensors_under(name, inputs, log_prob, rows, groups, self.has_ratio_clips, self.trainer_name)
+
+
+class Averages(ActorLoss):
+    """A step of verl's actor that says how its loss averages, for the analyses."""
 
     def record_forwards(self, inputs: Iterable[Any]) -> None:
         """Run a forward of each micro-batch without a graph, and record it."""
@@ -232,8 +260,11 @@ class Averages(LossReplay):
         """Run training's forward, with a graph or without."""
 
     def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
-        """The share of some tokens, bool (B, T), in a term's average, and their part of its value: over all tokens and
-        ranks 1, and the batch's loss. For losses that look at all tokens at once the value is of these alone."""
+        """Return the share of some tokens, bool (B, T), in a term's average, and their part of its value.
+
+        Over all tokens and ranks shares add up to 1, and values to the batch's loss. For losses that use all tokens at
+        once the value is that of these tokens alone.
+        """
         mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
         mask, terms = self.token_mask(micro_batch), terms_of(self)
         weight, is_sum = self.weight_of(micro_batch, term, mode)
@@ -257,12 +288,12 @@ class Averages(LossReplay):
 
     @abstractmethod
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        """A micro-batch's weight in a term's average over the batch, and whether fewer tokens make its loss smaller, as
-        of a sum that is divided by a constant, and not another mean."""
+        """Return a micro-batch's weight in a term's average over the batch, and whether its loss is a sum over a
+        constant, which fewer tokens make smaller, and not a mean."""
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Each token's weight in a loss, read off verl's own aggregation, which is linear in the token losses.
+    """Return each token's weight in a loss: the derivative of verl's own aggregation, which is linear.
 
     Args:
         mask: (B, T), 1 on response tokens.
