@@ -25,7 +25,7 @@ from lab.experiments.environment import CACHE, ensure_patched_copy  # noqa: E402
 from lab.experiments.verl09 import ENVIRONMENT  # noqa: E402
 from patchkit.build import bases, ensure_base  # noqa: E402
 from tests import trainers  # noqa: E402
-from tests.trainers import OF_VERL07, TRAINER  # noqa: E402
+from tests.trainers import TRAINER, VERL07  # noqa: E402
 from tests.trainers import VERSION as VERL  # noqa: E402
 from tests.world import DEVICE, World  # noqa: E402
 
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.verl09)
         if item.get_closest_marker("e2e"):
             group = FIRST[0]
-        elif is_09 or TRAINER != OF_VERL07 and fixtures & WORLDS:
+        elif is_09 or TRAINER != VERL07 and fixtures & WORLDS:
             group = "/".join(room[:-1])  # an environment of its own: each folder in one process
         elif fixtures & WORLDS:
             is_of_actor = room[0] == "adapters" and "single" not in fixtures or "unpatched_world" in fixtures
@@ -122,7 +122,7 @@ def patched_tree() -> Path:
 @pytest.fixture(scope="session")
 def world_settings(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
     """``world_settings(is_patched)``: how a `World` is made, of verl 0.7 or the installed trainer."""
-    if TRAINER != OF_VERL07:
+    if TRAINER != VERL07:
         return lambda **_: trainers.SETTINGS
 
     def settings(is_patched: bool = True) -> dict[str, Any]:

@@ -253,12 +253,12 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
 @contextmanager
 def _megatron(layout: str) -> Iterator[None]:
     """While a trainer is verl's Megatron engine, two processes in this layout."""
-    from tests.adapters.verl09.megatron import as_actor
+    from tests.adapters.verl09.megatron import conformance
     from tests.adapters.verl09.megatron.layouts import LAYOUTS
 
-    as_actor._layout.clear()
-    as_actor._layout.update(LAYOUTS[layout].settings)
-    with mock.patch.object(of_world, "other_trainer", lambda: as_actor):
+    conformance._layout.clear()
+    conformance._layout.update(LAYOUTS[layout].settings)
+    with mock.patch.object(of_world, "other_trainer", lambda: conformance):
         yield
 
 

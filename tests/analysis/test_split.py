@@ -4,6 +4,7 @@
 import pytest
 
 from gradloc.analysis.buckets import bucket_cosines
+from tests.trainers import NONE, default_on
 
 RUN = "tests.analysis.scenarios."
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -28,6 +29,7 @@ SPLITS = {
 }
 
 
+@default_on(verl07=("token-mean",), verl09=("seq-mean-token-mean",))
 @pytest.mark.parametrize("case", SPLITS)
 def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_dir, case):
     for out in world.run(RUN + "split", overrides=SPLITS[case], dump_dir=dump_dir):
@@ -41,11 +43,13 @@ def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_di
         assert out["loss_sum"] == pytest.approx(out["loss"], rel=1e-5)
 
 
+@default_on(verl09=NONE)
 def test_a_rank_without_a_row_of_the_bucket_keeps_its_peers_company(world, dump_dir):
     out = world.run(RUN + "split", overrides=[], dump_dir=dump_dir, buckets=[0] * 8 + [1] * 8)[0]
     assert out["total_error"] < 1e-5
 
 
+@default_on(verl07=("quartiles",), verl09=NONE)
 @pytest.mark.parametrize("kind", ["buckets", "quartiles"])
 def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir, kind):
     out = world.run(RUN + "with_filling_row", kind=kind, dump_dir=dump_dir)[0]
@@ -80,6 +84,7 @@ LAYOUTS = {
 }
 
 
+@default_on(verl07=("buckets-fsdp2",), verl09=("quartiles-fsdp2",))
 @pytest.mark.parametrize(
     "kind, layout", [("buckets", "fsdp2"), ("buckets", "fsdp1"), *(("quartiles", layout) for layout in LAYOUTS)]
 )
@@ -94,12 +99,14 @@ def test_training_with_the_analysis_is_bit_identical_to_training_without(world, 
         assert with_analysis == without
 
 
+@default_on(verl07=("quartiles-fsdp2",), verl09=("buckets-fsdp2",))
 @pytest.mark.parametrize("kind, layout", [("buckets", "fsdp2"), ("quartiles", "fsdp2"), ("quartiles", "fsdp1")])
 def test_an_actor_in_the_middle_of_something_is_left_as_it_was_found(world, dump_dir, kind, layout):
     for out in world.run(RUN + "leave_as_found", kind=kind, overrides=LAYOUTS[layout], dump_dir=dump_dir):
         assert all(out.values()), out
 
 
+@default_on(verl07=("buckets",), verl09=("quartiles",))
 @pytest.mark.parametrize("kind", ["buckets", "quartiles"])
 def test_a_failure_on_one_rank_is_told_to_all_and_training_goes_on(world, dump_dir, kind):
     for out in world.run(RUN + "fail_on_one_rank", kind=kind, dump_dir=dump_dir):

@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from tests.trainers import NONE, default_on
+
 ACTOR = "actor_rollout_ref.actor"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"
 CLIP = f"{STABILIZE}.layer_clip"
@@ -36,6 +38,7 @@ SETTINGS = {
 }
 
 
+@default_on(verl07=("FSDP1 with original parameters, by tensor, adagc",), verl09=("FSDP2, by kind, zscore",))
 @pytest.mark.parametrize("case", CASES)
 def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dump_dir, case):
     overrides, group, name = CASES[case]
@@ -65,6 +68,7 @@ def test_the_optimizer_gets_the_whole_gradient_clipped_by_plain_loops(world, dum
             assert metrics["gradloc/layer_clip/warmup"] == [1.0 if step < 2 else 0.0]
 
 
+@default_on(verl07=("FSDP2",), verl09=("fp16",))
 @pytest.mark.parametrize("layout", [[], OFFLOADED, FSDP1, FSDP1 + FP16], ids=["FSDP2", "offloaded", "FSDP1", "fp16"])
 def test_an_outlier_is_skipped_and_leaves_weights_and_moments_as_they_were(world, dump_dir, layout):
     skip = [f"{STABILIZE}.skip_step.enable=true", f"{STABILIZE}.skip_step.window=8"]
@@ -88,6 +92,7 @@ BOTH = [
 ]
 
 
+@default_on(verl07=("a loss scale that overflows",), verl09=("FSDP1",))
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("nan", []), ("nan", FSDP1), ("overflow", FSDP1 + FP16)],
@@ -107,6 +112,7 @@ def test_a_gradient_that_is_not_finite_teaches_nothing_and_is_counted(world, dum
         assert all(step["metrics"].keys() == steps[0]["metrics"].keys() for step in steps)
 
 
+@default_on(verl09=NONE)
 def test_a_step_that_localization_took_away_teaches_nothing(world, dump_dir):
     kinds = ["healthy", "healthy", "spike", "healthy"]
     action = [f"{ACTOR}.gradloc.action.mode=skip"]
@@ -117,6 +123,7 @@ def test_a_step_that_localization_took_away_teaches_nothing(world, dump_dir):
     assert [step["actions"] for step in steps] == [[], [], ["skip"], []]
 
 
+@default_on(verl07=NONE)
 def test_a_step_without_its_culprits_is_clipped_and_learned_as_it_is_then(world, dump_dir):
     kinds = ["healthy", "healthy", "healthy", "spike"]
     arguments = dict(kinds=kinds, dump_dir=dump_dir)
@@ -167,6 +174,7 @@ RESUMES = {
 }
 
 
+@default_on(verl07=("FSDP2, adagc",), verl09=NONE)
 @pytest.mark.parametrize("case", RESUMES)
 def test_a_resumed_run_goes_on_bit_by_bit_with_everything_on(world, dump_dir, case):
     given = dict(overrides=ALL + RESUMES[case], dump_dir=dump_dir, num_steps=8, cut=5)
@@ -189,6 +197,7 @@ NOTHING_TO_DO = [
 LIMITS = [f"{ACTOR}.grad_clip=1e9"]
 
 
+@default_on(verl07=("FSDP1",), verl09=("FSDP2",))
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 def test_stabilizers_with_nothing_to_do_are_unpatched_verl_bit_for_bit(world, unpatched_world, dump_dir, layout):
     arguments = dict(dump_dir=dump_dir, num_steps=4, dropout=0.1, rollout_noise=0.3)
@@ -199,6 +208,7 @@ def test_stabilizers_with_nothing_to_do_are_unpatched_verl_bit_for_bit(world, un
         assert ours["rng"] == theirs["rng"]
 
 
+@default_on(verl07=("FSDP1",), verl09=NONE)
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 def test_observing_a_spike_leaves_a_stabilized_run_as_it_would_have_been(world, dump_dir, layout):
     arguments = dict(dump_dir=dump_dir, num_steps=4, dropout=0.1, spike_at=3, rollout_noise=0.5)
@@ -212,6 +222,7 @@ def test_observing_a_spike_leaves_a_stabilized_run_as_it_would_have_been(world, 
         assert ours["norms"] == theirs["norms"]
 
 
+@default_on(verl07=NONE)
 def test_a_run_under_safe_trains(world, dump_dir):
     given = dict(overrides=["+gradloc=safe"], dump_dir=dump_dir, num_steps=2, rollout_noise=0.3)
     for found in world.run("spikes.train", **given):

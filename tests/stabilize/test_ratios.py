@@ -4,6 +4,7 @@
 import pytest
 
 from tests.stabilize.test_actor import ACTOR, FSDP1, LOG_PROBS, STABILIZE
+from tests.trainers import default_on
 from tests.world.events import read_events
 
 ON = [f"{ACTOR}.grad_norm_threshold=640"]
@@ -16,6 +17,7 @@ CLIPS = {
 }
 
 
+@default_on(verl07=("token_clip clamps on both sides-FSDP2", "seq_clip clamps below-FSDP1"), verl09=("both-FSDP2",))
 @pytest.mark.parametrize("layout", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("clips", CLIPS)
 def test_the_actor_trains_on_verls_loss_times_the_slow_weights(world, dump_dir, clips, layout):
@@ -44,6 +46,7 @@ LOCALIZED = {
 }
 
 
+@default_on(verl07=("FSDP2, gspo",), verl09=("FSDP1",))
 @pytest.mark.parametrize("layout", LOCALIZED)
 def test_planted_culprits_are_found_through_the_clips_with_their_true_norms(world, dump_dir, layout):
     clips = [

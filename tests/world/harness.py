@@ -34,11 +34,11 @@ NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
 def other_trainer() -> Any:
     """What makes the trainer that these ranks have behave as verl 0.7's actor; None where it is that one."""
     if find_spec("verl") is None:
-        return importlib.import_module("tests.adapters.trl.as_actor")
+        return importlib.import_module("tests.adapters.trl.conformance")
     import verl
 
     is_07 = not verl.__version__.startswith("0.9.")
-    return None if is_07 else importlib.import_module("tests.adapters.verl09.as_actor")
+    return None if is_07 else importlib.import_module("tests.adapters.verl09.conformance")
 
 
 def has_engine() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One suite for every trainer; tests/trainers.py says what each has nothing of."""
+"""One suite for every trainer; marks of tests/trainers.py skip what a trainer does not have."""
 
 from tests.trainers import TRAINER
 

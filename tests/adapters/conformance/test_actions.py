@@ -3,12 +3,14 @@
 
 import pytest
 
+from tests.trainers import default_on
 from tests.world.events import read_events
 
 ACTOR = "actor_rollout_ref.actor"
 TAU = f"{ACTOR}.grad_norm_threshold=640"
 
 
+@default_on(verl07=("fsdp1",), verl09=("fsdp2",))
 @pytest.mark.parametrize(
     "layout",
     [

@@ -4,6 +4,7 @@
 import pytest
 
 from gradloc.explain.cures import MILDEST_FIRST
+from tests.trainers import NONE, TRL, default_on, not_on
 from tests.world.cures import CERTAINLY, KINDS
 
 ACTOR = "actor_rollout_ref.actor"
@@ -57,6 +58,8 @@ SLOW = ("pushed up", "three pushed down", "reference, mse", "reference, k3")
 """Like others."""
 
 
+@default_on(verl07=NONE, verl09=("pushed down",))
+@not_on(TRL, "TRL's KL has one estimator, k3", "reference, mse", "reference, kl")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
 def test_the_norm_under_another_setting_is_that_of_the_update_run_with_it(world, dump_dir, kind):
     cures = check(world, dump_dir, kind)
@@ -71,6 +74,7 @@ def test_every_setting_has_a_spike():
     assert {*MILDEST_FIRST} - planted == {"kl_mse"}, "plant it in CERTAINLY of tests/world/cures.py"
 
 
+@default_on(verl07=NONE, verl09=("veto",))
 @pytest.mark.parametrize("name", CERTAINLY)
 def test_so_it_is_for_each_setting_that_others_come_before(world, dump_dir, name):
     for cure in check(world, dump_dir, CERTAINLY[name], only=name).values():
@@ -93,6 +97,7 @@ GROUPED = [
 ]
 
 
+@not_on(TRL, "test_trainer.py has what TRL's rows hold of them")
 @pytest.mark.parametrize(("algorithm", "is_reweighted", "factor", "wanted"), GROUPED)
 def test_the_driver_tells_of_advantages_what_is_so_and_of_settings_which_are_the_losss_alone(
     world, algorithm, is_reweighted, factor, wanted
@@ -103,12 +108,15 @@ def test_the_driver_tells_of_advantages_what_is_so_and_of_settings_which_are_the
     assert (bool(others), *told) == wanted
 
 
+@default_on(verl07=NONE, verl09=("veto",))
+@not_on(TRL, "a rollout correction is verl's")
 @pytest.mark.parametrize("name", ["veto", "drop_sequences", "weigh_tokens"])
 def test_rows_that_only_fill_a_batch_up_are_corrected_by_nothing(world, name):
     wanted = {"rollout_is_weights": [1.0]} if name == "weigh_tokens" else {"response_mask": [0]}
     assert world.run("cures.corrected", name=name) == [wanted, wanted]
 
 
+@default_on(verl09=NONE)
 def test_with_none_allowed_not_one_pass_more_is_made(world, dump_dir):
     found, _ = world.run("cures.passes", kind="pushed down", dump_dir=dump_dir)
     without, two = found["0"], found["2"]
@@ -116,6 +124,8 @@ def test_with_none_allowed_not_one_pass_more_is_made(world, dump_dir):
     assert [made - said for made, said in zip(two["made"], two["said"], strict=True)] == [2, 2], "one update"
 
 
+@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1")
+@not_on(TRL, "TRL's KL has one estimator, k3", "reference, mse", "reference, kl")
 @pytest.mark.parametrize("layout", [BF16, FSDP1], ids=["bf16", "FSDP1"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
@@ -127,6 +137,7 @@ HEALED = ("pushed down", "weight", "reference, k3", "entropy", "mean_only", "vet
 """Kinds of spikes, or settings that are tried alone."""
 
 
+@default_on(verl07=NONE, verl09=("float32-pushed down",))
 @pytest.mark.parametrize("name", HEALED)
 @pytest.mark.parametrize("layout", [[], pytest.param(BF16, marks=pytest.mark.slow)], ids=["float32", "bf16"])
 def test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit(world, dump_dir, name, layout):
@@ -139,6 +150,7 @@ def test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit(world, dump
         assert found["healed"] == found["wanted"]
 
 
+@default_on(verl07=NONE, verl09=NONE)
 def test_where_no_setting_heals_the_step_none_is_taken(world, dump_dir):
     overrides = [f"{ACTOR}.gradloc.action.mode=heal"]
     found, _ = world.run("cures.measured", kind="advantage", overrides=overrides, dump_dir=dump_dir)

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 
+from tests.trainers import NONE, TRL, default_on, not_on
 from tests.world import RankError
 from tests.world.events import read_events
 
@@ -13,6 +14,7 @@ ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
 
 
+@default_on(verl07=("auto",), verl09=NONE)
 @pytest.mark.parametrize(
     ("strategy", "stride"),
     [
@@ -42,6 +44,8 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     raise AssertionError("the search never ended")
 
 
+@default_on(verl07=("loss",), verl09=("forward",))
+@not_on(TRL, "DDP's forward has no collective: peers hear of it and go on, see test_ranks.py", "loss")
 @pytest.mark.parametrize("method", ["loss", "forward"])
 def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, method):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
@@ -58,6 +62,8 @@ def untroubled(world, tmp_path_factory):
     return world.run("failures.write_into_trouble", kind="none", overrides=ON, dump_dir=folder)
 
 
+@default_on(verl07=("disk full",), verl09=NONE)
+@not_on(TRL, "the driver's, the same on every trainer, which here is on the first process alone")
 @pytest.mark.parametrize(
     ("kind", "failures", "settings"),
     [
@@ -79,6 +85,8 @@ def test_trouble_with_telling_never_reaches_training(world, dump_dir, untroubled
     assert where.startswith(lost if failures else "gradloc: gradloc-report ")
 
 
+@default_on(verl09=NONE)
+@not_on(TRL, "test_actions.py has TRL's")
 def test_skip_takes_no_step_at_all(world, dump_dir):
     skip = [f"{ACTOR}.gradloc.action.mode=skip"]
     answers = world.run("failures.stop_or_skip", mode="skip", overrides=ON + skip, dump_dir=dump_dir)
@@ -88,6 +96,8 @@ def test_skip_takes_no_step_at_all(world, dump_dir):
     assert read_events(dump_dir)[0]["action"]["taken"] == "skip"
 
 
+@default_on(verl07=NONE)
+@not_on(TRL, "test_actions.py and test_ranks.py have TRL's")
 def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     abort = [f"{ACTOR}.gradloc.action.mode=abort"]
     answers = world.run("failures.stop_or_skip", mode="abort", overrides=ON + abort, dump_dir=dump_dir)
@@ -100,6 +110,7 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
 EVIDENCE = f"{ACTOR}.gradloc.evidence"
 
 
+@default_on(verl07=NONE)
 def test_text_can_be_kept_out_of_what_is_written(world, dump_dir):
     settings = [f"{EVIDENCE}.text=off", f"{EVIDENCE}.bundle=off"]
     world.run("spikes.update_batch", kind="spike", overrides=ON + settings, dump_dir=dump_dir)
@@ -109,6 +120,7 @@ def test_text_can_be_kept_out_of_what_is_written(world, dump_dir):
         assert culprit[key] is None
 
 
+@default_on(verl09=NONE)
 def test_a_full_bundle_holds_the_whole_mini_batch_and_a_cap_keeps_it_out(world, dump_dir, tmp_path):
     safetensors = pytest.importorskip("safetensors")
     full = [f"{EVIDENCE}.bundle=full"]
@@ -127,6 +139,8 @@ def test_a_full_bundle_holds_the_whole_mini_batch_and_a_cap_keeps_it_out(world, 
     assert event["culprits"] and not list((tmp_path / "gradloc-capped").rglob("*.safetensors"))
 
 
+@default_on(verl09=NONE)
+@not_on(TRL, "test_trainer.py has TRL's")
 def test_the_weights_before_the_step_can_be_kept_in_verls_own_format(world, dump_dir, tmp_path):
     settings = [f"{EVIDENCE}.checkpoint=before_step"]
     world.run("spikes.update_batch", kind="spike", overrides=ON + settings, dump_dir=dump_dir)
@@ -137,6 +151,8 @@ def test_the_weights_before_the_step_can_be_kept_in_verls_own_format(world, dump
     assert not list((tmp_path / "gradloc-capped").rglob("*.pt"))
 
 
+@default_on(verl09=NONE)
+@not_on(TRL, "test_trainer.py has TRL's checkpoints")
 def test_resuming_from_a_checkpoint_goes_on_with_the_same_history(world, dump_dir):
     adaptive = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.trigger.warmup=8"]
     answer, _ = world.run("failures.resume", overrides=adaptive, dump_dir=dump_dir)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.adapters.conformance.layouts.checks import ACTOR, check_planted
+from tests.trainers import NONE, default_on
 from tests.world.events import read_events
 from tests.world.models.critic import PLACE as CRITICS_PLACE
 from tests.world.models.vision import PLACE
@@ -58,6 +59,9 @@ REPEATED += [("FSDP1, weights kept after forward", "auto")]
 CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case in REPEATED), id=" by ".join(case)) for case in CASES]
 
 
+@default_on(
+    verl07=("FSDP2, bf16, checkpointing by auto",), verl09=("FSDP1, original parameters by auto", "FSDP2, LoRA by auto")
+)
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_the_planted_culprits_are_found_and_nothing_else(world, dump_dir, name, strategy):
     overrides = [*TAU, f"{ACTOR}.gradloc.search.strategy={strategy}", *LAYOUTS[name]]
@@ -83,6 +87,7 @@ EACH_SUM = pytest.mark.parametrize(
 """By default one of them."""
 
 
+@default_on(verl07=("FSDP2, reduced in bf16-100",), verl09=NONE)
 @EACH_SUM
 def test_what_half_precision_sums_over_ranks_leave_of_a_spike_is_within_the_bound(world, dump_dir, sums, times):
     check_bound(world, dump_dir, SUMS[sums], times)
@@ -121,6 +126,7 @@ def test_a_loss_scale_that_overflows_is_no_spike(world, dump_dir):
     assert found["events"] == 0
 
 
+@default_on(verl07=NONE, verl09=("FSDP2",))
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 def test_hybrid_sharding_does_not_count_replicas_twice(four_ranks, dump_dir, strategy):
     """Four ranks in two replicas: norms, shares and culprits are the oracle's."""
@@ -130,6 +136,7 @@ def test_hybrid_sharding_does_not_count_replicas_twice(four_ranks, dump_dir, str
     check_consequence(event, found, 0.002)
 
 
+@default_on(verl09=NONE)
 def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_dir):
     """verl deals rows out by length, so only the culprits' places in the batch are compared."""
     dynamic = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]
@@ -139,6 +146,7 @@ def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_di
     assert event["certificate"]["verdict"] == "explained"
 
 
+@default_on(verl09=NONE)
 def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir):
     several = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
     budget = [f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
@@ -152,6 +160,7 @@ def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir)
         assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
 
 
+@default_on(verl07=NONE, verl09=("FSDP2",))
 @pytest.mark.parametrize("layout", [[], pytest.param(FSDP1, marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"])
 def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, layout):
     row, position = PLACE
@@ -182,6 +191,7 @@ def test_a_token_after_a_picture_is_found_certified_and_masked(world, dump_dir, 
     assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"
 
 
+@default_on(verl07=NONE, verl09=("FSDP2",))
 @pytest.mark.parametrize(
     "layout", [[], pytest.param(["critic.strategy=fsdp"], marks=pytest.mark.slow)], ids=["FSDP2", "FSDP1"]
 )
@@ -219,6 +229,7 @@ def test_a_return_that_no_value_explains_is_found_certified_and_masked_in_the_cr
     assert [rank["weights"] for rank in without] == [rank["weights"] for rank in masked], "bit for bit"
 
 
+@default_on(verl07=("-1.0-True",), verl09=("1.0-False",))
 @pytest.mark.parametrize(("value", "heals"), [(-1.0, True), (1.0, False)])
 def test_the_bound_on_a_values_move_is_measured_as_the_update_with_it_is(world, dump_dir, value, heals):
     def train(limit, action):

@@ -7,7 +7,7 @@ from unittest import mock
 
 from gradloc.core.ranks import Ranks
 from lab.benchmarks.counter import DeviceCounter
-from tests.adapters.trl.as_actor import make_trainer
+from tests.adapters.trl.conformance import make_trainer
 from tests.world.harness import make_batch
 
 

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.adapters.conformance.layouts.checks import ACTOR, ONE_STEP, check_training
+from tests.trainers import NONE, default_on
 
 TWO_MINI_BATCHES = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
 FSDP1 = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
@@ -14,6 +15,7 @@ LAYOUTS = {
 }
 
 
+@default_on(verl07=("two mini-batches, two epochs",), verl09=NONE)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_switched_off_it_is_unpatched_verl_bit_for_bit(world, unpatched_world, dump_dir, layout):
     arguments = dict(overrides=layout, dump_dir=dump_dir, num_steps=3, dropout=0.1)
@@ -29,6 +31,7 @@ def test_switched_off_it_is_unpatched_verl_bit_for_bit(world, unpatched_world, d
 OBSERVED = {"FSDP2": [], "FSDP1": [f"{ACTOR}.strategy=fsdp"], "FSDP2, one mini-batch": ONE_STEP}
 
 
+@default_on(verl07=("FSDP1-auto",), verl09=NONE)
 @pytest.mark.parametrize("strategy", ["auto", "bisect", "sketch"])
 @pytest.mark.parametrize("layout", OBSERVED)
 def test_observing_a_spike_leaves_the_run_as_it_would_have_been(world, dump_dir, layout, strategy):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from tests.adapters.conformance.layouts.checks import MODES, TAU, check_planted, check_training
+from tests.trainers import NONE, default_on
 
 ANSWERED = (3, 6)
 
@@ -21,6 +22,7 @@ def test_a_culprit_is_placed_in_its_turn_and_a_tools_answer_is_none(world, dump_
     assert held["columns"]["response_mask"] == [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1] and len(held["tokens"]) == 12
 
 
+@default_on(verl07=("mask",), verl09=NONE)
 @MODES
 def test_masking_is_training_without_the_culprit_and_observing_changes_nothing(world, dump_dir, mode):
     check_training(world, dump_dir, mode, answered=ANSWERED)

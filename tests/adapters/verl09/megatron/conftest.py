@@ -23,11 +23,11 @@ class InLayout:
         """See :meth:`World.run`; a name with a module in front of it is called as it is."""
         if scenario.startswith("tests."):
             return self.world.run(scenario, **given)
-        return self.world.run(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
+        return self.world.run(f"{HERE}.conformance.run", **self._dealt_out(scenario), **given)
 
     def outcomes(self, scenario: str, **given: Any) -> list[tuple[str, Any]]:
         """See :meth:`World.outcomes`."""
-        return self.world.outcomes(f"{HERE}.as_actor.run", **self._dealt_out(scenario), **given)
+        return self.world.outcomes(f"{HERE}.conformance.run", **self._dealt_out(scenario), **given)
 
     def _dealt_out(self, scenario: str) -> dict[str, Any]:
         return {"scenario": scenario, "dealt_out": LAYOUTS[self.layout].settings}

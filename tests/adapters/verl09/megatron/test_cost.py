@@ -24,7 +24,7 @@ def test_the_page_says_what_a_search_costs(single, worlds, tmp_path, number):
     single.run("spikes.localize_planted", dump_dir=str(tmp_path / "FSDP"), **given)
     slots = {}
     for name in ("TP 2", "PP 2"):
-        slots[name], _ = InLayout(worlds(2), name).run("as_actor.slots", dump_dir=str(tmp_path / name), **given)
+        slots[name], _ = InLayout(worlds(2), name).run("conformance.slots", dump_dir=str(tmp_path / name), **given)
     cost = {}
     for name in ("FSDP", "TP 2", "PP 2"):
         (event,) = read_events(str(tmp_path / name))

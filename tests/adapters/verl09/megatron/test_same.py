@@ -185,7 +185,7 @@ def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir)
 def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, process):
     short = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]  # two micro-batches
     given = {"way": place, "process": process, "overrides": ON + short, "dump_dir": dump_dir}
-    assert {fate for fate, _ in world.outcomes("as_actor.fail_in_layer", timeout_s=240, **given)} == {"ended"}
+    assert {fate for fate, _ in world.outcomes("conformance.fail_in_layer", timeout_s=240, **given)} == {"ended"}
 
 
 @pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl 0.9's engine under the scenarios of `tests.world`, which were written for verl 0.7's actor.
+"""The conformance suite's harness on verl 0.9: builds a trainer, updates it on a batch and reads it.
 
-The same batch, the same model, the same settings; what verl has renamed in between is translated here.
+Scenarios of `tests.world` speak verl 0.7's names of settings and metrics; they are translated here.
 """
 
 import contextlib

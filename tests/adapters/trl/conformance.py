@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer under the scenarios of `tests.world`, which were written for verl 0.7's actor.
+"""The conformance suite's harness on TRL's GRPOTrainer: builds a trainer, updates it on a batch and reads it.
 
-The same batch, the same model, the same settings, translated; an update is one window of TRL's real `training_step`.
+Scenarios of `tests.world` speak verl 0.7's names of settings; an update is one window of TRL's real `training_step`.
 """
 
 import contextlib

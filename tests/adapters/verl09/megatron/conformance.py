@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl 0.9's Megatron engine under the scenarios of `tests.world`, which were written for verl 0.7's actor."""
+"""The conformance suite's harness on verl 0.9's Megatron engine."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.adapters.verl09 import as_actor
+from tests.adapters.verl09 import conformance
 from tests.adapters.verl09.megatron import harness
 from tests.world import harness as world_harness
 from tests.world import spikes
@@ -21,7 +21,7 @@ _layout: dict[str, Any] = {}
 """Of the scenario that runs: ``overrides`` and ``dtype``; ``model`` is what the scenario is told of it."""
 
 
-class Trainer(harness.Trainer, as_actor.Trainer):
+class Trainer(harness.Trainer, conformance.Trainer):
     """One process' worker and trainer, with what the scenarios use."""
 
     module = property(lambda self: torch.nn.ModuleList(self.engine.module))
@@ -32,7 +32,7 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
     """A scenario of `tests.world`: ``spikes.train``, in a layout (``overrides``, ``model``, ``dtype``)."""
     room, name = scenario.rsplit(".", 1)
     here = sys.modules[__name__]
-    module = here if room == "as_actor" else importlib.import_module(f"tests.world.{room}")
+    module = here if room == "conformance" else importlib.import_module(f"tests.world.{room}")
     _layout.clear()
     _layout.update(dealt_out)
     given["overrides"] = [*given["overrides"], *dealt_out["model"]]  # the oracle's, too
@@ -95,12 +95,12 @@ def step_class() -> type:
 
 
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
-    """See :func:`as_actor.make_trainer`; two chunks on each of two stages take a model of four layers."""
+    """See :func:`conformance.make_trainer`; two chunks on each of two stages take a model of four layers."""
     of_layout = _layout["overrides"]
     if any("virtual_pipeline" in override for override in of_layout):
         harness.save_model(f"{dump_dir}-model")
     with harness.parallel(_layout.get("dtype", "float32")):
-        return as_actor.make_trainer([*overrides, *of_layout], dump_dir, *args, kind=Trainer, **given)
+        return conformance.make_trainer([*overrides, *of_layout], dump_dir, *args, kind=Trainer, **given)
 
 
 @contextlib.contextmanager
@@ -109,10 +109,10 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     original = MegatronEngineWithLMHead.postprocess_micro_batch_func
-    targets = as_actor.targets_of(plants, batch)
+    targets = conformance.targets_of(plants, batch)
 
     def postprocess(self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **named: Any) -> Any:
-        output = output if forward_only else as_actor.without(targets, data, output)
+        output = output if forward_only else conformance.without(targets, data, output)
         return original(self, output, data, forward_only, *args, **named)
 
     with mock.patch.object(MegatronEngineWithLMHead, "postprocess_micro_batch_func", postprocess):
