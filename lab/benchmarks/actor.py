@@ -115,13 +115,13 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
     optimizer.zero_grad = lambda *given, **named: (began(), zero_grad(*given, **named))[1]
     try:
         with _as_on_gpu(counter):
-            told = update(name, seed, plant)
+            found = update(name, seed, plant)
     finally:
         del _found["counter"], optimizer.zero_grad
         for handle in handles:
             handle.remove()
     return {
-        "spikes": told["spikes"],
+        "spikes": found["spikes"],
         "ops": sum(counter.ops.values()),
         "reads": counter.reads[""],
         "reads_in_passes": counter.reads["pass"],

@@ -30,7 +30,7 @@ PLANT = (13, 5, 1e4)
 """Row, response position and advantage."""
 MORE_OPS = 0.03
 MOST_READS = 60
-"""Of a spiking update beside its forwards and backwards, and what verl's loss reads where a cure asks it."""
+"""Of a spiking update in addition to its passes, and what verl's loss reads where a cure asks it."""
 HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
 
 
@@ -68,18 +68,20 @@ def broken(run: Record) -> list[str]:
         over.append(f"{healthy['reads_before_step']} reads before the step, {plain['reads_before_step']} expected")
     if healthy["collectives"] != plain["collectives"]:
         over.append(f"collectives {healthy['collectives']}, expected {plain['collectives']}")
-    beside = spiking["reads"] - updates["spiking, unpatched"]["reads"]
-    if beside > MOST_READS:
-        over.append(f"a spiking update reads {beside} times beside its forwards and backwards, expected {MOST_READS}")
+    more_reads = spiking["reads"] - updates["spiking, unpatched"]["reads"]
+    if more_reads > MOST_READS:
+        over.append(f"a spiking update reads {more_reads} times in addition to its passes, expected {MOST_READS}")
     return over
 
 
 def markdown(run: Record) -> str:
     """A table: a line for each update."""
     rows: list[list[object]] = [HEAD]
-    for name, told in run["updates"].items():
-        cells = [f"verl {run['verl']}, {name}", told["ops"], told["reads"], told["reads_before_step"]]
-        rows.append([*cells, told["reads_in_passes"], sum(told["collectives"].values()), f"{told['bytes'] / 1e6:.0f}"])
+    for name, counted in run["updates"].items():
+        cells = [f"verl {run['verl']}, {name}", counted["ops"], counted["reads"], counted["reads_before_step"]]
+        rows.append(
+            [*cells, counted["reads_in_passes"], sum(counted["collectives"].values()), f"{counted['bytes'] / 1e6:.0f}"]
+        )
     return table(rows)
 
 

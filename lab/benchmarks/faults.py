@@ -408,13 +408,13 @@ def markdown(record: Record) -> str:
     names = [name for name in TRAINERS if any(group[name] for group in groups.values())]
     order = {place: at for at, place in enumerate(PLACES)}
     rows: list[list[object]] = [["what fails", "the run", "where", *names]]
-    told: set[str] = set()
+    explained: set[str] = set()
     for (kind, outcome), group in sorted(groups.items()):
         found = sorted(places[kind, outcome], key=lambda place: order.get(place, len(order)))
         is_everywhere = len(set(found) & set(PLACES)) == len(PLACES)
         where = "everywhere" if is_everywhere else ", ".join(found)
-        what = kind if kind in told else f"{kind}: {KINDS[kind]}"
-        told.add(kind)
+        what = kind if kind in explained else f"{kind}: {KINDS[kind]}"
+        explained.add(kind)
         rows.append([what, outcome, where, *(group[name] or "" for name in names)])
     totals = [sum(group[name] for group in groups.values()) for name in names]
     rows.append(["", f"{sum(totals)} cases", "", *totals])

@@ -106,7 +106,7 @@ def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> Record:
             }
             for measure in ("seconds", "cpu_seconds")
         },
-        "collectives": {name: told["collectives"] for name, told in counted.items()},
+        "collectives": {name: found["collectives"] for name, found in counted.items()},
         "groups": groups,
     }
 
@@ -117,9 +117,9 @@ def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]]
     while len(groups) < pairs:
         group, is_healthy = {}, True
         for name in order.sample(sorted(worlds), len(worlds)):
-            told = worlds[name].run("lab.benchmarks.actor.update", name=name, seed=1000 + len(groups) + spikes)
-            group[name] = spent(told)
-            is_healthy &= not any(rank["spikes"] for rank in told)
+            found = worlds[name].run("lab.benchmarks.actor.update", name=name, seed=1000 + len(groups) + spikes)
+            group[name] = spent(found)
+            is_healthy &= not any(rank["spikes"] for rank in found)
         if not is_healthy:
             spikes += 1
             continue

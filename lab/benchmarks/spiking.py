@@ -99,41 +99,41 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
         spikes.scale = type(scale)()
     loop = sys.modules[type(localizer).__module__]
     search = loop.localize
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if way == "without":
         trainer.actor.gradloc.localizer = trainer.gradloc = None
         trainer.__class__ = harness.Trainer
     if way == "published":
-        loop.localize = lambda *arguments, **_: _published(told, *arguments)
+        loop.localize = lambda *arguments, **_: _published(result, *arguments)
         localizer.num_failures = 0
     dist.barrier()
     started, cpu_started = time.perf_counter(), time.process_time()
     out = trainer.update(data)
-    told |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
+    result |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     trainer.actor.gradloc.localizer, trainer.gradloc, loop.localize = localizer, driver, search
     trainer.__class__ = kind
     if math.isfinite(spikes.trigger.tau):  # only the healthy updates teach it what is usual
         spikes.scale = scale
-    told["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
+    result["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
     for event in out["events"]:
-        told |= {"search_seconds": event["search"]["seconds"], "verdict": event["certificate"]["verdict"]}
-        told["cost_f"] = event["search"]["forwards"] + 2 * event["search"]["backwards"]
-        told["named"] = [(c["row"], position) for c in event["culprits"] for position in c["positions"]]
+        result |= {"search_seconds": event["search"]["seconds"], "verdict": event["certificate"]["verdict"]}
+        result["cost_f"] = event["search"]["forwards"] + 2 * event["search"]["backwards"]
+        result["named"] = [(c["row"], position) for c in event["culprits"] for position in c["positions"]]
         shares = event["shares"] or {}
-        told |= {key: shares[key] for key in ("closure", "closure_error") if key in shares}
-    return told
+        result |= {key: shares[key] for key in ("closure", "closure_error") if key in shares}
+    return result
 
 
 class _Done(Exception):
     """The published search has been timed; the step is taken as it was."""
 
 
-def _published(told: dict[str, Any], step, space, ranks, *_: Any) -> None:
+def _published(result: dict[str, Any], step, space, ranks, *_: Any) -> None:
     saved = space.take()
     prober = harness.part("core.probe").Prober(step, space, ranks)
     started = time.perf_counter()
     descend(prober)
-    told |= {"search_seconds": time.perf_counter() - started, "cost_f": prober.cost}
+    result |= {"search_seconds": time.perf_counter() - started, "cost_f": prober.cost}
     space.put(saved)
     raise _Done
 
@@ -198,7 +198,7 @@ def measure(
         world.run("lab.benchmarks.spiking.prepare", model=str(path), folder=str(scratch / "events"), dtype=dtype)
         world.run("lab.benchmarks.spiking.watch", dtype=dtype, threshold=math.inf, num_tokens=rows * length)
         healthy = [_update(world, dtype=dtype, batch=batch, way="with") for batch in batches[:-1]]
-        norms[dtype] = median(told["norm"] for told in healthy)
+        norms[dtype] = median(result["norm"] for result in healthy)
         threshold = _THRESHOLD * norms[dtype]
         world.run("lab.benchmarks.spiking.watch", dtype=dtype, threshold=threshold, num_tokens=rows * length)
     run = {
@@ -213,7 +213,7 @@ def measure(
     progress = Progress(len(cases) * len(dtypes) * 2 * times + (_FIRST in dtypes))
     for number, case in enumerate(cases):
         planted = {dtype: plant(model, batches[-1], norms[dtype], SIZES.get(case)) for dtype in dtypes}
-        told: dict[str, Any] = {dtype: {"with": [], "without": [], "published": []} for dtype in dtypes}
+        result: dict[str, Any] = {dtype: {"with": [], "without": [], "published": []} for dtype in dtypes}
         ways = [(way, dtype) for _ in range(times) for dtype in dtypes for way in ("with", "without")]
         for dtype in dtypes if number == 0 else ():  # a first search takes memory that the next ones have
             _update(world, dtype=dtype, batch=planted[dtype][0], way="with")
@@ -221,19 +221,19 @@ def measure(
             ways.append(("published", _FIRST))
         for way, dtype in ways:
             batch, is_alone = planted[dtype][0], case == "batch_alone"
-            told[dtype][way].append(_update(world, dtype=dtype, batch=batch, way=way, is_alone=is_alone))
-            progress.step(f"{case} {dtype} {way}: {told[dtype][way][-1]['seconds']:.1f} s")
+            result[dtype][way].append(_update(world, dtype=dtype, batch=batch, way=way, is_alone=is_alone))
+            progress.step(f"{case} {dtype} {way}: {result[dtype][way][-1]['seconds']:.1f} s")
         for dtype in dtypes:
             place = {"case": case, "dtype": dtype, "planted": planted[dtype][1], "load": os.getloadavg()[0]}
-            run["cases"].append({**place, **told[dtype]})
+            run["cases"].append({**place, **result[dtype]})
         write(run, out, "spiking")
     return run
 
 
 def _update(world: World, **settings: Any) -> dict[str, Any]:
     """The first rank's, the slowest one's seconds and the processor time of all."""
-    told = world.run("lab.benchmarks.spiking.update", **settings)
-    return {**told[0], **spent(told), "load": os.getloadavg()[0]}
+    result = world.run("lab.benchmarks.spiking.update", **settings)
+    return {**result[0], **spent(result), "load": os.getloadavg()[0]}
 
 
 def plant(
@@ -268,7 +268,7 @@ def markdown(run: Record) -> str:
     rows = [HEAD]
     for case in run["cases"]:
         dtype, first = case["dtype"], case["with"][0]
-        without = median(told["seconds"] for told in case["without"])
+        without = median(result["seconds"] for result in case["without"])
         named, planted = ({tuple(place) for place in places} for places in (first["named"], case["planted"]))
         recall = f"{len(named & planted) / len(planted):.2f}" if planted else "-"
         ours, theirs = (
@@ -280,14 +280,14 @@ def markdown(run: Record) -> str:
     return f"`{run['command']}`\n\n{table(rows)}"
 
 
-def _closure(told: dict[str, Any]) -> str:
-    closure, error = (told.get(key) for key in ("closure", "closure_error"))
+def _closure(result: dict[str, Any]) -> str:
+    closure, error = (result.get(key) for key in ("closure", "closure_error"))
     return "-" if closure is None else f"{closure:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def ratio_of(case: dict[str, Any], way: str, clock: str = "seconds") -> float:
     """How many times as long as without the search an update takes: the ratio of the medians."""
-    return median(told[clock] for told in case[way]) / median(told[clock] for told in case["without"])
+    return median(result[clock] for result in case[way]) / median(result[clock] for result in case["without"])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python /path/to/lab/experiments ...`: what run_experiment.sh runs, from any folder."""
+"""Entry point of run_experiment.sh: `python /path/to/lab/experiments ...`, from any folder."""
 
 import sys
 from pathlib import Path
 
-# Run by path and not with -m: nothing in the current folder can stand in for a module here.
+# Run by path and not with -m, so that no module is imported from the current folder.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from lab.experiments import cli  # noqa: E402

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an experiment cannot run: one sentence each, printed in one place (`cli.main`)."""
+"""Errors of an experiment: one sentence each, printed by `cli.main`."""
 
 
 class ExperimentError(Exception):
-    """Something outside this repository is not as it has to be."""
+    """Something outside this repository prevents the run."""
 
     exit_code = 1
 

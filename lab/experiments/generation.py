@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling from a plain transformers model: what the rollouts of every verl here have in common."""
+"""Sample from a plain transformers model, for the rollouts on every verl."""
 
 import numpy as np
 import torch
@@ -7,13 +7,13 @@ import torch
 
 @torch.no_grad()
 def sample(model, prompt_ids: list[list[int]], params: dict, seed: int) -> list[tuple[list[int], list[float]]]:
-    """Answers a batch of prompts, and leaves torch's global generator alone.
+    """Answer a batch of prompts; torch's global generator is not changed.
 
     Args:
         model: a causal language model that has its end token in `generation_config`.
         prompt_ids: one list of token ids per prompt.
         params: `temperature`, `top_p`, `do_sample`, `max_new_tokens`, `pad_token_id`.
-        seed: of this call's random numbers.
+        seed: seed of this call's random numbers.
 
     Returns:
         One `(token_ids, log_probs)` per prompt, both up to and including the end token.
@@ -34,18 +34,18 @@ def sample(model, prompt_ids: list[list[int]], params: dict, seed: int) -> list[
 
 
 def call_seed(seed: int, step: int, rank: int) -> int:
-    """A 32-bit seed that differs, in effect, between any two calls of a run."""
+    """Return a 32-bit seed, in effect different for any two calls of a run."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
 
 
 def cut_at(eos: int, tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
-    """Drops what follows the first end token, which stays."""
+    """Drop the tokens after the first end token."""
     end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
     return tokens[:end], log_probs[:end]
 
 
 def left_pad(rows: list[list[int]], pad: int, width: int | None = None) -> dict[str, torch.Tensor]:
-    """Stacks prompts with padding in front: `input_ids` and `attention_mask`, (B, T) each."""
+    """Stack prompts with padding on the left: `input_ids` and `attention_mask`, (B, T) each."""
     width = width or max(len(row) for row in rows)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes verl's `file` logger usable: `trainer.logger=[console,file]` fails at the first step as is.
+"""Fix verl's `file` logger: without this, `trainer.logger=[console,file]` fails at the first step.
 
 With `trainer.balance_batch=True` (verl's default) the metrics hold torch scalars, and verl 0.7.0
 hands them to `json.dumps`: "Object of type Tensor is not JSON serializable". It also keeps lines in
@@ -12,7 +12,7 @@ _log = tracking.FileLogger.log
 
 
 def log(self, data, step):
-    """With a plain number for each torch or numpy scalar, and on disk at once."""
+    """Log plain numbers in place of torch and numpy scalars, and flush."""
     _log(self, {key: value.item() if hasattr(value, "item") else value for key, value in data.items()}, step)
     self.fp.flush()
 

@@ -169,7 +169,7 @@ def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: d
         count[0] += mutant not in lived
         count[1] += mutant not in equivalent
 
-    def told(mutant: Mutant) -> dict[str, Any]:
+    def facts(mutant: Mutant) -> dict[str, Any]:
         return {"at": f"{mutant.file}:{mutant.line}", "before": mutant.before, "after": mutant.after}
 
     counted, killed = len(tried) - len(equivalent), len(tried) - len(lived)
@@ -181,9 +181,9 @@ def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: d
         "share": round(killed / max(counted, 1), 4),
         "by_time": sum(known[mutant.name]["killed_by"] == "time" for mutant in tried),
         "killed_and_counted_by_room": rooms,
-        "by_hand": [{**told(m), "was": m.where, "killed_by": known.get(m.name, {}).get("killed_by")} for m in hand],
+        "by_hand": [{**facts(m), "was": m.where, "killed_by": known.get(m.name, {}).get("killed_by")} for m in hand],
         "survivors": [
-            {**told(m), "note": known[m.name]["note"], "equivalent": whys.get(m.name, ""), "name": m.name}
+            {**facts(m), "note": known[m.name]["note"], "equivalent": whys.get(m.name, ""), "name": m.name}
             for m in lived
         ],
     }

@@ -86,35 +86,35 @@ def test_the_page_has_the_table_that_the_forecast_makes(capsys):
 def test_a_whole_search_fits_wherever_training_leaves_an_eighth_of_a_card():
     for model in forecast.MODELS.values():
         for count in forecast.GPUS:
-            told = forecast.forecast_of(model, count, 16384)
-            if told.trained <= forecast.CARD:
-                whole = [told.device(way) - told.trained for way in forecast.WAYS if way.is_full]
+            found = forecast.forecast_of(model, count, 16384)
+            if found.trained <= forecast.CARD:
+                whole = [found.device(way) - found.trained for way in forecast.WAYS if way.is_full]
                 assert whole == sorted(whole, reverse=True) and min(whole) <= 0.12 * forecast.CARD
 
 
 def test_the_seconds_of_the_host_are_those_that_a_card_took():
-    """The forecast's for pinning, the page's, and that the copies of a search are not told cheaper than they were."""
+    """The forecast's for pinning, the page's, and that the copies of a search are not found cheaper than they were."""
     record = json.loads(RESULTS.read_text(encoding="utf-8"))
     plain, registered = (statistics.median(each["pin_seconds_a_gib"]) for each in record["pinning"])
     assert 2**30 / PINNING == pytest.approx(plain, rel=0.05)
     assert f"Pinning a GiB takes {plain:.2f} s" in PAGE and f"made it {registered:.2f} s" in PAGE
     cells = [cell for run in record["runs"] for cell in run["cells"] if cell.get("model") == "1.5B bfloat16 x1"]
     took = {cell["way"]: cell["seconds"] for cell in cells if cell["part"] == "room" and cell["tokens"] == 32768}
-    told = forecast.forecast_of(MODELS["1.5B"], 1, 32768)
-    assert took[2] - took[1] <= told.seconds(WAYS[2]) - told.seconds(WAYS[1]) <= 2 * (took[2] - took[1])
+    found = forecast.forecast_of(MODELS["1.5B"], 1, 32768)
+    assert took[2] - took[1] <= found.seconds(WAYS[2]) - found.seconds(WAYS[1]) <= 2 * (took[2] - took[1])
 
 
 def test_the_results_are_the_record_s():
     """What the page says of spikes, and that a part without a cell in the record is said not to have run."""
     cells = [cell for run in json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] for cell in run["cells"]]
     form = PAGE[PAGE.index("## Results") :]
-    told = {row[1]: row[3] for line in form.splitlines() if len(row := re.split(r" ?\| ?", line)) > 3}
-    assert told.keys() - {"part", "---"} == set(gpu.PARTS)
+    found = {row[1]: row[3] for line in form.splitlines() if len(row := re.split(r" ?\| ?", line)) > 3}
+    assert found.keys() - {"part", "---"} == set(gpu.PARTS)
     ran = {cell["part"] for cell in cells} | {"two" for cell in cells if cell.get("model", "").endswith(" x2")}
-    assert all(("not run" in told[part]) == (part not in ran) for part in gpu.PARTS)
+    assert all(("not run" in found[part]) == (part not in ran) for part in gpu.PARTS)
     spikes = [cell for cell in cells if "plant" in cell]
     assert all((cell["recall"], cell["false_positives"], cell["is_ok"]) == (1.0, 0, True) for cell in spikes)
     times = [cell["times_update"] for cell in spikes]
-    assert f"takes {min(times):.1f} to {max(times):.1f} times an update" in told["first"]
+    assert f"takes {min(times):.1f} to {max(times):.1f} times an update" in found["first"]
     under = [1 - cell["peak_gib"] / cell["forecast_gib"] for cell in cells if "peak_gib" in cell]
-    assert f"the peak was {round(100 * min(under))} to {round(100 * max(under))} % under" in told["cells"]
+    assert f"the peak was {round(100 * min(under))} to {round(100 * max(under))} % under" in found["cells"]

@@ -32,15 +32,15 @@ def test_every_case_is_timed_in_both_precisions_each_with_its_own_healthy_norm(r
     assert exact != half and half == pytest.approx(exact, rel=0.05)
     for found in run["cases"]:
         assert (len(found["with"]), len(found["without"])) == (2, 2)
-        assert all(told["norm"] > 4 * run["healthy_norm"][found["dtype"]] for told in found["with"])
+        assert all(update["norm"] > 4 * run["healthy_norm"][found["dtype"]] for update in found["with"])
     timed = [(found["case"], found["dtype"]) for found in run["cases"] if found["published"]]
     assert timed == [("batch_alone", "float32")] and len(run["cases"]) == 4
 
 
 @pytest.mark.parametrize("dtype", spiking.LIMITS)
 def test_a_scaled_batch_is_told_by_the_history_every_time_and_searched_without(run, dtype):
-    assert [told["cost_f"] for told in case(run, "batch", dtype)["with"]] == [0, 0]
-    assert all(told["cost_f"] > 0 and "closure" in told for told in case(run, "batch_alone", dtype)["with"])
+    assert [found["cost_f"] for found in case(run, "batch", dtype)["with"]] == [0, 0]
+    assert all(found["cost_f"] > 0 and "closure" in found for found in case(run, "batch_alone", dtype)["with"])
 
 
 def test_the_table_has_a_row_for_each_case_and_precision_with_its_limit(run):

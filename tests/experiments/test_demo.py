@@ -18,8 +18,8 @@ def test_the_demo_names_exactly_the_token_that_it_planted(patched_tree, tmp_path
     steps = demo("demo", *short, run_dir=run_dir, seconds=420, VERL_REPO=str(patched_tree))
     assert len(steps) == 3 and largest_difference(steps) < 1e-4
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    told = [line["step"] for line in lines if "gradloc/verdict" in line["data"]]
-    assert told == [2] and len(lines) == 4, "the verdict is a line of its own"
+    found = [line["step"] for line in lines if "gradloc/verdict" in line["data"]]
+    assert found == [2] and len(lines) == 4, "the verdict is a line of its own"
 
 
 SHORT = ("demo.steps=2", "demo.fault.first_step=1", "demo.fault.last_step=1")

@@ -48,19 +48,19 @@ def test_a_run_writes_its_record_tables_and_figure(tmp_path, monkeypatch):
     run_dir.mkdir()
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(run_dir))
     pretrain.main(["steps=60", "clean=20", "tokens=24", "rows=2", "every=8", "documents=8", "peak=1.05", "rate=0.003"])
-    told = json.loads((run_dir / "pretrain.json").read_text())
+    found = json.loads((run_dir / "pretrain.json").read_text())
     norms = [data["actor/grad_norm"] for data in suite.read_steps(run_dir, "actor/grad_norm").values()]
-    assert told["norms"] == norms and len(norms) == 60
-    assert len(told["damaged"]) == 10 and told["peaks"]
-    for peak in told["peaks"]:
+    assert found["norms"] == norms and len(norms) == 60
+    assert len(found["damaged"]) == 10 and found["peaks"]
+    for peak in found["peaks"]:
         assert peak["step"] > 16 and norms[peak["step"] - 1] > peak["threshold"]
         assert {pretrain.step_of(name) for name in peak["named"]} <= {peak["step"]}
-    assert table(pretrain.by_kind(told)) in (run_dir / "summary.md").read_text()
+    assert table(pretrain.by_kind(found)) in (run_dir / "summary.md").read_text()
     assert (run_dir / "pretrain.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_tables_count_what_is_named_in_the_damaged_documents_peaks():
-    told = {
+    result = {
         "settings": {"clean": 1},
         "norms": [1.0, 1.0, 5.0, 5.0, 1.0],
         "damaged": {"3-0": "logs", "4-1": "logs", "5-0": "base64"},
@@ -69,13 +69,13 @@ def test_the_tables_count_what_is_named_in_the_damaged_documents_peaks():
             {"step": 4, "threshold": 2.0, "named": {}, "cause": "unknown"},
         ],
     }
-    for peak in told["peaks"]:
+    for peak in result["peaks"]:
         peak |= {"norm_after": 1.0, "verdict": "explained"}
-    head, *lines = pretrain.by_kind(told)
+    head, *lines = pretrain.by_kind(result)
     found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
     logs, base64 = found["logs"], found["base64"]
     assert (logs["documents"], logs["in a peak"], logs["named"], logs["clean ones named"]) == ("2", "2", "1", "1")
     assert (logs["precision"], logs["recall"], base64["precision"], base64["recall"]) == ("50%", "50%", "-", "-")
     assert found["all"]["documents"] == "3" and found["mojibake"]["documents"] == "0"
-    _, first, second = pretrain.peaks(told)
+    _, first, second = pretrain.peaks(result)
     assert first[2:4] == ["3-0 (logs)", "3-0: 4, 3-1: 1"] and second[2:4] == ["4-1 (logs)", "nothing"]

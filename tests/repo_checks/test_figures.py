@@ -104,11 +104,11 @@ def test_how_often_the_link_is_right_is_the_record_s(name):
 
 
 def test_what_pretraining_says_of_its_peaks_is_the_record_s():
-    told = record("pretrain")
-    named = {peak["step"]: set(peak["named"]) for peak in told["peaks"]}
-    peaked = {name: pretrain.step_of(name) for name in told["damaged"] if pretrain.step_of(name) in named}
+    found = record("pretrain")
+    named = {peak["step"]: set(peak["named"]) for peak in found["peaks"]}
+    peaked = {name: pretrain.step_of(name) for name in found["damaged"] if pretrain.step_of(name) in named}
     right = sum(name in named[step] for name, step in peaked.items())
-    said = f"Of {len(told['damaged'])} damaged documents {len(peaked)} made a peak; {right} of these are named"
+    said = f"Of {len(found['damaged'])} damaged documents {len(peaked)} made a peak; {right} of these are named"
     none = len(named) - len(set(peaked.values()))
     assert said in page("docs/pretraining.md") and f"{none} of {len(named)} peaks had none" in page(
         "docs/pretraining.md"

@@ -89,7 +89,7 @@ def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *giv
     """What a cell says, and its bench, which the first one makes."""
     made = bench()
     with attended(made.attention, is_deterministic=False):
-        return made.told() | measure(made, *given)
+        return made.facts() | measure(made, *given)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -196,10 +196,10 @@ def markdown(run: dict[str, Any]) -> str:
 
 def row_of(cell: dict[str, Any]) -> list[str]:
     """A cell's row of the table."""
-    told = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
+    facts = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
     holds = {True: "yes", False: "NO", None: "-"}[cell["is_ok"]]
     values = [cell["part"], cell["cell"], cell.get("model", ""), cell.get("tokens", ""), holds]
-    return [*map(str, values), f"{cell['took_seconds']:.1f}", ", ".join(told)]
+    return [*map(str, values), f"{cell['took_seconds']:.1f}", ", ".join(facts)]
 
 
 def _number(value: Any) -> str:

@@ -103,7 +103,7 @@ class Bench:
         self.tracker.end_update()
         return step
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What every cell says of itself."""
         return {
             "model": f"{self.size} {self.dtype} x{self.ranks.size}",

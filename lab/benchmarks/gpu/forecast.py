@@ -33,12 +33,12 @@ def _rows(tokens: int) -> Iterator[list[str]]:
     """The last two columns are of the second and third way."""
     moving = WAYS[1:3]
     for model, gpus in itertools.product(MODELS.values(), GPUS):
-        told = forecast_of(model, gpus, tokens)
-        if told.trained <= CARD:
-            host = ", ".join(_gib(told.node(way)) for way in moving)
-            seconds = ", ".join(f"{told.seconds(way):.1f}" for way in moving)
-            on_device = [_gib(told.device(way)) for way in WAYS if way.is_full]
-            yield [model.name, str(gpus), _gib(told.trained), *on_device, host, seconds]
+        need = forecast_of(model, gpus, tokens)
+        if need.trained <= CARD:
+            host = ", ".join(_gib(need.node(way)) for way in moving)
+            seconds = ", ".join(f"{need.seconds(way):.1f}" for way in moving)
+            on_device = [_gib(need.device(way)) for way in WAYS if way.is_full]
+            yield [model.name, str(gpus), _gib(need.trained), *on_device, host, seconds]
 
 
 def _gib(size: float) -> str:

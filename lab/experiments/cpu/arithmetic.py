@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 DATA_SOURCE = "gradloc/arithmetic"
 LARGEST = 49
-"""Both addends lie in 0..LARGEST, so that a model of 100 thousand parameters learns them."""
+"""Both addends are in 0..LARGEST, so that a model of 100 thousand parameters learns them."""
 ANSWER = re.compile(r"answer is (\d+)")
 EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
@@ -38,17 +38,17 @@ class Addition:
 
 
 def draw(num: int, seed: str) -> list[Addition]:
-    """`num` different additions, the same for the same seed on every machine.
+    """Draw `num` different additions, the same for the same seed on every machine.
 
     Raises:
-        ValueError: if there are fewer than `num`.
+        ValueError: if `num` is larger than the number of additions.
     """
     pairs = [Addition(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     return random.Random(seed).sample(pairs, num)
 
 
 def to_row(index: int, addition: Addition, split: str) -> dict:
-    """One row of verl's parquet format."""
+    """Return a row of verl's parquet format."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": addition.question}],
@@ -58,7 +58,7 @@ def to_row(index: int, addition: Addition, split: str) -> dict:
 
 
 def score(data_source, solution_str: str, ground_truth: str, extra_info=None) -> float:
-    """1 for the right answer, 0.2 for a true equation with a wrong answer, else 0.
+    """Return 1 for the right answer, 0.2 for a true equation with a wrong answer, else 0.
 
     >>> score(None, "12+7=19, so the answer is 19.", "19")
     1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model, tokenizer and data: a model that adds.
+"""Build the demo's model, tokenizer and data: a model that adds.
 
 python -m lab.experiments.cpu.build --cache .gradloc
 """
@@ -12,7 +12,7 @@ from lab.experiments.cpu.material import Recipe
 
 
 def split(num_train: int, num_val: int, seed: int):
-    """Additions to train on and to validate with."""
+    """Return additions to train on and to validate with."""
     additions = arithmetic.draw(num_train + num_val, f"data {seed}")
     return additions[:num_train], additions[num_train:]
 
@@ -20,7 +20,7 @@ def split(num_train: int, num_val: int, seed: int):
 LANGUAGE = material.Language(
     name="demo",
     vocabulary=(*"0123456789+=,.?", "What", " is", " so", " the", " answer", " "),
-    # A word with the space before it, or one digit, or one other character.
+    # a word with the space before it, a digit, or another character
     pieces=r" ?[A-Za-z]+|\d|\s|[^\sA-Za-z\d]",
     split=split,
     lessons=arithmetic.draw,

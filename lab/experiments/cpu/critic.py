@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets verl build a critic where flash-attention is not installed, as on a machine with no GPU.
+"""Let verl build a critic without flash-attention, as on a machine without a GPU.
 
-verl's critic asks for `flash_attention_2` by name, whatever `override_config` says (verl 0.7.0,
-`load_valuehead_model`). `critic.model.external_lib: lab.experiments.cpu.critic` loads this module in
-each worker before that, and the critic's model is then built with torch's own attention.
+verl's critic requests `flash_attention_2` regardless of `override_config` (verl 0.7.0, `load_valuehead_model`). Loaded
+in each worker by `critic.model.external_lib: lab.experiments.cpu.critic`, this module builds it with torch's attention.
 """
 
 import torch
@@ -13,7 +12,7 @@ _from_pretrained = AutoModelForTokenClassification.from_pretrained
 
 
 def from_pretrained(*args, **kwargs):
-    """transformers' own, with torch's attention."""
+    """Call the original with torch's attention."""
     return _from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets verl's FSDP workers run where torch finds no accelerator.
+"""Let verl's FSDP workers run without an accelerator.
 
-verl falls back to the device name "cpu" by itself, then asks torch for things that only an
-accelerator has. Each function here removes one such failure; docs/experiments.md says which error
-each one answers. Load it with `VERL_USE_EXTERNAL_MODULES=lab.experiments.cpu.device`: verl imports it
-before any of its workers, so that they pick up the replaced names.
-
-With a GPU present the module does nothing.
+verl falls back to the device name "cpu", then calls functions of torch that only an accelerator has. Each function here
+prevents one such failure; docs/experiments.md lists the errors. Load it with
+`VERL_USE_EXTERNAL_MODULES=lab.experiments.cpu.device`: verl imports it before its workers. With a GPU present it does
+nothing.
 """
 
 import functools
@@ -17,7 +15,7 @@ import torch.distributed.fsdp
 
 
 def complete_torch_cpu() -> None:
-    """Adds to `torch.cpu` what verl expects of every device module; memory counts are 0."""
+    """Add to `torch.cpu` the functions that verl expects of every device module; memory counts are 0."""
     counts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     additions = {
         **dict.fromkeys((*counts, "reset_peak_memory_stats"), lambda *_, **__: 0),
@@ -36,7 +34,7 @@ def complete_torch_cpu() -> None:
 
 
 def use_gloo() -> None:
-    """Turns "cpu:gloo,cpu:nccl" and verl 0.9's "cpu:gloo,cpu:gloo", which torch refuses, into "gloo"."""
+    """Replace the backends "cpu:gloo,cpu:nccl" and "cpu:gloo,cpu:gloo" (verl 0.9), which torch refuses, by "gloo"."""
     original = torch.distributed.init_process_group
 
     @functools.wraps(original)
@@ -49,7 +47,7 @@ def use_gloo() -> None:
 
 
 def allow_sync_of_cpu_modules() -> None:
-    """FSDP1 refuses `sync_module_states` for CPU parameters, yet gloo broadcasts them well."""
+    """Disable FSDP1's refusal of `sync_module_states` for CPU parameters, which gloo does broadcast."""
     from torch.distributed.fsdp import _init_utils
 
     # A private name: torch is pinned for it in requirements/demo.txt.
@@ -57,7 +55,7 @@ def allow_sync_of_cpu_modules() -> None:
 
 
 def offload_without_pinning() -> None:
-    """verl offloads to pinned memory, which only an accelerator has; FSDP1 moves to it what is on the CPU anyway."""
+    """Disable offloading to pinned memory, which needs an accelerator."""
     fsdp = torch.distributed.fsdp
 
     class CPUOffloadPolicy(fsdp.CPUOffloadPolicy):
@@ -73,7 +71,7 @@ def offload_without_pinning() -> None:
 
 
 def skip_cache_emptying() -> None:
-    """verl collects garbage up to three times around every rollout: 1.2 s a step, for no cache."""
+    """Disable the garbage collections around every rollout: 1.2 s per step, and there is no cache to empty."""
     from verl.utils import memory_utils
 
     memory_utils.aggressive_empty_cache = lambda force_sync=True, max_retries=3: None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what an experiment on the CPU trains from nothing: tokenizer, tiny model, data.
+"""Build the tokenizer, the tiny model and the data of an experiment on the CPU, without a hub.
 
-The model gets a short supervised warm-up, so that what it writes can be read; label smoothing keeps
-every token uncertain enough to have a gradient. The result is kept in a folder named after the
-language and the recipe, and built again only when they change. No hub is asked.
+The model gets a short supervised warm-up, so that its answers are readable; label smoothing keeps every token uncertain
+enough to have a gradient. The result is kept in a folder named after the language and the recipe, and rebuilt only when
+they change.
 """
 
 import argparse
@@ -28,27 +28,27 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Language:
-    """What is asked and answered: exercises with a `question` and a `sentence` to answer it."""
+    """A language of exercises, each with a `question` and a `sentence` that answers it."""
 
     name: str
-    """What the folder's name begins with."""
+    """Prefix of the folder's name."""
     vocabulary: tuple[str, ...]
-    """Every piece that the texts are made of."""
+    """Every piece of the texts."""
     pieces: str
-    """The regular expression that cuts a text into pieces."""
+    """Regular expression that splits a text into pieces."""
     split: Callable[[int, int, int], tuple[list, list]]
-    """Number of training and validation exercises and a seed -> the exercises, none in both."""
+    """(number of training exercises, number of validation exercises, seed) -> the exercises, none in both."""
     lessons: Callable[[int, str], list]
-    """Number and a seed -> the exercises of one batch of the warm-up."""
+    """(number, seed) -> the exercises of one batch of the warm-up."""
     to_row: Callable[[int, object, str], dict]
-    """Index, exercise and split -> a row of verl's parquet format."""
+    """(index, exercise, split) -> a row of verl's parquet format."""
     sources: tuple[str, ...]
-    """The files that the language is written in: another content, another folder."""
+    """The language's source files, whose content is part of the folder's name."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything else that the result depends on."""
+    """All other settings of the result."""
 
     warmup_steps: int = 400
     warmup_batch: int = 128
@@ -59,7 +59,7 @@ class Recipe:
     seed: int = 0
 
     def digest(self, language: Language) -> str:
-        # What one transformers saves, an older one may not read.
+        # an older transformers may not read the files of a newer one
         major = version("transformers").split(".")[0]
         settings = [asdict(self), language.vocabulary, language.pieces, major]
         sources = [Path(path).read_bytes() for path in (__file__, *language.sources)]
@@ -67,7 +67,7 @@ class Recipe:
 
 
 def build(language: Language, recipe: Recipe, cache: Path, report=print) -> Path:
-    """Returns the folder with `model/`, `train.parquet` and `val.parquet`, made if need be."""
+    """Return the folder with `model/`, `train.parquet` and `val.parquet`, which is made if need be."""
 
     def fill(folder: Path) -> None:
         parts = language.split(recipe.num_train, recipe.num_val, recipe.seed)
@@ -83,7 +83,7 @@ def build(language: Language, recipe: Recipe, cache: Path, report=print) -> Path
 
 
 def kept(folder: Path, fill: Callable[[Path], None], report) -> Path:
-    """Returns the folder of a model and its data, made by `fill` if need be."""
+    """Return the folder of a model and its data, which `fill` makes if need be."""
     is_there = folder.is_dir()
     if not is_there:
         environment.make_whole(folder, fill)
@@ -92,7 +92,7 @@ def kept(folder: Path, fill: Callable[[Path], None], report) -> Path:
 
 
 def write_rows(folder: Path, split: str, exercises: list, to_row: Callable[[int, object, str], dict]) -> None:
-    """Writes one of the parquet files that verl reads."""
+    """Write one of the parquet files that verl reads."""
     import pyarrow
     import pyarrow.parquet
 
@@ -101,7 +101,7 @@ def write_rows(folder: Path, split: str, exercises: list, to_row: Callable[[int,
 
 
 def make_tokenizer(language: Language):
-    """A word-level tokenizer whose vocabulary is the whole language."""
+    """Return a word-level tokenizer of the whole language."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +122,7 @@ def make_tokenizer(language: Language):
 
 
 def make_model(recipe: Recipe, tokenizer):
-    """A random Qwen3 of about 100 thousand parameters, in float32."""
+    """Return a random Qwen3 of about 100 thousand parameters, in float32."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -148,11 +148,10 @@ def make_model(recipe: Recipe, tokenizer):
 
 
 def warm_up(model, tokenizer, language: Language, recipe: Recipe, report) -> float:
-    """Teaches the model to write the sentences; returns the last loss."""
+    """Train the model to write the sentences; return the last loss."""
     import torch
 
-    # So small a model gains nothing from a second thread, and threads that wait for each other on
-    # a busy machine lose minutes.
+    # So small a model gains nothing from a second thread, which on a busy machine costs minutes.
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
@@ -177,7 +176,7 @@ def warm_up(model, tokenizer, language: Language, recipe: Recipe, report) -> flo
 
 
 def encode(tokenizer, exercises):
-    """Token ids and labels, (B, T) each, left-padded; -100 where the model is not taught."""
+    """Return left-padded token ids and labels, (B, T) each; the label is -100 where the model is not trained."""
     import torch
 
     prompts, whole = [], []
@@ -197,13 +196,13 @@ def encode(tokenizer, exercises):
 
 
 def main(name: str, build: Callable[[Path, Callable[[str], None]], Path], argv=None) -> int:
-    """The command `python -m MODULE --cache FOLDER`, which prints the folder that it made."""
+    """Run the command `python -m MODULE --cache FOLDER`, which prints the folder that it made."""
     parser = argparse.ArgumentParser(description=f"Builds model and data of {name}.")
     parser.add_argument("--cache", type=Path, required=True, help="the folder to keep results in")
     try:
         print(build(parser.parse_args(argv).cache, lambda line: print(line, file=sys.stderr, flush=True)))
     except ExperimentError as error:
-        # The last line is what the caller shows.
+        # the caller shows the last line
         print(error)
         return error.exit_code
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says of each run of `two-nodes` what was found and whether everything lies where the docs say.
+"""Print the events of each run of `two-nodes`, and whether every file is where the docs say.
 
     python -m lab.experiments.cpu.places SUITE_DIR
 
@@ -21,14 +21,14 @@ EVENTS = "events/of this run"
 
 
 def problems_of(run_dir: Path, resumed_from: Path | None) -> tuple[list[dict], list[str]]:
-    """A run's events, and everything that is not as docs/configuration.md and docs/bundle.md say.
+    """Return a run's events, and every difference from docs/configuration.md and docs/bundle.md.
 
     Args:
-        run_dir: of one run.
-        resumed_from: the checkpoint that it began with; None: it began anew.
+        run_dir: the run's folder.
+        resumed_from: the checkpoint that it started from, or None.
 
     Raises:
-        ExperimentError: if what was written cannot be read.
+        ExperimentError: if a file cannot be read.
     """
     roots = sorted(run_dir.glob(f"**/{EVENTS}"))
     if len(roots) != 1 or roots[0].parents[1].parent != run_dir:
@@ -52,7 +52,7 @@ def problems_of(run_dir: Path, resumed_from: Path | None) -> tuple[list[dict], l
 
 
 def absent(folder: Path, names: tuple[str, ...]) -> list[str]:
-    """One sentence for each of these files that the folder lacks."""
+    """Return a sentence for each file that the folder lacks."""
     return [f"{folder / name} is not there" for name in names if not (folder / name).exists()]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule-based reward for arithmetic, plugged in by `reward_manager.source=importlib`."""
+"""Score arithmetic by rule; loaded by `reward_manager.source=importlib`."""
 
 import torch
 
@@ -9,12 +9,12 @@ from verl.workers.reward_manager.naive import NaiveRewardManager
 
 
 def is_runaway(responses: torch.Tensor, response_mask: torch.Tensor, eos: int) -> torch.Tensor:
-    """Which rows of (B, T) responses reached the length limit without an end token: (B,) bool."""
+    """Return (B,) bool: which rows of (B, T) responses reached the length limit without an end token."""
     return response_mask.bool().all(-1) & (responses[:, -1] != eos)
 
 
 def rows_of(data) -> fault.Rows:
-    """What is planted by: the rows of a training batch."""
+    """Return the rows of a training batch for the fault."""
     return fault.Rows(
         step=data.meta_info["demo_step"],
         uids=list(data.non_tensor_batch["uid"]),
@@ -25,12 +25,11 @@ def rows_of(data) -> fault.Rows:
 
 
 class ArithmeticReward(NaiveRewardManager):
-    """verl's naive manager with `score`; it also tells the demo's fault what the rows are.
+    """verl's naive manager with `score`; it also passes the rows to the demo's fault.
 
     Args:
-        runaway_penalty: what the reward of a training response is multiplied by when it reached the
-            length limit without an end; validation scores stay comparable.
-        fault_settings: what `fault.Fault` takes; None plants nothing.
+        runaway_penalty: factor of the reward of a training response that reached the length limit without an end.
+        fault_settings: arguments of `fault.Fault`; None plants nothing.
     """
 
     def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, runaway_penalty=1.0, fault_settings=None):
@@ -39,7 +38,7 @@ class ArithmeticReward(NaiveRewardManager):
         fault.arm(fault.Fault(**fault_settings) if fault_settings else None)
 
     def __call__(self, data, return_dict=False):
-        """Scores the rows; rows of a validation are not shown to the fault."""
+        """Score the rows; those of a validation are not passed to the fault."""
         if not data.meta_info.get("validate"):
             fault.observe(rows_of(data))
         result = super().__call__(data, return_dict)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts from the current weights, by transformers' own `generate`, inside the FSDP workers.
+"""Generate rollouts from the current weights with transformers' `generate`, inside the FSDP workers.
 
-Two halves, both plugged in by configuration:
+Two classes, both chosen by the config:
 
-- `HFRollout` lives in each worker (`model.external_lib` registers it as rollout "hf_cpu"). verl's
-  `rollout_mode()` hands it the gathered weights before every generation.
-- `DirectManager` lives in the driver (`rollout.agent.agent_loop_manager_class`): it wakes the
-  workers, gives each its share of the prompts in one call, and pads the answers into verl's layout.
+- `HFRollout` runs in each worker (`model.external_lib` registers it as rollout "hf_cpu"). verl's `rollout_mode()` gives
+  it the gathered weights before every generation.
+- `DirectManager` runs in the driver (`rollout.agent.agent_loop_manager_class`): it wakes the workers, gives each its
+  share of the prompts in one call, and pads the answers into verl's layout.
 
-One call per worker, seeded by (seed, step, first row), makes runs repeat bit for bit; verl's
-agent loop orders requests by arrival and does not.
+One call per worker, seeded by (seed, step, first row), makes runs bitwise reproducible. verl's agent loop orders
+requests by arrival and is not reproducible.
 """
 
 import time
@@ -40,17 +40,17 @@ class HFRollout(base.BaseRollout):
         self.model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa").eval()
 
     async def resume(self, tags):
-        """Nothing sleeps on a CPU."""
+        """Do nothing: on a CPU no memory is released."""
 
     async def release(self):
-        """Nothing sleeps on a CPU."""
+        """Do nothing: on a CPU no memory is released."""
 
     async def update_weights(self, weights, **_):
-        """Takes the trainer's full weights; every name must match."""
+        """Load the trainer's full weights; every name must match."""
         self.model.load_state_dict(dict(weights), strict=True)
 
     def generate(self, prompt_ids, sampling_params, request_id):
-        """Answers a batch of prompts.
+        """Answer a batch of prompts.
 
         Args:
             prompt_ids: one list of token ids per prompt.
@@ -67,7 +67,7 @@ class DirectManager:
     """verl's `AgentLoopManager` reduced to one batched call per worker."""
 
     rollout_replicas = ()
-    """None: the workers that train are those that generate."""
+    """Empty: the training workers generate."""
 
     def __init__(self, config, worker_group, rm_resource_pool=None):
         self.workers = worker_group.workers
@@ -76,7 +76,7 @@ class DirectManager:
         self.tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Returns the prompts with their responses in verl's padded layout."""
+        """Return the prompts with their responses in verl's padded layout."""
         start = time.perf_counter()
         ray.get([worker.wake_up.remote() for worker in self.workers])
         prompt_ids = [
@@ -91,16 +91,16 @@ class DirectManager:
             prompt_ids, answers, self.tokenizer.pad_token_id, self.rollout.prompt_length, self.response_width(answers)
         )
         uids = prompts.non_tensor_batch["uid"]
-        # How often each was seen before: ["a", "b", "a"] gives [0, 0, 1].
+        # occurrences so far: ["a", "b", "a"] gives [0, 0, 1]
         output.non_tensor_batch["rollout_index"] = pandas.Series(uids).groupby(uids).cumcount().to_numpy(dtype=object)
         output.non_tensor_batch["__num_turns__"] = np.full(len(uids), 2, dtype=np.int32)
-        # The reward manager has no other way to know the step, also after a resume.
+        # the reward manager has no other source for the step
         output.meta_info["demo_step"] = step
         output.meta_info["timing"] = {"generate_sequences": time.perf_counter() - start}
         return output
 
     def answer(self, prompt_ids: list[list[int]], params: dict, step: int) -> list:
-        """One `(token_ids, log_probs)` per prompt; each worker answers an equal run of them."""
+        """Return one `(token_ids, log_probs)` per prompt; each worker answers an equal share of them."""
         rows = np.array_split(np.arange(len(prompt_ids)), len(self.workers))
         answers = ray.get(
             [
@@ -112,11 +112,11 @@ class DirectManager:
         return [answer for part in answers for answer in part]
 
     def response_width(self, answers: list) -> int:
-        """How many columns the padded responses have."""
+        """Return the width of the padded responses."""
         return self.rollout.response_length
 
     def sampling_params(self, meta_info: dict) -> dict:
-        """What `HFRollout.generate` needs, from the training or the validation settings."""
+        """Return the parameters of `HFRollout.generate`, from the training or the validation settings."""
         source = self.rollout.val_kwargs if meta_info.get("validate") else self.rollout
         return {
             "temperature": source.temperature,
@@ -128,7 +128,7 @@ class DirectManager:
 
 
 def ask(worker, *arguments):
-    """Has a worker's `HFRollout` generate."""
+    """Call a worker's `HFRollout.generate` remotely."""
     return worker.__ray_call__.remote(_generate, *arguments)
 
 
@@ -138,7 +138,7 @@ def _generate(worker, *arguments) -> list:
 
 
 def to_batch(prompt_ids, answers, pad: int, prompt_length: int, response_length: int) -> DataProto:
-    """Pads prompts left to `prompt_length` and responses right to `response_length`."""
+    """Pad prompts on the left to `prompt_length` and responses on the right to `response_length`."""
     prompts = left_pad(prompt_ids, pad, prompt_length)
     tokens, log_probs = zip(*answers, strict=True)
     responses = pad_2d_list_to_length(tokens, pad, response_length)

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GRPO explosion made on purpose: an importance ratio of 100 000, and what each safeguard does.
+"""Cause a GRPO explosion by an importance ratio of 100 000, and compare safeguards.
 
-What is planted belongs to this experiment and never to the patch. Everything is loaded by hooks of
-verl's own and acts at two steps only (docs/explosion.md):
+The planted tokens are part of this experiment and not of the patch. Everything is loaded by verl's hooks and acts at
+two steps only (docs/explosion.md):
 
-- `plant`    the plan, and what a batch carries of it: which rows and tokens are planted; the copy of the
-             policy that generates: a long response, its weights on disk; what was planted, on record
-- `rollout`  by `agent_loop_manager_class` (driver) and `model.external_lib` (workers): makes the long response, marks
-             the stale tokens, stores the old log-probs that they had; by `reward_manager.source=importlib`: the reward
-             manager that tells the estimator
+- `plant`    the plan; the marks of planted rows and tokens; the long response; weights and record on disk
+- `rollout`  verl 0.7: makes the long response, marks the stale tokens and replaces their old log-probs; loaded by
+             `agent_loop_manager_class`, `model.external_lib` and `reward_manager.source=importlib`
+- `summary`  the results, arm by arm
 
-On verl 0.9 `lab.experiments.verl09.explosion` stands in for `rollout`.
-
-- `summary`: what came of it, arm by arm
+On verl 0.9 `lab.experiments.verl09.explosion` replaces `rollout`.
 """

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planted and where: one long response, and in it a token that was improbable once.
+"""Plant one long response with a stale token, as in the post-mortem.
 
-The story is the post-mortem's: a token had probability 1e-5 under the policy that sampled it (the old one, by whose
-probability the loss divides), and has nearly 1 under the present one. Its importance ratio is then 1e5. One step
-earlier there is one of 1e-4. What is here serves every verl: `rollout` plants on 0.7, `verl09.explosion` on 0.9.
-`cpu.fault` has the estimator; what sees the same rows in the same order, just before and in the same
-process, tells it which are planted.
+The token had probability 1e-5 under the old policy, which sampled it and by whose probability the loss divides, and
+has nearly 1 under the present one: its importance ratio is 1e5. One step earlier a token has 1e-4. `rollout` plants
+on verl 0.7, `verl09.explosion` on 0.9. The estimator is `cpu.fault`'s; `observe` gives it the marks of its next rows.
 """
 
 import json
@@ -23,17 +21,17 @@ from lab.experiments.cpu import fault
 from lab.experiments.generation import sample
 
 RECORD = "planted.jsonl"
-"""The file, within a run's folder, with one line for each step at which something was planted."""
+"""File in a run's folder, with a line for each step with a plant."""
 WEIGHTS = "weights"
-"""The folder, within a run's, that holds the weights before each step: 0001.safetensors, ..."""
+"""Folder in a run's folder, with the weights before each step: 0001.safetensors, ..."""
 KNOBS = "knobs.json"
-"""The file, within a run's folder, with the post-mortem's settings."""
+"""File in a run's folder, with the post-mortem's settings."""
 KEY = "planted"
-"""The batch's tensor of marks, (B, T)."""
+"""Key of the batch's marks, (B, T)."""
 IN_ROW = 1
-"""The mark of a token in the planted response: it gets the planted advantage."""
+"""Mark of a token of the planted response, which gets the planted advantage."""
 STALE = 2
-"""The mark of a token whose old log-prob is replaced as well."""
+"""Mark of a token whose old log-prob is also replaced."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,21 @@ class Settings:
     """The `explosion` section of the config."""
 
     is_stale: bool
-    """False in the healthy twin: the same response and advantage, with the old log-probs it has."""
+    """False in the healthy twin: same response and advantage, true old log-probs."""
     warning_step: int
-    """The step, counted from 1, at which a token is a little stale."""
+    """Step, counted from 1, with a slightly stale token."""
     warning_probability: float
-    """What it had under the old policy, in (0, 1)."""
+    """Its probability under the old policy, in (0, 1)."""
     spike_step: int
-    """The step at which a token is as stale as the post-mortem has it."""
+    """Step with a token as stale as in the post-mortem."""
     old_probability: float
-    """What that one had under the old policy, in (0, 1)."""
+    """Its probability under the old policy, in (0, 1)."""
     num_stale: int
-    """How many tokens of the response are stale at either step; at most all that are sure."""
+    """Number of stale tokens at each of these steps; at most all sure ones."""
     sure: float
-    """From which probability on a token is near enough to 1 to be made stale, in (0, 1)."""
+    """Least probability of a token that may be made stale, in (0, 1)."""
     advantage: float
-    """The planted response's advantage."""
+    """Advantage of the planted response."""
 
     def __post_init__(self):
         if not 1 <= self.warning_step < self.spike_step:
@@ -70,24 +68,23 @@ class Settings:
 
     @property
     def probabilities(self) -> dict[int, float]:
-        """What the old policy gave a stale token, at each step at which something is planted."""
+        """Step -> probability of its stale tokens under the old policy."""
         return {self.warning_step: self.warning_probability, self.spike_step: self.old_probability}
 
 
 def draw_row(seed: int, step: int, num_rows: int) -> int:
-    """Which row of a batch is planted: the same on every machine."""
+    """Draw the planted row of a batch, the same on every machine."""
     return random.Random(f"gradloc explosion row {seed} {step}").randrange(num_rows)
 
 
 def choose(settings: Settings, log_probs: list[float]) -> list[int]:
-    """The positions that are made stale: of the sure tokens, the least sure ones.
+    """Choose the positions to make stale: the least sure of the sure tokens.
 
-    The gradient of a token's log-prob goes with 1 - p: a token at 0.9999 has next to none, so that
-    even a ratio of 1e5 leaves little of it.
+    The gradient of a token's log-prob is proportional to 1 - p: at p = 0.9999 it is small even with a ratio of 1e5.
 
     Args:
-        settings: what to plant.
-        log_probs: of the response's tokens under the present policy.
+        settings: the plan.
+        log_probs: log-probs of the response's tokens under the present policy.
 
     Returns:
         Positions in order; none in the healthy twin.
@@ -107,7 +104,7 @@ def choose(settings: Settings, log_probs: list[float]) -> list[int]:
 
 
 def marks(num_rows: int, width: int, row: int, length: int, positions: list[int]) -> torch.Tensor:
-    """The (num_rows, width) tensor of marks for one planted response of `length` tokens."""
+    """Return the marks (num_rows, width) of one planted response of `length` tokens."""
     made = torch.zeros(num_rows, width, dtype=torch.int8)
     made[row, :length] = IN_ROW
     made[row, positions] = STALE
@@ -115,13 +112,13 @@ def marks(num_rows: int, width: int, row: int, length: int, positions: list[int]
 
 
 def plant(settings: Settings, row: int, response_mask: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    """The (B, T) marks of a batch whose planted response is in that row.
+    """Return the marks (B, T) of a batch with the planted response in `row`.
 
     Args:
-        settings: what to plant.
-        row: the response's.
-        response_mask: (B, T), 1 on its tokens, which come first.
-        log_probs: (B, T), what the present policy gives the tokens.
+        settings: the plan.
+        row: the response's row.
+        response_mask: (B, T), 1 on response tokens, which come first.
+        log_probs: (B, T), under the present policy.
     """
     mask = response_mask[row].bool()
     positions = choose(settings, log_probs[row][mask].tolist())
@@ -129,7 +126,7 @@ def plant(settings: Settings, row: int, response_mask: torch.Tensor, log_probs: 
 
 
 def as_sampled(log_probs: torch.Tensor, planted: torch.Tensor, probability: float) -> torch.Tensor:
-    """The (B, T) log-probs with those of stale tokens replaced by what the old policy gave them."""
+    """Return the log-probs (B, T) with those of stale tokens set to the old policy's."""
     return torch.where(planted == STALE, math.log(probability), log_probs)
 
 
@@ -137,13 +134,13 @@ def as_sampled(log_probs: torch.Tensor, planted: torch.Tensor, probability: floa
 
 
 def write_knobs(knobs: dict) -> None:
-    """Writes the `knobs` section of the config to the run's folder."""
+    """Write the `knobs` section of the config to the run's folder."""
     path = Path(os.environ["GRADLOC_RUN_DIR"]) / KNOBS
     path.write_text(json.dumps(knobs) + "\n", encoding="utf-8")
 
 
 def save(model, number: int) -> None:
-    """Writes a model's weights to the run's folder, as those before step `number`."""
+    """Write a model's weights to the run's folder, as those before step `number`."""
     folder = Path(os.environ["GRADLOC_RUN_DIR"]) / WEIGHTS
     folder.mkdir(exist_ok=True)
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -151,10 +148,10 @@ def save(model, number: int) -> None:
 
 
 def answer_at_length(model, prompt: list[int], params: dict, seed: int) -> tuple[list[int], list[float]]:
-    """An answer of `max_new_tokens` tokens: the end token is not sampled, though the policy might have.
+    """Sample an answer of `max_new_tokens` tokens, without the end token.
 
     Returns:
-        Its tokens, and the policy's own log-probs of them, in which the end token is possible.
+        Its tokens, and their log-probs under the unrestricted policy.
     """
     ((tokens, _),) = sample(model, [prompt], {**params, "min_new_tokens": params["max_new_tokens"]}, seed)
     return tokens, log_probs(model, prompt, tokens, params["temperature"])
@@ -162,7 +159,7 @@ def answer_at_length(model, prompt: list[int], params: dict, seed: int) -> tuple
 
 @torch.no_grad()
 def log_probs(model, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
-    """What a policy gives each token of an answer."""
+    """Return a policy's log-prob of each token of an answer."""
     ids = torch.tensor([prompt + tokens])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     chosen = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
@@ -173,7 +170,7 @@ def log_probs(model, prompt: list[int], tokens: list[int], temperature: float) -
 
 
 class Plant:
-    """What the estimator plants, in the place of a `fault.Fault`: an advantage on all tokens with a mark, (B, T)."""
+    """Give all marked tokens (B, T) one advantage; takes the place of `fault.Fault` in the estimator."""
 
     def __init__(self, marks: torch.Tensor, advantage: float):
         self.marks, self.advantage = marks, advantage
@@ -183,7 +180,7 @@ class Plant:
 
 
 def observe(rows: fault.Rows, marks: torch.Tensor, advantage: float, tokenizer) -> None:
-    """Tells the estimator the rows of its next call and their (B, T) marks, and writes down what is planted."""
+    """Pass the rows of the next call and their marks (B, T) to the estimator, and record the planted ones."""
     fault.observe(rows)
     fault.arm(Plant(marks, advantage))
     for row in torch.nonzero(marks.any(-1)).flatten().tolist():

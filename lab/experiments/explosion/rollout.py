@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On verl 0.7: rollouts with one long response in which tokens are stale, every step's weights on disk, the reward.
+"""Plant the explosion on verl 0.7: a long response with stale tokens; every step's weights are written to disk.
 
 Loaded in the workers by `model.external_lib`, in the driver by `agent_loop_manager_class` and as its reward manager.
 """
@@ -18,15 +18,14 @@ base._ROLLOUT_REGISTRY[("hf_cpu_saving", "async")] = f"{__name__}.SavingRollout"
 
 
 class SavingRollout(rollout.HFRollout):
-    """The demo's rollout; it keeps every version of the weights, and it can be made to run on."""
+    """The demo's rollout; it writes every version of the weights, and can generate a long response."""
 
     num_updates = 0
 
     async def update_weights(self, weights, **_):
-        """Takes the trainer's full weights and, on rank 0, writes them to the run's folder.
+        """Load the trainer's full weights and, on rank 0, write them to the run's folder.
 
-        The first are those that training starts with; the last, by verl's final validation, those
-        it ends with.
+        The first version is the initial one; the last, at verl's final validation, the final one.
         """
         await super().update_weights(weights)
         self.num_updates += 1
@@ -34,7 +33,7 @@ class SavingRollout(rollout.HFRollout):
             plant.save(self.model, self.num_updates)
 
     def generate(self, prompt_ids, sampling_params, request_id):
-        """As `HFRollout.generate`; with `is_long`, each answer is as long as may be."""
+        """Generate as `HFRollout`; with `is_long`, each answer has the maximum length."""
         if not sampling_params.get("is_long"):
             return super().generate(prompt_ids, sampling_params, request_id)
         params = {name: value for name, value in sampling_params.items() if name != "is_long"}
@@ -42,7 +41,7 @@ class SavingRollout(rollout.HFRollout):
 
 
 class ExplosionManager(rollout.DirectManager):
-    """The demo's manager; at two steps one response is long and its tokens are marked."""
+    """The demo's manager; at two steps it plants a long response and marks its tokens."""
 
     def __init__(self, config, worker_group, rm_resource_pool=None):
         super().__init__(config, worker_group, rm_resource_pool)
@@ -50,7 +49,7 @@ class ExplosionManager(rollout.DirectManager):
         plant.write_knobs(OmegaConf.to_container(config.knobs, resolve=True))
 
     def generate_sequences(self, prompts):
-        """Returns the rollouts and, for training, their marks."""
+        """Return the rollouts and, for training, their marks."""
         output = super().generate_sequences(prompts)
         if prompts.meta_info.get("validate"):
             return output
@@ -66,15 +65,12 @@ class ExplosionManager(rollout.DirectManager):
         return output
 
     def response_width(self, answers):
-        """No wider than it has to be: with 200 columns for 17 tokens most of them are padding.
-
-        One column more than the longest has tells verl that it did not reach the limit.
-        """
+        """Return one column more than the longest answer has, so that verl sees that it did not reach the limit."""
         longest = max(len(tokens) for tokens, _ in answers)
         return min(longest + 1, self.rollout.response_length)
 
     def answer(self, prompt_ids, params, step):
-        """As `DirectManager.answer`, with one response as long as may be."""
+        """Answer as `DirectManager`, with one response of the maximum length at the planted steps."""
         answers = super().answer(prompt_ids, params, step)
         if step in self.settings.probabilities and params["do_sample"]:
             row = plant.draw_row(self.seed, step, len(prompt_ids))
@@ -85,11 +81,11 @@ class ExplosionManager(rollout.DirectManager):
 
 
 class ExplosionReward(ArithmeticReward):
-    """The demo's reward manager; it passes the marks on and writes down what is planted.
+    """The demo's reward manager; it also passes the marks to the estimator.
 
     Args:
-        advantage: what the planted response's tokens get.
-        kwargs: as `ArithmeticReward`.
+        advantage: advantage of the planted response's tokens.
+        kwargs: of `ArithmeticReward`.
     """
 
     def __init__(self, *args, advantage: float, **kwargs):
@@ -97,17 +93,16 @@ class ExplosionReward(ArithmeticReward):
         self.advantage = float(advantage)
 
     def __call__(self, data, return_dict=False):
-        """Scores the rows; those of a validation have no marks."""
+        """Score the rows; those of a validation have no marks."""
         if not data.meta_info.get("validate"):
             plant.observe(rows_of(data), data.batch[plant.KEY], self.advantage, self.tokenizer)
         return super().__call__(data, return_dict)
 
 
 def store_stale_log_probs(compute_log_prob):
-    """Wraps the actor's method: a stale token's old log-prob is the one it was sampled with.
+    """Wrap the actor's method so that a stale token's old log-prob is the one it was sampled with.
 
-    Real runs come by such a value through an engine that computes other probabilities than the
-    trainer does, or through a policy that has moved on since the rollout.
+    In real runs the cause is an engine with different probabilities, or a policy that has changed since the rollout.
     """
 
     def wrapped(self, data, calculate_entropy=False):

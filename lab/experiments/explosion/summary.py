@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the runs of the explosion: a table and a plot.
+"""Compare the runs of the explosion in a table and a plot.
 
     python -m lab.experiments.explosion.summary SUITE_DIR
 
-It writes `summary.md` and `summary.png` beside the runs' folders. No torch and no verl.
+Writes `summary.md` and `summary.png` into SUITE_DIR. No torch and no verl.
 """
 
 import json
@@ -21,9 +21,9 @@ from lab.experiments.errors import ExperimentError
 from lab.experiments.verdict import read_events
 
 LAST_STEPS = 5
-"""How many steps at the end of a run the weights' late movement is measured over."""
+"""Number of final steps for the weights' late movement."""
 TWIN = "healthy"
-"""The arm that the others are compared with, seed by seed."""
+"""The arm that others are compared with, seed by seed."""
 LEGEND = f"""\
 final reward: mean on unseen questions, 8 answers each at temperature 1, with the final weights, and
   its standard error over the questions; against twin: the same of each question's difference.
@@ -41,19 +41,19 @@ from twin: L2 distance of the final weights from the healthy twin's, as a share 
 
 @dataclass(frozen=True)
 class Reading:
-    """One run."""
+    """The files of one run."""
 
     name: str
     knobs: dict
     steps: dict[int, dict]
     """verl's metrics, by step."""
     planted: list[dict]
-    """What was planted, in the order of steps; a healthy twin's have no positions."""
+    """The planted rows in the order of steps; a healthy twin's have no positions."""
     events: list[dict]
     rewards: dict[str, float]
     """Mean reward of each question's answers in the final validation; empty without one."""
     weights: list[np.ndarray]
-    """All parameters as one float64 vector: before each step, and after the last."""
+    """All parameters as one float64 vector, before each step and after the last."""
 
     @property
     def norms(self) -> dict[int, float]:
@@ -68,31 +68,31 @@ class Reading:
 
     @property
     def moved(self) -> float:
-        """How far the weights are from where they began."""
+        """L2 distance between the first and the last weights."""
         return distance(self.weights[-1], self.weights[0])
 
     @property
     def moved_at_the_spike(self) -> float:
-        """How far the spike's step and the next one took the weights."""
+        """L2 distance that the spike's step and the next one moved the weights."""
         spike = self.planted[-1]["step"]
-        # The first weights are those before step 1.
+        # the first weights are those before step 1
         return distance(self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1])
 
     @property
     def moved_lately(self) -> float:
-        """How far the last `LAST_STEPS` steps took the weights."""
+        """L2 distance that the last `LAST_STEPS` steps moved the weights."""
         return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])
 
     def event_at(self, step: int) -> dict | None:
-        """The event of a step, or None."""
+        """Return the event of a step, or None."""
         return next((event for event in self.events if event["step"]["global_step"] == step), None)
 
 
 def read(folder: Path, name: str) -> Reading:
-    """Reads a run's folder.
+    """Read a run's folder.
 
     Raises:
-        ExperimentError: if a file of it is missing or cut off.
+        ExperimentError: if a file is missing or truncated.
     """
     try:
         return Reading(
@@ -109,23 +109,23 @@ def read(folder: Path, name: str) -> Reading:
 
 
 def json_lines(path: Path) -> list[dict]:
-    """Every line of a file, as JSON."""
+    """Return every line of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def as_vector(path: Path) -> np.ndarray:
-    """A safetensors file's values, one after the other by name."""
+    """Return a safetensors file's values as one vector, sorted by name."""
     state = load_file(path)
     return np.concatenate([state[name].ravel().astype(np.float64) for name in sorted(state)])
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """The L2 norm of the difference."""
+    """Return the L2 norm of the difference."""
     return float(np.linalg.norm(one - other))
 
 
 def read_rewards(folder: Path) -> dict[str, float]:
-    """The last validation's mean reward of each question's answers."""
+    """Return question -> mean reward of its answers in the last validation."""
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     by_question = defaultdict(list)
     for line in json_lines(files[-1]) if files else []:
@@ -134,7 +134,7 @@ def read_rewards(folder: Path) -> dict[str, float]:
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """The mean of independent values and its standard error; NaN where one value has none."""
+    """Return the mean of independent values and its standard error, which is NaN for one value."""
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return float(np.mean(values)), error
 
@@ -143,10 +143,10 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
-    """The table of these runs; their plot goes into the folder.
+    """Return the table of these runs; draw their plot into the folder.
 
     Raises:
-        ExperimentError: if a run that ended well cannot be read.
+        ExperimentError: if a successful run cannot be read.
     """
     found = [(read(place, cell["folder"]), cell) for place, cell in runs]
     by_seed = {cell["seed"]: reading for reading, cell in found if cell["arm"] == TWIN}
@@ -157,7 +157,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
 
 
 def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
-    """One run's, by column."""
+    """Return one run's cells by column."""
     warning, spike = (entry["step"] for entry in reading.planted)
     event = reading.event_at(spike)
     against = away = at_the_spike = lately = "-"
@@ -183,12 +183,12 @@ def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
 
 
 def gain(reading: Reading, twin: Reading) -> tuple[float, float]:
-    """How much higher the final reward is than the twin's, question by question, and the error."""
+    """Return the mean difference of the final reward from the twin's over questions, and its error."""
     return mean_and_error([mean - twin.rewards[key] for key, mean in reading.rewards.items()])
 
 
 def done(reading: Reading, step: int) -> str:
-    """What the run's safeguards did at a step, as far as its metrics say."""
+    """Describe what the run's safeguards did at a step, from its metrics."""
     metrics = reading.steps[step]
     norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
     scale = metrics.get("gradloc/layer_clip/scale_min", 1.0)
@@ -207,7 +207,7 @@ def done(reading: Reading, step: int) -> str:
 
 
 def named(reading: Reading, step: int) -> str:
-    """What the localizer said about a step's first culprit."""
+    """Describe a step's first culprit."""
     event = reading.event_at(step)
     if event is None or not event["culprits"]:
         return "no event" if event is None else "no culprit"
@@ -219,7 +219,7 @@ def named(reading: Reading, step: int) -> str:
 
 
 def is_as_planted(event: dict, planted: dict) -> bool:
-    """Whether the event names exactly the stale tokens and nothing else."""
+    """Return whether the event names exactly the stale tokens."""
     culprits = event["culprits"]
     positions = sorted(position for culprit in culprits for position in culprit["positions"])
     sequence = f"{planted['uid']}:{planted['rollout_index']}"
@@ -227,19 +227,19 @@ def is_as_planted(event: dict, planted: dict) -> bool:
 
 
 def number(value: float | None) -> str:
-    """Three digits, with thousands apart from 10 000 on."""
+    """Format with three digits; from 1000 on as a whole number with spaces."""
     if value is None:
         return "-"
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
-    """Draws gradient norm (log), training reward and distance from the healthy twin over the steps.
+    """Plot gradient norm (log), training reward and distance from the healthy twin over the steps.
 
     Args:
-        runs: a line for each.
-        twins: the healthy run to compare with, by the run's name.
-        path: of the PNG.
+        runs: one line each.
+        twins: run name -> its healthy twin.
+        path: the PNG file.
     """
     with suite.figure(path, 13, 3) as (figure, plots):
         norms, rewards, distances = plots

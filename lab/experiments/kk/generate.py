@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Knights-and-Knaves data sets as verl reads them, or checks one that exists.
+"""Write Knights-and-Knaves data sets for verl, or check an existing one.
 
     python -m lab.experiments.kk.generate --people 3 4 5 6 7 --train 900 --test 100 --out data/kk
     python -m lab.experiments.kk.generate --check data/kk/train.parquet
@@ -19,7 +19,7 @@ from lab.experiments.errors import ExperimentError
 from lab.experiments.kk import puzzle, wording
 
 SHOWN = 5
-"""How many wrong rows are named; all are counted."""
+"""Number of wrong rows to name; all are counted."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv=None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     options = parser()
     args = options.parse_args(argv)
     if not args.check and (not args.people or args.out is None or args.train < 1 or args.test < 0):
@@ -60,13 +60,13 @@ def main(argv=None) -> int:
 
 
 def generate(args) -> int:
-    """Draws and writes what the arguments ask for."""
+    """Draw and write the data sets."""
     import pyarrow
     import pyarrow.parquet
 
     parts = {"train.parquet": []}
     for number in sorted(set(args.people)):
-        # A stream for each N: adding an N changes no other's puzzles.
+        # a random stream for each N, so that adding an N does not change the others' puzzles
         found = puzzle.draw(args.train + args.test, number, random.Random(f"knights {args.seed} {number}"))
         parts["train.parquet"] += found[: args.train]
         parts[f"test-{number}ppl.parquet"] = found[args.train :]
@@ -84,7 +84,7 @@ def generate(args) -> int:
 
 
 def check(path: Path) -> int:
-    """Refuses a file with a row that is not a puzzle with exactly one solution, the one it states.
+    """Refuse a file if a row is not a puzzle whose stated solution is its only one.
 
     Raises:
         ExperimentError: naming the first such rows.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model, tokenizer and data of `kk-demo`: two people, few names, short answers in the published format.
+"""Build the model, tokenizer and data of `kk-demo`: two people, few names, short answers in the published format.
 
     Ava said Zoey is a knave. Zoey said Ava is a knight and Zoey is a knight.
     <think>Ava: true. Zoey: false.</think><answer>(1) Ava is a knight
     (2) Zoey is a knave</answer>
 
-The frame around the puzzle and the system prompt are left out, because a model of 100 thousand
-parameters has none of their words to learn from; the answer is scored by the same reward.
+The frame around the puzzle and the system prompt are omitted, since a model of 100 thousand parameters cannot learn
+their words; the answer is scored by the same reward.
 
 python -m lab.experiments.kk.language --cache .gradloc
 """
@@ -24,16 +24,16 @@ NAMES = ("Ava", "Jack", "Mia", "Zoey")
 NUM_PEOPLE = 2
 KINDS = (puzzle.SIMPLE, "and", "or")
 NUM_PUZZLES = 400
-"""How many are drawn in all; training, validation and the warm-up take theirs from these."""
+"""Number of puzzles for training, validation and the warm-up together."""
 PIECES = r"</?[a-z]+>| ?[A-Za-z]+|\s|[^\sA-Za-z]"
 """A tag, a word with the space before it, or one other character."""
-# The warm-up is enough for the format and for part of the puzzles: the rest is left to RL.
+# The warm-up teaches the format and some puzzles; RL the rest.
 RECIPE = material.Recipe(warmup_steps=100, warmup_batch=64, label_smoothing=0.01, num_train=320, num_val=80)
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One puzzle as a question and the response that solves it."""
+    """A puzzle as a question and the response that solves it."""
 
     puzzle: puzzle.Puzzle
 
@@ -52,29 +52,29 @@ class Exercise:
 
 @lru_cache
 def pool() -> tuple[Exercise, ...]:
-    """All exercises there are, in an order that says nothing."""
+    """Return all exercises in a random order."""
     rng = random.Random("knights of the demo")
     return tuple(map(Exercise, puzzle.draw(NUM_PUZZLES, NUM_PEOPLE, rng, NAMES, KINDS)))
 
 
 def split(num_train: int, num_val: int, _seed: int) -> tuple[list[Exercise], list[Exercise]]:
-    """Exercises to train on, from the front, and to validate with, from the back."""
+    """Return exercises to train on, from the front, and to validate with, from the back."""
     return list(pool()[:num_train]), list(pool()[-num_val:])
 
 
 def lessons(num: int, seed: str) -> list[Exercise]:
-    """Exercises of the first half, which validation has no part in."""
+    """Draw exercises from the first half, which validation does not use."""
     return random.Random(seed).choices(pool()[: NUM_PUZZLES // 2], k=num)
 
 
 def to_row(index: int, exercise: Exercise, part: str) -> dict:
-    """One row of verl's parquet format."""
+    """Return a row of verl's parquet format."""
     messages = [{"role": "user", "content": exercise.question}]
     return wording.to_row(index, exercise.puzzle, part, messages)
 
 
 def language() -> material.Language:
-    """The whole of it."""
+    """Return the language of `kk-demo`."""
     texts = (text for exercise in pool() for text in (exercise.question, exercise.sentence))
     return material.Language(
         name="kk-demo",

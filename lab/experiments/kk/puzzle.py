@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puzzles: who is there, what each says, and the one way in which that can be.
+"""Draw, check and word Knights-and-Knaves puzzles.
 
-Every person is a knight, whose statement is true, or a knave, whose statement is false. All ways are tried,
-128 for seven people; a puzzle has exactly one. A statement is a tuple, in the notation of the Knights-and-Knaves data
-set (Xie et al., arXiv 2410.23123): `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
-`("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` are made of others.
+Every person is a knight, whose statement is true, or a knave, whose statement is false. All assignments are tried, 128
+for seven people; a puzzle has exactly one solution. A statement is a tuple, in the notation of the Knights-and-Knaves
+data set (Xie et al., arXiv 2410.23123): `("telling-truth", i)` and `("lying", i)` are about person i, counted from 0;
+`("not", s)`, `("and", s, ...)`, `("or", s, ...)`, `("->", s, s)` and `("<=>", s, s)` combine others.
 """
 
 import ast
@@ -25,23 +25,23 @@ NAMES = (
     "Victoria William Zoey"
 ).split()
 SIMPLE = "simple"
-"""The kind of a statement that is a leaf."""
+"""Kind of a statement about one person."""
 KINDS = (SIMPLE, SIMPLE, "not", *MANY, *BINARY)
-"""What is said, each as likely as the others; a simple claim twice as likely."""
+"""The kinds to draw from with equal probability; a simple claim is twice as likely."""
 MOST = 16
-"""People of a puzzle that is checked: twice as many are 65 thousand times the work."""
+"""Maximum number of people of a puzzle to check; twice that is 65 thousand times the work."""
 PATIENCE = 10_000
-"""Drawings without a new puzzle after which there are taken to be no more."""
+"""Draws without a new puzzle after which there are assumed to be no more."""
 
 
 def parse(text: str) -> tuple:
-    """The statements of a puzzle, one for each person, from a Python literal.
+    """Parse the statements of a puzzle, one for each person, from a Python literal.
 
     >>> parse("(('lying', 1), ('telling-truth', 0))")
     (('lying', 1), ('telling-truth', 0))
 
     Raises:
-        ExperimentError: if it is none, or speaks of a person that is not there.
+        ExperimentError: if it is not one, or refers to a person that does not exist.
     """
     try:
         found = ast.literal_eval(text)
@@ -57,7 +57,7 @@ def parse(text: str) -> tuple:
 
 
 def check(statement, num_people: int) -> None:
-    """Refuses what is not a statement about people 0 to `num_people` - 1.
+    """Refuse anything but a statement about people 0 to `num_people` - 1.
 
     Raises:
         ExperimentError: naming the part that is wrong.
@@ -65,7 +65,7 @@ def check(statement, num_people: int) -> None:
     kind, *parts = statement if isinstance(statement, tuple) and statement else (None,)
     if kind in LEAVES:
         person = parts[0] if len(parts) == 1 else None
-        # A bool is an int to Python.
+        # isinstance would accept a bool
         if type(person) is not int or not 0 <= person < num_people:
             raise ExperimentError(f"{statement!r:.60} names no person from 0 to {num_people - 1}, as it should.")
         return
@@ -78,7 +78,7 @@ def check(statement, num_people: int) -> None:
 
 
 def english(statement: tuple, names: list[str]) -> str:
-    """The statement as a clause.
+    """Return the statement as an English clause.
 
     >>> english(("->", ("lying", 1), ("telling-truth", 0)), ["Zoey", "Owen"])
     'if Owen is a knave then Zoey is a knight'
@@ -97,7 +97,7 @@ def english(statement: tuple, names: list[str]) -> str:
 
 
 def holds(statement: tuple, knights: tuple[bool, ...]) -> bool:
-    """Whether a statement is true where these people are knights.
+    """Return whether a statement is true if these people are knights.
 
     >>> holds(("->", ("lying", 1), ("telling-truth", 0)), (False, True))
     True
@@ -113,7 +113,7 @@ def holds(statement: tuple, knights: tuple[bool, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A puzzle that may have any number of solutions."""
+    """A puzzle with any number of solutions."""
 
     names: tuple[str, ...]
     said: tuple[tuple, ...]
@@ -121,7 +121,7 @@ class Puzzle:
 
     @cached_property
     def solution(self) -> tuple[bool, ...]:
-        """Who is a knight.
+        """Which people are knights.
 
         Raises:
             ExperimentError: if there is not exactly one solution.
@@ -134,7 +134,7 @@ class Puzzle:
 
 
 def solutions(said: tuple[tuple, ...]) -> list[tuple[bool, ...]]:
-    """All ways to be knights and knaves that fit what is said; True is a knight.
+    """Return all assignments that are consistent with the statements; True is a knight.
 
     >>> solutions((("lying", 1), ("and", ("telling-truth", 0), ("telling-truth", 1))))
     [(True, False)]
@@ -144,7 +144,7 @@ def solutions(said: tuple[tuple, ...]) -> list[tuple[bool, ...]]:
 
 
 def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> tuple:
-    """A statement by one of the people: about another one or, if it has two parts, anybody."""
+    """Draw a person's statement: about another one or, if it has two parts, about anyone."""
     kind = rng.choice(kinds)
     if kind in (SIMPLE, "not"):
         about = rng.choice([i for i in range(num_people) if i != speaker])
@@ -155,17 +155,17 @@ def draw_statement(rng: random.Random, num_people: int, speaker: int, kinds) -> 
 
 
 def draw(num: int, num_people: int, rng: random.Random, names=NAMES, kinds=KINDS) -> list[Puzzle]:
-    """Different puzzles with exactly one solution each.
+    """Draw different puzzles with exactly one solution each.
 
     Args:
-        num: how many.
+        num: number of puzzles.
         num_people: 2 to 7; the paper trains on 3 to 7.
         rng: the same state gives the same puzzles on every machine.
-        names: who can be there.
-        kinds: what they can say, some of `KINDS`.
+        names: names to draw from.
+        kinds: kinds of statement to draw from, some of `KINDS`.
 
     Raises:
-        ExperimentError: if no more new ones turn up.
+        ExperimentError: if there are not enough puzzles.
     """
     found, since = {}, 0
     while len(found) < num:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the arms of kk-demo: a table over seeds and a plot. It reports; it does not judge.
+"""Compare the arms of kk-demo in a table over seeds and a plot.
 
     python -m lab.experiments.kk.summary SUITE_DIR
 
-It writes `summary.md` and `summary.png` beside the runs' folders.
+Writes `summary.md` and `summary.png` into SUITE_DIR.
 """
 
 import re
@@ -15,7 +15,7 @@ from lab.experiments import suite
 from lab.experiments.kk.wording import DATA_SOURCE
 
 LAST_STEPS = 5
-"""How many steps at the end of a run the training reward is averaged over."""
+"""Number of final steps that the training reward is averaged over."""
 SCORE = "critic/score/mean"
 READINGS = {
     f"training reward, last {LAST_STEPS} steps": "train",
@@ -31,11 +31,11 @@ trained on. Differences within the spread say nothing about the methods."""
 
 
 Arms = dict[str, list[tuple[list[float], dict[str, float]]]]
-"""By arm, what `read` gives of each of its runs."""
+"""Arm -> the results of `read` for its runs."""
 
 
 def read(folder: Path) -> tuple[list[float], dict[str, float]]:
-    """The mean reward of each step's rollouts, and the table's values, by those of `READINGS`.
+    """Return the mean reward of each step's rollouts, and the table's values by the values of `READINGS`.
 
     Raises:
         ExperimentError: if the run's metrics cannot be read.
@@ -51,7 +51,7 @@ def read(folder: Path) -> tuple[list[float], dict[str, float]]:
 
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
-    """The table of these runs; their plot goes into the folder."""
+    """Return the table of these runs; draw their plot into the folder."""
     arms: Arms = {}
     for run, cell in runs:
         arms.setdefault(cell["arm"], []).append(read(run))
@@ -64,7 +64,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
 
 
 def spread(values: list[float | None]) -> str:
-    """Mean and sample standard deviation; the mean alone of one value, a dash if one is missing.
+    """Format mean and sample standard deviation; a dash if a value is missing, only the mean of one value.
 
     >>> spread([1.0, 2.0])
     '1.50 ± 0.71'
@@ -76,10 +76,10 @@ def spread(values: list[float | None]) -> str:
 
 
 def draw(arms: Arms, path: Path) -> None:
-    """Draws the training reward over steps: each arm's mean over seeds, from least to most."""
+    """Plot each arm's training reward over steps: mean, minimum and maximum over seeds."""
     with suite.figure(path, 8, 1) as (_, axes):
         for index, (arm, group) in enumerate(arms.items()):
-            columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as the shortest run has
+            columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as in the shortest run
             steps, color = range(1, len(columns) + 1), f"C{index}"
             axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=arm)
             low, high = [min(c) for c in columns], [max(c) for c in columns]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A puzzle in words, and as a row of verl's parquet format.
+"""Format a puzzle as a prompt, and as a row of verl's parquet format.
 
 The system prompt is quoted from Logic-RL (arXiv 2502.14768, its instruct template), which
 arXiv 2505.12929 trains with; the puzzle's frame is that of the Knights-and-Knaves data set
-(arXiv 2410.23123). Results are comparable only where a model reads the same words.
+(arXiv 2410.23123). Results are comparable only with the same words.
 """
 
 from lab.experiments.errors import ExperimentError
 from lab.experiments.kk.puzzle import Puzzle, english, parse
 
 DATA_SOURCE = "kk_logic"
-"""With the number of people behind it, as published: `kk_logic3`."""
+"""Prefix of the published data source; the number of people follows: `kk_logic3`."""
 SYSTEM = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the "
     "mind and then provides the user with the answer. The reasoning process and answer are "
@@ -24,7 +24,7 @@ VERBS = ("said", "remarked", "noted", "stated", "commented", "claimed")
 
 
 def listing(words: list[str]) -> str:
-    """The words as an enumeration.
+    """Join words to an enumeration.
 
     >>> listing(["Ava", "Jack", "Zoey"])
     'Ava, Jack, and Zoey'
@@ -35,7 +35,7 @@ def listing(words: list[str]) -> str:
 
 
 def question(puzzle: Puzzle, verbs=VERBS) -> str:
-    """The puzzle as the user asks it."""
+    """Return the user's question."""
     names = list(puzzle.names)
     says = []
     for i, (name, statement) in enumerate(zip(names, puzzle.said, strict=True)):
@@ -49,19 +49,19 @@ def question(puzzle: Puzzle, verbs=VERBS) -> str:
 
 
 def answer(puzzle: Puzzle) -> str:
-    """The solution, one numbered line a person: `(1) Zoey is a knight`."""
+    """Return the solution, one numbered line per person: `(1) Zoey is a knight`."""
     roles = ("knave", "knight")
     pairs = zip(puzzle.names, puzzle.solution, strict=True)
     return "\n".join(f"({i}) {name} is a {roles[is_knight]}" for i, (name, is_knight) in enumerate(pairs, 1))
 
 
 def response(thoughts: str, conclusion: str) -> str:
-    """A whole response in the published format."""
+    """Return a whole response in the published format."""
     return f"<think>{thoughts}</think><answer>{conclusion}</answer>"
 
 
 def to_row(index: int, puzzle: Puzzle, split: str, messages: list[dict] | None = None) -> dict:
-    """One row of verl's parquet format.
+    """Return a row of verl's parquet format.
 
     Args:
         index: the row's number within its file.
@@ -83,10 +83,9 @@ def to_row(index: int, puzzle: Puzzle, split: str, messages: list[dict] | None =
 
 
 def problem(row: dict) -> str | None:
-    """What is wrong with a row as a puzzle with one known solution, as a clause; None if nothing.
+    """Return a clause on what is wrong with a row as a puzzle with one known solution, or None.
 
-    It needs `reward_model.ground_truth` with `statements` and `solution_text_format`, which the
-    published files have, too.
+    It needs `reward_model.ground_truth` with `statements` and `solution_text_format`, as in the published files.
     """
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if not isinstance(truth, dict) or not {"statements", "solution_text_format"} <= set(truth):

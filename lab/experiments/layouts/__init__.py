@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo needs to run on other layouts than its own, with no GPU: a model of experts, sequences end to end."""
+"""Run the demo on other layouts without a GPU: a mixture of experts, packed sequences."""

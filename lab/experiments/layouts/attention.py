@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over sequences end to end in plain torch, and padding taken out, where flash attention is not installed."""
+"""Attention over packed sequences and removal of padding in plain torch, without flash attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def packed_attention(
     softmax_scale: float | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Causal attention (1, S, H, D) over sequences end to end: a new one begins where the position is 0."""
+    """Compute causal attention (1, S, H, D) over packed sequences; each starts where the position is 0."""
     sequence = (position_ids[0] == 0).cumsum(0)
     order = torch.arange(len(sequence))
     seen = (sequence.unsqueeze(1) == sequence) & (order.unsqueeze(1) >= order)
@@ -33,7 +33,7 @@ def packed_attention(
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_ids=None, **_):
-    """transformers' interface: (B, H, S, D) in, (B, S, H, D) out; verl's exchange of sequence for heads around it."""
+    """Implement transformers' interface, (B, H, S, D) to (B, S, H, D), with verl's Ulysses exchange around it."""
     parts = [part.transpose(1, 2) for part in (query, key, value)]
     out = monkey_patch._ulysses_flash_attention_forward(
         *parts, None, query.shape[2], position_ids=position_ids, softmax_scale=scaling
@@ -42,6 +42,6 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
 
 
 def padding_functions() -> tuple[Callable, ...]:
-    """What takes padding out and puts it back, verl's own for Ascend: index_first_axis, pad_input, rearrange, unpad."""
+    """Return verl's padding functions for Ascend: index_first_axis, pad_input, rearrange, unpad."""
     found = npu_flash_attn_utils
     return found.index_first_axis, found.pad_input, found.rearrange, found.unpad_input

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts for the demo, with the demo's tokenizer: four experts a layer, two for each token.
+"""Build a mixture of experts for the demo: four experts per layer, two per token.
 
 python -m lab.experiments.layouts.experts --cache .gradloc
 """
@@ -12,7 +12,7 @@ from lab.experiments.cpu.material import Recipe
 
 
 def make_model(tokenizer):
-    """A random Qwen3-MoE of about 120 thousand parameters, in float32."""
+    """Return a random Qwen3-MoE of about 120 thousand parameters, in float32."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -26,7 +26,7 @@ def make_model(tokenizer):
 
 
 def make(cache: Path, report) -> Path:
-    """The model's folder, made anew each time."""
+    """Return the model's folder, which is made each time."""
     folder = cache.resolve() / "demo-experts"
     tokenizer = build.make_tokenizer()
     model = make_model(tokenizer)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences end to end, and parts of one on several ranks, where flash attention is not installed.
+"""Let verl pack sequences, and split one over several ranks, without flash attention.
 
-Load it with `VERL_USE_EXTERNAL_MODULES=lab.experiments.layouts.sequences` and ask for
-`actor_rollout_ref.model.override_config.attn_implementation=packed_cpu`. verl's own exchange of sequence for heads
-(Ulysses) runs around an attention in plain torch; padding is taken out by what verl has for Ascend, in plain torch.
-verl can only import such a module, so importing this one replaces both.
+Load it with `VERL_USE_EXTERNAL_MODULES=lab.experiments.layouts.sequences` and set
+`actor_rollout_ref.model.override_config.attn_implementation=packed_cpu`. verl's Ulysses exchange runs around an
+attention in plain torch; padding is removed by verl's functions for Ascend. Importing this module installs both.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

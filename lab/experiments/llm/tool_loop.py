@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool loop on verl 0.9's agent loop, as people write it, with or without its mistake.
+"""A tool loop on verl 0.9's agent loop, with or without a common mistake.
 
-The model is stopped at its first `=`, as a `stop` string would. A calculator answers, and the model goes on. The chat
-template wants its turn closed, so the loop appends `<|im_end|>`: a token that the policy did not sample.
+The model is stopped at its first `=`, as by a `stop` string. A calculator answers, and the model continues. The chat
+template requires a closed turn, so the loop appends `<|im_end|>`, a token that the policy did not sample.
 
 Loaded by `actor_rollout_ref.model.external_lib`; `rollout.agent.default_agent_loop` chooses one of the two.
 """
@@ -22,7 +22,7 @@ ANSWER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def calculated(text: str) -> str:
-    """What the calculator says to the text before an `=`.
+    """Return the calculator's answer to the text before an `=`.
 
     >>> calculated("17 + 4 ="), calculated("I think that =")
     ('21', 'I cannot compute that.')
@@ -35,7 +35,7 @@ def calculated(text: str) -> str:
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """The reward: 1 where the last number is the answer, else 0.
+    """Return 1 if the last number is the answer, else 0.
 
     >>> score("", "17 + 4 = 21", "21"), score("", "what?", "21")
     (1.0, 0.0)
@@ -45,23 +45,23 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 @register("calculator")
 class Calculator(AgentLoopBase):
-    """Two turns with a calculator's answer between them, and the mistake: the appended end is in the loss."""
+    """Two turns with a calculator's answer in between, and the mistake: the appended end is in the loss."""
 
     is_masked = False
-    """Whether the appended end of the first turn is left out of the loss, as the calculator's answer is."""
+    """Whether the appended end of the first turn is masked in the loss, as the calculator's answer is."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """One response: the first turn, its end, the calculator's answer, the second turn."""
+        """Generate one response: the first turn, its end, the calculator's answer, the second turn."""
         prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         first = await self.generate(prompt, sampling_params)
         length = self.length_of_call(first.token_ids)
         response, log_probs = first.token_ids[:length], first.log_probs[:length]
         mask = [1] * length
-        # What the policy did not sample has no log-prob; 0 stands for it, as in verl's own tool loop.
+        # tokens that the policy did not sample have the log-prob 0, as in verl's own tool loop
         answer = ANSWER.format(calculated(self.tokenizer.decode(response)))
         appended = [self.end, *self.tokenizer.encode(answer, add_special_tokens=False)]
         mask += [int(not self.is_masked)] + [0] * (len(appended) - 1)
@@ -81,13 +81,13 @@ class Calculator(AgentLoopBase):
         )
 
     async def generate(self, prompt: list[int], sampling_params: dict[str, Any]) -> Any:
-        """The engine's answer to these tokens."""
+        """Return the engine's answer to these tokens."""
         return await self.server_manager.generate(
             request_id=uuid4().hex, prompt_ids=prompt, sampling_params=sampling_params
         )
 
     def length_of_call(self, tokens: list[int]) -> int:
-        """How many tokens there are up to the first `=`; all but the end where there is none."""
+        """Return the number of tokens up to the first `=`, or of all but the end if there is none."""
         for length in range(1, len(tokens) + 1):
             if "=" in self.tokenizer.decode(tokens[:length]):
                 return length
@@ -96,6 +96,6 @@ class Calculator(AgentLoopBase):
 
 @register("calculator-masked")
 class MaskedCalculator(Calculator):
-    """The same without the mistake."""
+    """The loop without the mistake."""
 
     is_masked = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spiked in which arm of `wild`, and why: a table.
+"""Print a table of what spiked in each arm of `wild`, and why.
 
     python -m lab.experiments.llm.wild SUITE_DIR [SUITE_DIR ...]
 
-It prints one table of all of them and writes it to `summary.md` in the first. Standard library only.
+Prints one table of all suites and writes it to `summary.md` in the first. Standard library only.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from lab.experiments import suite
 from lab.experiments.verdict import read_events
 
 NORM, REWARD, LENGTH = "actor/grad_norm_max", "critic/score/mean", "response_length/mean"
-TOLD = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]
+EVENT_COLUMNS = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]
 """Columns about a run's first event."""
 LEGEND = """\
 norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
@@ -27,21 +27,21 @@ run did about it."""
 
 
 def read(folder: Path) -> tuple[dict[int, dict], list[dict]]:
-    """A run's metrics by step, and its events.
+    """Return a run's metrics by step, and its events.
 
     Raises:
-        ExperimentError: if its metrics are missing or cut off, or hold no step.
+        ExperimentError: if the metrics are missing or truncated, or have no step.
     """
     return suite.read_steps(folder, NORM), read_events(folder / "gradloc" / "events.jsonl")
 
 
 def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
-    """One run's, by column."""
+    """Return one run's cells by column."""
     steps, events = read(folder)
     norms = {step: float(data[NORM]) for step, data in steps.items()}
     rewards, lengths = ([data[name] for data in steps.values()] for name in (REWARD, LENGTH))
     worst = max(norms, key=lambda step: norms[step])
-    told = tell(events[0]) if events else ["no event", *["-"] * (len(TOLD) - 1)]
+    event_cells = cells_of_event(events[0]) if events else ["no event", *["-"] * (len(EVENT_COLUMNS) - 1)]
     return {
         "arm": cell["arm"],
         "seed": "config's" if cell["seed"] is None else str(cell["seed"]),
@@ -52,12 +52,12 @@ def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
         "reward: first, last": f"{number(rewards[0])}, {number(rewards[-1])}",
         "tokens an answer": f"{number(lengths[0])}, {number(lengths[-1])}",
         "events": str(len(events)),
-        **dict(zip(TOLD, told, strict=True)),
+        **dict(zip(EVENT_COLUMNS, event_cells, strict=True)),
     }
 
 
-def tell(event: dict) -> list[str]:
-    """An event's cells, in the order of `TOLD`."""
+def cells_of_event(event: dict) -> list[str]:
+    """Return an event's cells, in the order of `EVENT_COLUMNS`."""
     trigger, certificate, culprits = (event[key] for key in ("trigger", "certificate", "culprits"))
     step = event["step"]["global_step"]
     return [
@@ -71,7 +71,7 @@ def tell(event: dict) -> list[str]:
 
 
 def named(culprits: list[dict]) -> str:
-    """How many tokens in how many answers, and the one that counts most."""
+    """Describe the number of tokens and answers, and the token with the largest share."""
     if not culprits:
         return "nothing"
     num_tokens = sum(len(culprit["positions"]) for culprit in culprits)
@@ -81,22 +81,22 @@ def named(culprits: list[dict]) -> str:
 
 
 def largest(culprits: list[dict]) -> dict:
-    """The one that counts most."""
+    """Return the culprit with the largest share."""
     return max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
 
 
 def text(culprit: dict) -> str:
-    """Its beginning."""
+    """Return the beginning of a culprit's text."""
     return "".join(culprit["tokens"] or ())[:16]
 
 
 def finite(value: Any) -> float | None:
-    """The number, or None for one that is missing or written as a word since it is not finite."""
+    """Return the number, or None if it is missing or not finite, which records write as a word."""
     return value if isinstance(value, int | float) else None
 
 
 def cause(event: dict) -> str:
-    """The step's cause, else the commonest of the named."""
+    """Return the step's cause, else the most common one of its culprits."""
     if event.get("cause"):
         return event["cause"]["label"]
     labels = Counter(culprit["cause"]["label"] for culprit in event["culprits"])
@@ -104,12 +104,12 @@ def cause(event: dict) -> str:
 
 
 def number(value: float | str | None) -> str:
-    """Three digits; what is not finite as it is written."""
+    """Format with three digits; return a word unchanged."""
     return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
 
 
 def make(runs: list[suite.Run], _folder: Path) -> list[suite.Table]:
-    """One table of all runs."""
+    """Return one table of all runs."""
     return [suite.table_of([cells(*run) for run in runs])]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2 goes on learning from plain text, one document in forty damaged: `./run_experiment.sh pretrain`.
+"""Continue pretraining SmolLM2 on text with one damaged document in forty: `./run_experiment.sh pretrain`.
 
-The text is Python's own documentation, which every Python has. Damage is as corpora have it. Every peak of the norm is
-looked into: is it a damaged document's, and is that the one that is named? What was found goes to `pretrain.json`,
-`summary.md` and `pretrain.png` in the run's folder; docs/pretraining.md tells of one such run.
+The text is Python's own documentation, damaged as documents of real corpora are. Every peak of the norm is searched:
+does it come from a damaged document, and is that document named? The results go to `pretrain.json`, `summary.md` and
+`pretrain.png` in the run's folder; docs/pretraining.md describes one such run.
 """
 
 import base64
@@ -30,9 +30,9 @@ from lab.experiments.verdict import read_events
 from lab.output import table
 
 WINDOW = 32
-"""Steps whose median is the usual norm: few, as it falls while the model learns."""
+"""Number of steps whose median is the usual norm; small, since the norm falls while the model learns."""
 CHARACTERS = 400
-"""Of a document: more than the tokens of a step."""
+"""Length of a document, longer than its tokens in a step."""
 KINDS: dict[str, Callable[[str, random.Random], str]] = {
     "mojibake": lambda text, _: text.encode().decode("utf-16-le", "replace"),
     "base64": lambda text, _: base64.b64encode(text.encode()).decode(),
@@ -44,18 +44,18 @@ KINDS: dict[str, Callable[[str, random.Random], str]] = {
         for _ in range(9)
     ),
 }
-"""How a document is damaged: UTF-8 read as UTF-16, encoded, a line again and again, letters of another script, lines of
-a program's log."""
+"""Functions that damage a document: UTF-8 read as UTF-16, encoded, a repeated line, other letters, lines of a
+program's log."""
 
 
 def documents() -> list[str]:
-    """Python's documentation in pieces of one length, in a fixed order."""
+    """Return Python's documentation in pieces of one length, in a fixed order."""
     texts = (" ".join(text.split()) for _, text in sorted(pydoc_data.topics.topics.items()))
     return [text[at : at + CHARACTERS] for text in texts for at in range(0, len(text) - CHARACTERS + 1, CHARACTERS)]
 
 
 def damaged(settings: PretrainSettings) -> dict[str, str]:
-    """The kind of damage by the document's name, `STEP-ROW`: each kind as often as the others."""
+    """Return document name, `STEP-ROW` -> kind of damage; all kinds are equally frequent."""
     source, kinds = random.Random(f"pretrain damage {settings.seed}"), list(KINDS)
     first = settings.clean * settings.rows
     places = (start + source.randrange(settings.every) for start in range(first, 10**5, settings.every))
@@ -69,7 +69,7 @@ def step_of(name: str) -> int:
 
 
 def main(overrides: list[str]) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # the tables need none
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # imported here, since the tables do not need it
 
     settings, run_dir = PretrainSettings.parse(overrides), Path(os.environ["GRADLOC_RUN_DIR"])
     torch.set_num_threads(settings.threads)
@@ -108,18 +108,18 @@ def main(overrides: list[str]) -> None:
         optimizer.step()
         data = {"loss": loss, "actor/grad_norm": norms[-1], "timing_s/step": time.monotonic() - began}
         log_step(step, data | watch.metrics, run_dir)
-    told = record(settings, norms, kinds, read_events(run_dir / "gradloc" / "events.jsonl"))
-    (run_dir / "pretrain.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    tables = [by_kind(told), peaks(told)]
+    result = record(settings, norms, kinds, read_events(run_dir / "gradloc" / "events.jsonl"))
+    (run_dir / "pretrain.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables = [by_kind(result), peaks(result)]
     (run_dir / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
-    draw(told, run_dir / "pretrain.png")
+    draw(result, run_dir / "pretrain.png")
 
 
 # ---- what was found
 
 
 def record(settings: PretrainSettings, norms: list[float], kinds: dict[str, str], events: list[dict]) -> dict[str, Any]:
-    """What the tables are made of."""
+    """Return the record of the tables."""
     return {
         "command": "./run_experiment.sh pretrain",
         "python": platform.python_version(),
@@ -140,21 +140,23 @@ def record(settings: PretrainSettings, norms: list[float], kinds: dict[str, str]
     }
 
 
-def over_usual(told: dict[str, Any], step: int) -> float:
-    """A step's norm over the median of those before it."""
-    before = told["norms"][max(0, step - 1 - WINDOW) : step - 1] or told["norms"][:1]
-    return told["norms"][step - 1] / statistics.median(before)
+def over_usual(result: dict[str, Any], step: int) -> float:
+    """Return a step's norm divided by the median of the norms before it."""
+    before = result["norms"][max(0, step - 1 - WINDOW) : step - 1] or result["norms"][:1]
+    return result["norms"][step - 1] / statistics.median(before)
 
 
-def by_kind(told: dict[str, Any]) -> suite.Table:
-    """A line for each kind of damage and one for all. Precision: of the documents named in their peaks those that are
-    damaged; recall: of the damaged documents in peaks those that are named."""
-    kinds, named = told["damaged"], {peak["step"]: set(peak["named"]) for peak in told["peaks"]}
+def by_kind(result: dict[str, Any]) -> suite.Table:
+    """Return a row for each kind of damage and one for all.
+
+    Precision is the share of damaged documents among those named; recall is the share of named documents among the
+    damaged ones in peaks."""
+    kinds, named = result["damaged"], {peak["step"]: set(peak["named"]) for peak in result["peaks"]}
     head = ["damage", "documents", "norm over the usual: median", "most", "in a peak", "named", "clean ones named"]
     lines = []
     for kind in (*KINDS, "all"):
         own = [name for name in kinds if kind in (kinds[name], "all")]
-        over = [over_usual(told, step_of(name)) for name in own]
+        over = [over_usual(result, step_of(name)) for name in own]
         peaked = [name for name in own if step_of(name) in named]
         right = sum(name in named[step_of(name)] for name in peaked)
         wrong = len(set().union(*(named[step_of(name)] for name in peaked)) - set(kinds))
@@ -165,28 +167,28 @@ def by_kind(told: dict[str, Any]) -> suite.Table:
     return [[*head, "precision", "recall"], *lines]
 
 
-def peaks(told: dict[str, Any]) -> suite.Table:
-    """A line for each peak."""
+def peaks(result: dict[str, Any]) -> suite.Table:
+    """Return a row for each peak."""
     lines = []
-    for peak in told["peaks"]:
-        step, kinds = peak["step"], told["damaged"]
+    for peak in result["peaks"]:
+        step, kinds = peak["step"], result["damaged"]
         here = [f"{name} ({kind})" for name, kind in kinds.items() if step_of(name) == step]
-        norms = f"{told['norms'][step - 1]:.3g} / {peak['threshold']:.3g}"
+        norms = f"{result['norms'][step - 1]:.3g} / {peak['threshold']:.3g}"
         tokens = ", ".join(f"{name}: {count}" for name, count in sorted(peak["named"].items())) or "nothing"
         after = [f"{peak['norm_after']:.3g}", peak["verdict"], peak["cause"]]
         lines.append([str(step), norms, ", ".join(here) or "-", tokens, *after])
     return [["step", "norm / threshold", "damaged", "named: tokens", "norm without", "certificate", "cause"], *lines]
 
 
-def draw(told: dict[str, Any], path: Path) -> None:
-    """Every step's norm over the usual one, and the damaged documents' steps."""
-    steps = range(WINDOW, len(told["norms"]) + 1)
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Plot every step's norm relative to the usual one, and mark the damaged documents' steps."""
+    steps = range(WINDOW, len(result["norms"]) + 1)
     with suite.figure(path, 11, 1) as (_, axes):
-        axes.plot(steps, [over_usual(told, step) for step in steps], color="0.6", linewidth=1)
+        axes.plot(steps, [over_usual(result, step) for step in steps], color="0.6", linewidth=1)
         for index, kind in enumerate(KINDS):
-            own = [step_of(name) for name, known in told["damaged"].items() if known == kind]
-            axes.plot(own, [over_usual(told, step) for step in own], "o", color=f"C{index}", label=kind)
-        axes.axhline(told["settings"]["peak"], color="black", linewidth=0.8, linestyle="--")
+            own = [step_of(name) for name, known in result["damaged"].items() if known == kind]
+            axes.plot(own, [over_usual(result, step) for step in own], "o", color=f"C{index}", label=kind)
+        axes.axhline(result["settings"]["peak"], color="black", linewidth=0.8, linestyle="--")
         axes.set(xlabel="step", title="gradient norm over the usual one; dots: a damaged document is in the step")
         axes.legend(frameon=False)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo has verl 0.9 import: its rollout, and its fault in the trainer.
+"""Install the demo's rollout and its fault on verl 0.9.
 
-Loaded by `actor_rollout_ref.model.external_lib`, which takes one name, in the process of the trainer and in the
-workers'. The trainer hands an estimator neither step nor tokens, so its method is wrapped: it tells
-`lab.experiments.cpu.fault` what the rows of the next advantages are.
+Loaded by `actor_rollout_ref.model.external_lib` in the processes of the trainer and of the workers. The trainer passes
+neither step nor tokens to an estimator, so its method is wrapped to pass the rows to `lab.experiments.cpu.fault`.
 """
 
 import sys
@@ -16,7 +15,7 @@ __all__ = ["rollout"]
 
 
 def install(trainer) -> None:
-    """Wraps the trainer's `_compute_advantage`."""
+    """Wrap the trainer's `_compute_advantage`."""
     original = trainer._compute_advantage
 
     def compute_advantage(self, batch, metrics):
@@ -28,5 +27,5 @@ def install(trainer) -> None:
     trainer._compute_advantage = compute_advantage
 
 
-if TRAINER in sys.modules:  # not in the workers
+if TRAINER in sys.modules:  # only in the trainer's process
     install(sys.modules[TRAINER].PPOTrainer)

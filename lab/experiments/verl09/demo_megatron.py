@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo has verl 0.9 import where Megatron trains."""
+"""Install the demo on verl 0.9 with Megatron."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ _original = LLMBridge.load_weights
 
 
 def _load_weights(self: Any, models: list[Any], *args: Any, **given: Any) -> None:
-    """The pad gets another token's embedding: Megatron trains it, transformers does not, and it is 0.
+    """Give the pad token another token's embedding: it is 0, and Megatron trains it, unlike transformers.
 
-    A norm multiplies the gradient of such a one by 1000. The model writes pads at times: spikes beside the planted one.
+    A norm layer multiplies the gradient of a zero embedding by 1000, and the model sometimes writes pads: more spikes.
     """
     _original(self, models, *args, **given)
     for model in map(unwrap_model, models):

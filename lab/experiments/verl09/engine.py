@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a machine without an accelerator, as verl 0.9's own rollout: `rollout.name=vllm`.
+"""Run vLLM as verl 0.9's rollout on a machine without an accelerator: `rollout.name=vllm`.
 
-verl's server, its requests and its transfer of weights (through shared memory, where a device has no handles to pass
-on) work on a CPU as they are. vLLM's own preparation of the weights for a CPU does not: it drops what it has packed.
+verl's server, requests and transfer of weights through shared memory work on a CPU. vLLM's preparation of the weights
+for a CPU does not: it drops the weights that it has packed.
 """
 
 import torch
@@ -12,12 +12,12 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
 def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Not packed and dropped: the next step's weights are loaded into them."""
+    """Keep the weights, since the next step's are loaded into them."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 class Worker(vLLMColocateWorkerExtension):
-    """`engine_kwargs.vllm.worker_extension_cls`: verl's, which the trainer's weights are sent to."""
+    """verl's extension that receives the weights, for `engine_kwargs.vllm.worker_extension_cls`."""
 
     def __new__(cls, **given):
         utils.dispatch_cpu_unquantized_gemm = _keep_weights

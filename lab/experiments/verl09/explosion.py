@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `lab.experiments.explosion` plants, in verl 0.9's trainer; loaded by `actor_rollout_ref.model.external_lib`.
+"""Plant `lab.experiments.explosion` in verl 0.9's trainer; loaded by `actor_rollout_ref.model.external_lib`.
 
-The server makes the long response and says which it is. The trainer, once the rollouts are there, marks its stale
-tokens and tells the advantage estimator of them.
+The server generates the long response and flags it. Then the trainer marks its stale tokens and passes the marks to the
+advantage estimator.
 """
 
 import sys
@@ -26,7 +26,7 @@ RolloutReplicaRegistry.register("hf_cpu_saving", lambda: SavingReplica)
 
 
 class SavingServer(rollout.Server):
-    """The demo's server; it keeps every version of the weights, and makes one response long at some steps.
+    """The demo's server; it writes every version of the weights, and makes one response long at some steps.
 
     Args:
         planted_steps: the steps, counted from 1.
@@ -37,7 +37,7 @@ class SavingServer(rollout.Server):
         self.planted_steps = planted_steps
 
     async def load(self, weights: dict, global_steps: int | None) -> None:
-        """Takes the trainer's weights and writes them down: those that training starts with, and each step's."""
+        """Load the trainer's weights and write them to disk: the initial ones, and each step's."""
         await super().load(weights, global_steps)
         plant.save(self.model, self.step)
 
@@ -45,7 +45,7 @@ class SavingServer(rollout.Server):
         answers = super()._sample(prompts, asked)
         if self.step in self.planted_steps:
             row = plant.draw_row(self.seed, self.step, len(prompts))
-            # After the seeds of ordinary calls, of which a step has one.
+            # not the seed of an ordinary call
             seed = call_seed(self.seed, self.step, self.num_calls)
             made = plant.answer_at_length(self.model, prompts[row], self._params(asked), seed)
             answers[row].token_ids, answers[row].log_probs = made
@@ -54,19 +54,19 @@ class SavingServer(rollout.Server):
 
 
 class SavingReplica(rollout.Replica):
-    """Starts it."""
+    """Start the server."""
 
     server = SavingServer
 
 
 def put(batch, name: str, values: torch.Tensor, response_mask: torch.Tensor) -> None:
-    """Replaces a field of a batch: (B, T) values, as many of each row as the nested mask has."""
+    """Replace a field of a batch by (B, T) values, cut to the lengths of the nested mask."""
     fields = TensorDict({name: response_to_nested(values, response_mask)}, batch_size=len(values))
     transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
 
 def punish_runaways(trainer, batch) -> None:
-    """Multiplies the reward of a response without an end, as the reward manager on verl 0.7 does."""
+    """Multiply the reward of a response without an end, as the reward manager on verl 0.7 does."""
     found = fetch(batch, "responses", "response_mask", "rm_scores")
     width = trainer.config.data.max_response_length
     size = (len(batch.keys), width)
@@ -78,7 +78,7 @@ def punish_runaways(trainer, batch) -> None:
 
 
 def mark(settings: plant.Settings, batch, log_probs: torch.Tensor) -> torch.Tensor:
-    """The (B, T) marks of a batch with these log-probs of its rollouts; all 0 where nothing is planted."""
+    """Return the marks (B, T) of a batch, given its rollout log-probs; all 0 without a plant."""
     found = fetch(batch, "extra_fields", "response_mask")
     planted = [row for row, fields in enumerate(found["extra_fields"]) if fields.get(plant.KEY)]
     if not planted:
@@ -88,7 +88,7 @@ def mark(settings: plant.Settings, batch, log_probs: torch.Tensor) -> torch.Tens
 
 
 def install(trainer) -> None:
-    """Wraps the trainer's `_compute_old_log_prob`."""
+    """Wrap the trainer's `_compute_old_log_prob`."""
     original = trainer._compute_old_log_prob
 
     def compute_old_log_prob(self, batch, metrics):
@@ -112,5 +112,5 @@ def install(trainer) -> None:
     trainer._compute_old_log_prob = compute_old_log_prob
 
 
-if TRAINER in sys.modules:  # not in the workers
+if TRAINER in sys.modules:  # only in the trainer's process
     install(sys.modules[TRAINER].PPOTrainer)

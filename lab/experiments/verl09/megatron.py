@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets verl's Megatron engine train on a machine with no GPU: what Megatron-Core and mbridge ask of CUDA alone.
+"""Let verl's Megatron engine train on a machine without a GPU.
 
-Megatron's own local layers stand in for TransformerEngine's, torch for the fused kernel in Triton. Nothing else of
-verl's is changed. Made for megatron-core 0.16.1 and mbridge 0.15.1, whose private names it knows; `install()` comes
-before the engine is built.
+Megatron's local layers replace TransformerEngine's, and torch replaces the fused kernel in Triton. verl is not changed
+otherwise. Made for megatron-core 0.16.1 and mbridge 0.15.1, whose private names it uses; call `install()` before the
+engine is built.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ CONFIG = {
     "moe_grouped_gemm": False,
     "attention_backend": "unfused",
 }
-"""Of `megatron.override_transformer_config`: no kernel that is for GPUs."""
+"""Values of `megatron.override_transformer_config` that disable kernels for GPUs."""
 
 
 def install() -> None:
-    """Applies every shim once. Calling it again changes nothing."""
+    """Apply every shim; a second call does nothing."""
     if getattr(torch.cpu, "_gradloc_megatron", False):
         return
     torch.cpu._gradloc_megatron = True  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def engine_in(dtype: str) -> Any:
-    """A patch of verl's engine: in any dtype, where its config takes the 16-bit ones alone; no kernels for GPUs."""
+    """Return a patch of verl's engine: any dtype, where its config allows only 16 bits, and no kernels for GPUs."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
@@ -66,14 +66,14 @@ def engine_in(dtype: str) -> Any:
         kept = {**engine_config.override_transformer_config, **CONFIG}
         object.__setattr__(engine_config, "override_transformer_config", kept)
         original(self, model_config, engine_config, *args, **given)
-        model_parallel_cuda_manual_seed(1)  # which verl's `set_random_seed` leaves out on a CPU
+        model_parallel_cuda_manual_seed(1)  # verl's `set_random_seed` omits this on a CPU
 
     return mock.patch.object(MegatronEngine, "__init__", init)
 
 
 def _take_the_cpu_for_the_gpu() -> None:
     torch.cuda.current_device = lambda: CPU
-    _device_constructors()  # which torch lists once: with its own functions, not these
+    _device_constructors()  # cached by torch, with its own functions
     for name in ("empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -82,14 +82,14 @@ def _take_the_cpu_for_the_gpu() -> None:
 
     def type_of(self: torch.Tensor, *args: Any, **given: Any) -> Any:
         found = original(self, *args, **given)  # Megatron's optimizers sort parameters by its name
-        is_plain = isinstance(found, str) and "cuda" not in found  # torch asks this function itself, too
+        is_plain = isinstance(found, str) and "cuda" not in found  # torch calls this function as well
         return found.replace("torch.", "torch.cuda.") if is_plain else found
 
     torch.Tensor.type = type_of
 
 
 def _on_cpu(make: Any) -> Any:
-    """What makes a tensor, with the CPU for `device="cuda"`; nothing can be pinned there."""
+    """Make tensor factories use the CPU for `device="cuda"`, and ignore pinning."""
 
     @functools.wraps(make)
     def made(*args: Any, **given: Any) -> Any:
@@ -113,7 +113,7 @@ def _share_the_random_state() -> None:
 
 
 def _take_local_layers() -> None:
-    """mbridge asks for TransformerEngine's, which have a norm in the layer behind it, and so other names."""
+    """Replace TransformerEngine's layers in mbridge, which fuse a norm and so have other names."""
     from mbridge.core import llm_bridge
 
     spec, names = llm_bridge.get_gpt_decoder_block_spec, llm_bridge.LLMBridge._weight_name_mapping_mcore_to_hf
@@ -134,7 +134,7 @@ def _take_local_layers() -> None:
 
 
 def _gather_uneven_parts() -> None:
-    """Of gloo's collectives over a list of tensors: NCCL's take some that differ in length, as those of experts do."""
+    """Let gloo's collectives take lists of tensors of different lengths, as NCCL's do for experts."""
     import torch.distributed as dist
 
     original = dist.all_gather
@@ -157,7 +157,7 @@ def _gather_uneven_parts() -> None:
 
 
 def _take_local_experts() -> None:
-    """Named as mbridge asks for TransformerEngine's, while it loads weights; sent to other processes from the CPU."""
+    """Use mbridge's names of TransformerEngine's weights while it loads them; send weights from the CPU."""
     from mbridge.core import llm_bridge
     from mbridge.core.util import unwrap_model
     from megatron.core.transformer.moe import moe_utils
@@ -181,13 +181,13 @@ def _take_local_experts() -> None:
         return tokens_per_expert
 
     llm_bridge.LLMBridge.load_weights = load_weights
-    moe_utils.te_general_gemm = None  # which it asks for without having it
+    moe_utils.te_general_gemm = None  # it checks the version although it is not installed
     Dispatcher.cuda_dtoh_stream = SimpleNamespace()
     Dispatcher._maybe_dtoh_and_synchronize = sizes_on_host
 
 
 class _OfAll(torch.autograd.Function):
-    """Every process' part of a group, in one tensor; a part's gradient is all processes' sum."""
+    """Gather all processes' parts into one tensor; a part's gradient is summed over processes."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -204,10 +204,10 @@ class _OfAll(torch.autograd.Function):
 
 
 def _attend_without_kernels() -> None:
-    """Local attention refuses packed sequences, and makes a mask that is not needed: padding comes last.
+    """Let local attention run packed sequences and context parallelism, both of which it refuses.
 
-    It refuses context parallelism, too: there the keys and values of all processes are gathered. Each has two pieces of
-    a sequence, as far from its start as from its end.
+    Padding comes last, so no mask is needed. Under context parallelism the keys and values of all processes are
+    gathered; each process has two pieces of a sequence, symmetric about its middle.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -220,7 +220,7 @@ def _attend_without_kernels() -> None:
         original(self, plain, *args, **given)
 
     def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Of (positions, rows, heads, size) each; as many values of all heads."""
+        """Attend (positions, rows, heads, size); return (positions, rows, heads * size)."""
         group = parallel_state.get_context_parallel_group()
         mask = None
         if group.size() > 1:
@@ -257,13 +257,13 @@ def _attend_without_kernels() -> None:
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Of (processes, their positions, ...), in the sequence's order."""
+    """Reorder (processes, their positions, ...) to the sequence's order."""
     first, last = parts.chunk(2, dim=1)
     return torch.cat([*first, *last.flip(0)])
 
 
 def _allow_norms_with_sequence_parallelism() -> None:
-    """Megatron refuses torch's norm there, since it does not say that its weight's gradient is a part."""
+    """Let Megatron use torch's norm under sequence parallelism, marking its weight's gradient as partial."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__
@@ -280,7 +280,7 @@ def _allow_norms_with_sequence_parallelism() -> None:
 
 
 def _read_out_without_triton() -> None:
-    """verl's fused kernel for log-probs and entropies. As there, the layers before sum the gradient over processes."""
+    """Replace verl's fused kernel for log-probs and entropies; earlier layers sum the gradient over processes."""
     from verl.models.mcore import model_forward_fused
     from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
@@ -289,15 +289,18 @@ def _read_out_without_triton() -> None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = (hidden.reshape(-1, hidden.shape[-1]) @ weight.T).float() / temperature
         entropy = vocab_parallel_entropy(logits)
-        log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), labels.reshape(-1))  # which spoils its logits
+        log_probs = vocab_parallel_log_probs_from_logits(
+            logits.clone(), labels.reshape(-1)
+        )  # it modifies its logits in place
         return log_probs.view(labels.shape), entropy.view(labels.shape)
 
     model_forward_fused.linear_cross_entropy = linear_cross_entropy
 
 
 def _offload_within_one_memory() -> None:
-    """Megatron's optimizer on the CPU, and verl's `param_offload`, `optimizer_offload`: both tell a GPU's memory from
-    the host's, though here the host's stands for both. So while they move something, "cuda" is another place."""
+    """Run Megatron's optimizer on the CPU, and verl's `param_offload` and `optimizer_offload`.
+
+    Both distinguish the GPU's memory from the host's, so "cuda" is another place while they move tensors."""
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -320,13 +323,13 @@ def _offload_within_one_memory() -> None:
     is_on_gpu = property(lambda tensor: not getattr(tensor, "_is_on_host", False))
 
     def deal_out(self: Any, offload_fraction: float) -> Any:
-        """Of a clone of each parameter that goes to the CPU, Megatron asks for `.cpu().pin_memory()`."""
+        """Ignore Megatron's `pin_memory()` on the clones that it moves to the CPU."""
         patched = {"is_cuda": is_on_gpu, "cpu": on_host, "pin_memory": lambda tensor: tensor, "float": to_float}
         with mock.patch.multiple(torch.Tensor, create=True, **patched):
             return original(self, offload_fraction)
 
     def shards(cls: Any, *args: Any) -> Any:
-        with torch.no_grad():  # else those of float32 parameters are no leaves, and the optimizer refuses them
+        with torch.no_grad():  # else those of float32 parameters are not leaves, which the optimizer refuses
             return shards_of(*args)
 
     def on_gpu(function: Any, module: Any) -> Any:
@@ -337,7 +340,7 @@ def _offload_within_one_memory() -> None:
         return run
 
     def num_tokens(self: Any, data: Any) -> torch.Tensor:
-        return num_tokens_of(self, data).clone()  # an offset, which verl copies to a GPU and sums over ranks in place
+        return num_tokens_of(self, data).clone()  # verl copies this offset to a GPU and sums it over ranks in place
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     event = SimpleNamespace(wait=lambda stream: None, synchronize=lambda: None)
@@ -345,7 +348,7 @@ def _offload_within_one_memory() -> None:
     at_once = {"current_stream": lambda: stream, "Stream": lambda: stream, "stream": contextlib.nullcontext}
     hybrid_optimizer.torch = SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(**at_once)})
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = deal_out
-    optimizer_config.is_te_min_version = lambda *_, **__: False  # it asks for the version without having it
+    optimizer_config.is_te_min_version = lambda *_, **__: False  # it checks the version although it is not installed
     DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
     transformer_impl.MegatronEngine.to = on_gpu(transformer_impl.MegatronEngine.to, transformer_impl)
     for kind in (transformer_impl.EngineTrainModeCtx, transformer_impl.EngineEvalModeCtx):

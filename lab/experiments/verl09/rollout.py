@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts from the current weights by transformers' own `generate`, behind verl 0.9's agent loop.
+"""Generate rollouts from the current weights with transformers' `generate`, behind verl 0.9's agent loop.
 
-Loaded by `actor_rollout_ref.model.external_lib`, as rollout "hf_cpu". A replica has one server, a Ray actor with a
-plain copy of the policy, which answers all requests that it has received in one batch. How many belong together is
-`rollout.engine_kwargs.hf_cpu.batch`: with it the same prompts get the same answers in every run, though which of a
-prompt's rollouts gets which may differ, since verl's agent loop sends requests as they come.
+Loaded by `actor_rollout_ref.model.external_lib` as rollout "hf_cpu". A replica has one server, a Ray actor with a plain
+copy of the policy, which answers all received requests in one batch. `rollout.engine_kwargs.hf_cpu.batch` is its size:
+then the same prompts get the same answers in every run, though a prompt's answers may be permuted, since verl's agent
+loop sends requests as they arrive.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.WeightSender"
 RolloutReplicaRegistry.register("hf_cpu", lambda: Replica)
 
 QUIET_S = 0.1
-"""A batch of unknown size is complete when no request has come for so long."""
+"""Seconds without a request after which a batch of unknown size is complete."""
 PATIENCE = 100
-"""One of known size is given up for complete when for so many times as long none has come: verl has lost a request."""
+"""Factor of that time after which a batch of known size is assumed complete: verl has lost a request."""
 
 
 def server_name(replica: int) -> str:
@@ -32,13 +32,13 @@ def server_name(replica: int) -> str:
 
 
 class Server:
-    """Answers requests with a plain copy of the policy; a Ray actor.
+    """A Ray actor that answers requests with a plain copy of the policy.
 
     Args:
         model_path: the folder with config and tokenizer.
-        response_length: the most tokens of a response.
-        seed: of the run's random numbers.
-        batch: requests that are answered together; None for those that come at about the same time.
+        response_length: maximum number of tokens of a response.
+        seed: the run's seed.
+        batch: number of requests to answer together; None for those that arrive at about the same time.
     """
 
     def __init__(self, model_path: str, response_length: int, seed: int, batch: int | None = None):
@@ -56,14 +56,14 @@ class Server:
         self.answering = None
 
     async def load(self, weights: dict, global_steps: int | None) -> None:
-        """Takes the trainer's full weights; every name must match."""
+        """Load the trainer's full weights; every name must match."""
         self.model.load_state_dict(weights, strict=True)
         if global_steps != self.global_steps:
             self.num_calls = 0
         self.global_steps = global_steps
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_) -> TokenOutput:
-        """verl's request for one response."""
+        """Answer verl's request for one response."""
         answer = asyncio.get_running_loop().create_future()
         self.waiting.append((list(prompt_ids), sampling_params, answer))
         if self.answering is None or self.answering.done():
@@ -92,7 +92,7 @@ class Server:
             quiet = quiet + 1 if len(self.waiting) == number else 0
 
     def _sample(self, prompts: list[list[int]], asked: dict) -> list[TokenOutput]:
-        # Of a step's own, so that what an analysis asks for besides leaves the next steps' answers alone.
+        # per step, so that additional requests of an analysis do not change later steps
         seed = call_seed(self.seed, self.step, self.num_calls)
         self.num_calls += 1
         answers = sample(self.model, prompts, self._params(asked), seed)
@@ -117,19 +117,19 @@ class Server:
         }
 
     async def nothing(self, **_) -> None:
-        """Nothing sleeps on a CPU, and nothing is cached."""
+        """Do nothing: on a CPU no memory is released."""
 
     wake_up = sleep = abort_all_requests = resume_generation = nothing
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
 
 
 class Replica(RolloutReplica):
-    """Starts the server."""
+    """Start the server."""
 
     server = Server
 
     async def init_standalone(self):
-        """As verl's, on processors: its own asks Ray for GPUs."""
+        """Start the server on processors; verl's own method requests GPUs."""
         self.rollout_mode = RolloutMode.STANDALONE
         name = f"rollout_standalone_{self.replica_rank}"
         self.resource_pool = RayResourcePool([self.world_size], use_gpu=False, name_prefix=name, max_colocate_count=2)
@@ -149,16 +149,16 @@ class Replica(RolloutReplica):
 
 
 class WeightSender(base.BaseRollout):
-    """Lives in each FSDP worker; the first worker of a replica sends the weights to its server."""
+    """Run in each FSDP worker; the first worker of a replica sends the weights to its server."""
 
     async def resume(self, tags):
-        """Nothing sleeps on a CPU."""
+        """Do nothing: on a CPU no memory is released."""
 
     async def release(self):
-        """Nothing sleeps on a CPU."""
+        """Do nothing: on a CPU no memory is released."""
 
     async def update_weights(self, weights, global_steps=None, **_):
-        """Every worker of the replica takes part in gathering; a checkpoint engine gives them one by one."""
+        """Send the weights, which all workers of the replica gather; a checkpoint engine yields them one by one."""
         if hasattr(weights, "__aiter__"):
             gathered = {name: tensor async for name, tensor in weights}
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in verl 0.9's TransferQueue: in an order of the demo's own, and as what plants something in it sees it."""
+"""Read a batch from verl 0.9's TransferQueue, in a reproducible order."""
 
 import transfer_queue
 
@@ -7,16 +7,16 @@ from lab.experiments.cpu.fault import Rows
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
-"""The module of the class whose methods are wrapped."""
+"""Module of the class whose methods are wrapped."""
 
 
 def fetch(batch, *names: str):
-    """Fields of a batch in TransferQueue: nested tensors, and other values by row."""
+    """Return fields of a batch: nested tensors, or one value per row."""
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
 
 
 def rows_of(batch, step: int) -> Rows:
-    """What is planted by: the rows of a batch; its keys are `<uid>_<rollout>_<part>`."""
+    """Return the rows of a batch for the fault; its keys are `<uid>_<rollout>_<part>`."""
     found = fetch(batch, "uid", "responses", "rollout_log_probs")
     return Rows(
         step=step,
@@ -28,10 +28,10 @@ def rows_of(batch, step: int) -> Rows:
 
 
 class InOrder(ReplayBuffer):
-    """Chosen by `trainer.v1.sampler.custom_sampler`: sorts a batch by its tokens.
+    """Sort a batch by its tokens; chosen by `trainer.v1.sampler.custom_sampler`.
 
-    verl hands rows over in the order in which they were answered, under prompt ids drawn anew in each run. Sums of
-    gradients depend on the order in their last digits, and so would whether two runs are the same, bit for bit.
+    verl passes rows in the order of their answers, with random prompt ids. The last digits of summed gradients depend
+    on the order, so runs would not be bitwise reproducible.
     """
 
     def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for rollout servers in processes of their own, through a file: verl's checkpoint engine "file_cpu".
+"""Transfer weights to rollout servers in other processes through a file: verl's checkpoint engine "file_cpu".
 
-Loaded by `rollout.checkpoint_engine.custom_backend_module`, for `trainer.v1.trainer_mode=separate_async`, which takes
-no engine that shares the trainer's processes.
+Loaded by `rollout.checkpoint_engine.custom_backend_module` for `trainer.v1.trainer_mode=separate_async`, which needs an
+engine outside the trainer's processes.
 """
 
 import asyncio
@@ -20,16 +20,17 @@ from lab.experiments.verl09 import rollout
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngine
 
-__all__ = ["rollout"]  # the server's, which its worker looks for
+__all__ = ["rollout"]  # the worker looks for the server in this module
 
-# verl 0.9.1 cannot write its own line about a trainer that has no rollouts in its processes.
+# verl 0.9.1 fails to format its own log line about a trainer without rollouts
 logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async").setLevel(logging.WARNING)
 
 
 @CheckpointEngineRegistry.register("file_cpu")
 class FileEngine(CheckpointEngine):
-    """Rank 0 of the trainer writes, the rollouts read. verl makes both calls at once, so a reader waits until the file
-    has its name."""
+    """Let rank 0 of the trainer write a file that the rollouts read.
+
+    verl calls both at once, so a reader waits for the file's final name."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.path = ""
@@ -44,7 +45,7 @@ class FileEngine(CheckpointEngine):
 
     def init_process_group(self, path: str) -> None:
         self.path = path
-        self.finalize()  # what a run that was killed has left
+        self.finalize()  # left over from a killed run
 
     def finalize(self) -> None:
         Path(self.path).unlink(missing_ok=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo with pictures in its prompts."""
+"""The demo with images in its prompts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen2.5-VL with the demo's tokenizer: `python -m lab.experiments.vision.build FOLDER`."""
+"""Build a tiny Qwen2.5-VL with the demo's tokenizer: `python -m lab.experiments.vision.build FOLDER`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with a picture for the demo's tiny Qwen2.5-VL, and responses drawn at random: it is the update that is shown.
+"""Add an image to the demo's prompts for a tiny Qwen2.5-VL, and draw random responses, to show the update.
 
-verl's actor, its workers and its trainer are the real ones; docs/experiments.md has the command.
+verl's actor, workers and trainer are the real ones; docs/experiments.md has the command.
 """
 
 import zlib
@@ -19,19 +19,19 @@ base._ROLLOUT_REGISTRY[("hf_cpu", "async")] = f"{__name__}.RandomRollout"
 
 
 class RandomRollout(HFRollout):
-    """Draws responses of half the length that there may be, seeded as the demo's are."""
+    """Draw random responses of half the maximum length, with the demo's seeds."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any):
         base.BaseRollout.__init__(self, config, model_config, device_mesh)
         self._size = AutoConfig.from_pretrained(model_config.local_path).vision_start_token_id
 
     async def update_weights(self, weights: Any, **_: Any) -> None:
-        """Takes them from the workers, which gather them together, and lets them go."""
+        """Consume the weights, which all workers gather, without using them."""
         for _name, _weight in weights:
             pass
 
     def generate(self, prompt_ids: list, sampling_params: dict, request_id: str) -> list:
-        """One `(token_ids, log_probs)` per prompt."""
+        """Return one `(token_ids, log_probs)` per prompt."""
         generator = torch.Generator().manual_seed(int(request_id) % 2**31)
         length = sampling_params["max_new_tokens"] // 2
         log_probs = [-float(np.log(self._size))] * length
@@ -39,7 +39,7 @@ class RandomRollout(HFRollout):
 
 
 class PictureManager(DirectManager):
-    """The demo's, with a picture at the start of each prompt: four patches, which are one token to the model."""
+    """The demo's manager, with an image at the start of each prompt: four patches, one token."""
 
     def __init__(self, config: Any, worker_group: Any, rm_resource_pool: Any = None):
         super().__init__(config, worker_group, rm_resource_pool)
@@ -49,7 +49,7 @@ class PictureManager(DirectManager):
         self.tokenizer.apply_chat_template = lambda *given, **named: [*placeholder, *plain(*given, **named)]
 
     def generate_sequences(self, prompts: Any) -> Any:
-        """As the demo's, with what verl's agent loop adds for pictures."""
+        """Generate as the demo, with the fields that verl's agent loop adds for images."""
         output = super().generate_sequences(prompts)
         inputs = np.empty(len(output), dtype=object)
         for row, uid in enumerate(prompts.non_tensor_batch["uid"]):

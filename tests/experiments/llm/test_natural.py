@@ -18,7 +18,7 @@ def cure(name, verdict, norm, forwards=4):
 
 
 @pytest.fixture
-def told(tmp_path):
+def found(tmp_path):
     """The record of a suite: an arm that spikes three times, the same with mask, and its twin."""
     answer = make_culprit(3, span="sequence", positions=tuple(range(3, 9)), share=0.2)
     found = [
@@ -46,35 +46,35 @@ def line(table, *begins):
     return dict(zip(head, found, strict=True))
 
 
-def test_an_arm_s_events_are_counted_where_the_run_only_observes(told):
-    cells = line(natural.made_of(told), "no-clip")
+def test_an_arm_s_events_are_counted_where_the_run_only_observes(found):
+    cells = line(natural.made_of(found), "no-clip")
     assert (cells["runs"], cells["events"], cells["explained"]) == ("1", "3", "3")
     assert [cells[kind] for kind in natural.KINDS] == ["0", "1", "1", "1"]
     assert cells["shares trusted"] == "2 of 2"
-    assert line(natural.made_of(told), "all")["events"] == "3"
+    assert line(natural.made_of(found), "all")["events"] == "3"
     # 24 forwards and as many backwards of 4 micro-batches: (24 + 48) / 12
     assert (cells["updates a search: median"], cells["most"]) == ("6", "6")
 
 
-def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(told):
-    cells = line(natural.events(told), "no-clip", "1", "2")
+def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(found):
+    cells = line(natural.events(found), "no-clip", "1", "2")
     assert cells["named"] == "2 in 1" and cells["share"] == "-0.7"
     assert cells["p: old, now"] == "0.0101, 0.905" and cells["advantage"] == "-"
-    assert line(natural.events(told), "no-clip", "1", "4")["named"] == "nothing"
-    assert len(natural.events(told)) == 4
+    assert line(natural.events(found), "no-clip", "1", "4")["named"] == "nothing"
+    assert len(natural.events(found)) == 4
 
 
-def test_what_was_measured_first_is_what_the_search_did_not_end_with(told):
-    cells = line(natural.cured(told), "no-clip")
+def test_what_was_measured_first_is_what_the_search_did_not_end_with(found):
+    cells = line(natural.cured(found), "no-clip")
     assert (cells["events"], cells["healed"]) == ("3", "1")
     assert cells["the setting measured first"] == "2 clip_ratios"
     assert cells["not healed"] == "1/3: clip_ratios; 1/4: none measured"
-    (event,) = [event for event in told["events"] if event["step"] == 2 and event["mode"] == "observe"]
+    (event,) = [event for event in found["events"] if event["step"] == 2 and event["mode"] == "observe"]
     assert cells["norm under it / threshold"] == ", ".join([natural.number(3.0 / event["threshold"])] * 3)
 
 
-def test_what_an_action_changed_stands_beside_the_twin(told):
-    cells = line(natural.changed(told), "no-clip", "1")
+def test_what_an_action_changed_stands_beside_the_twin(found):
+    cells = line(natural.changed(found), "no-clip", "1")
     assert [cells[key] for key in natural.CHANGED[2:]] == ["90", "80", "-", "-", "5", "0.3", "0.2", "-", "-", "0.2"]
 
 

@@ -28,10 +28,10 @@ def test_a_row_says_what_spiked_and_a_healthy_run_that_nothing_did(tmp_path, cap
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in (tmp_path / "summary.md").read_text().splitlines()
     )
-    told = dict(zip(head, odd, strict=True))
+    row = dict(zip(head, odd, strict=True))
     assert dict(zip(head, healthy, strict=True))["first event: norm / threshold"] == "no event"
-    assert (told["arm"], told["norm: median"], told["largest (step)"], told["events"]) == ("odd", "4", "90 (2)", "1")
-    assert told["minutes"] == "1.5"
-    assert told["reward: first, last"] == "0.1, 0.3"
-    assert told["named"].startswith("2 in 1: ")
-    assert told["certificate"] == event["certificate"]["verdict"] and told["done"] == event["action"]["taken"]
+    assert (row["arm"], row["norm: median"], row["largest (step)"], row["events"]) == ("odd", "4", "90 (2)", "1")
+    assert row["minutes"] == "1.5"
+    assert row["reward: first, last"] == "0.1, 0.3"
+    assert row["named"].startswith("2 in 1: ")
+    assert row["certificate"] == event["certificate"]["verdict"] and row["done"] == event["action"]["taken"]
