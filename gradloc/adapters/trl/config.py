@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc=`` and ``health=`` as a user of TRL gives them, the runs that are refused, and what a run's arguments
+"""Settings ``gradloc=`` and ``health=`` of a TRL user, the runs that are refused, and what a run's arguments
 say of its load. Imports neither torch nor TRL.
 
 ``touched.json`` lists what is private or may change of TRL and what is under it: each function's parameters, or null
@@ -24,7 +24,7 @@ from ...reweighting.config import LoptiConfig
 
 
 def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
-    """The settings that hold; None: off.
+    """Return the run's settings; None: off.
 
     Args:
         given: an action's mode or ``off``; settings by name, as YAML or a JSON string have them; or a GradLocConfig.
@@ -48,7 +48,7 @@ _FEATURES = ("buckets", "quartiles", "lopti")
 
 
 def features_of(given: Any) -> tuple[Analyses, LoptiConfig | None]:
-    """The gradient analyses and Lopti: the blocks ``buckets``, ``quartiles`` and ``lopti`` of these settings.
+    """Return the analyses and Lopti of the blocks ``buckets``, ``quartiles`` and ``lopti`` of these settings.
 
     Raises:
         ValueError: one sentence.
@@ -64,7 +64,7 @@ def features_of(given: Any) -> tuple[Analyses, LoptiConfig | None]:
 
 
 def health_of(given: Any) -> HealthConfig | None:
-    """The health monitor's settings; None: off.
+    """Return the health monitor's settings; None: off.
 
     Args:
         given: True or False; or settings by name, as YAML or a JSON string have them.
@@ -100,12 +100,12 @@ _NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "false (a probe would overwrite the gradient that is set aside)",
     ),
 }
-"""What of a run decides whether a search can look into it: what it has to be, and how that reads after "must be"."""
+"""Facts of a run that a search depends on: the needed value, and how it reads after "must be"."""
 _SHARDED = "sharded at load"
 
 
 def setup_of(trainer: Any) -> dict[str, Any]:
-    """What a trainer that is built has of these, by their names; and whether transformers shards its model."""
+    """Return these facts of a trainer, by name, and whether transformers shards its model."""
     args, accelerator = trainer.args, trainer.accelerator
     config, kind = getattr(trainer.model.config, "distributed_config", None), accelerator.distributed_type.name
     return {
@@ -122,7 +122,7 @@ def setup_of(trainer: Any) -> dict[str, Any]:
 
 
 def setup_in(given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """What TRL's arguments say of these before a run; a launcher's own settings are not among them."""
+    """Return these facts of TRL's arguments, before a run; a launcher's own settings are not known then."""
     kind = "FSDP" if given.get("fsdp") else "DEEPSPEED" if given.get("deepspeed") else "MULTI_GPU"
     settings = given.get("fsdp_config") or {}
     version = settings.get("fsdp_version", settings.get("version", 2)) if isinstance(settings, Mapping) else 2
@@ -149,7 +149,7 @@ def refuse(run: Mapping[str, Any], settings: GradLocConfig | None) -> None:
 
 
 def _parsed(given: Any) -> Any:
-    """From the command line settings come as JSON."""
+    """Parse settings that come as JSON, from the command line."""
     is_json = isinstance(given, str) and given.lstrip().startswith("{")
     return json.loads(given) if is_json else given
 
@@ -177,7 +177,7 @@ def check_trl() -> None:
 
 
 def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:
-    """The plan of a run; ``given`` are TRL's arguments by name, as its YAML has them.
+    """Return the plan of a run; ``given`` are TRL's arguments by name, as in its YAML.
 
     Args:
         given: what it lacks takes TRL's own default.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of TRL's: what the taps saw of it, and TRL's own loss under other settings.
+"""One optimizer step of a TRL trainer, with TRL's own loss under other settings.
 
 Shapes: B rows of a micro-batch, P prompt and T completion positions.
 """
@@ -25,16 +25,16 @@ from ...watch.taps import ModelTap
 logger = logging.getLogger(__name__)
 
 _ENTROPY_CONTROLLER = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
-"""What TRL's loss changes beside the gradient: its entropy controller moves inside the step's last micro-batch."""
+"""Attributes that TRL's loss changes: its entropy controller moves in the step's last micro-batch."""
 _PLAIN = {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "_entropy_bonus_enabled": False}
 """A loss of the advantages alone."""
 
 
 REWARD_KEY, OTHER_KEY = "gradloc_reward", "gradloc_other_advantage"
-"""(B,) among TRL's inputs, which travel with it: each row's reward, and what its advantage would be had TRL divided by
-its group's spread where it does not, or the other way."""
+"""Keys among TRL's inputs of each row's reward (B,), and of its advantage with the division by the group's spread
+toggled (B,)."""
 _WEIGHTS, _TRUNCATED = "importance_sampling_ratio", 1.5
-"""Of trainer over engine, which TRL multiplies token losses with, and where the advice truncates it."""
+"""TRL's factor on token losses, the ratio of trainer over engine, and the advice's bound on it."""
 _NAMES = {
     "prompt_ids": "prompt_ids",
     "prompt_mask": "prompt_mask",
@@ -45,14 +45,14 @@ _NAMES = {
     "sampling_per_token_logps": "rollout_log_probs",
     "importance_sampling_ratio": "rollout_is_weights",
 }
-"""TRL's inputs, and what events call them."""
+"""Name of TRL's input -> name of the tensor in events."""
 OF_PROMPT = ("prompt_ids", "prompt_mask")
 _IN_LOSS = {"epsilon": "epsilon_low"}
-"""What TRL's loss calls a setting of its config."""
+"""Name of a config's setting -> its name in TRL's loss."""
 
 
 class TrlStep(TapStep, LossReplay):
-    """All micro-batches of one optimizer step. TRL's kernel makes log-probs without ever holding all logits."""
+    """All micro-batches of one optimizer step."""
 
     trainer_name = "trl"
 
@@ -67,7 +67,7 @@ class TrlStep(TapStep, LossReplay):
             self.backward_factor = backward_factor(self.trainer.accelerator.scaler)
 
     def forward_bytes(self) -> int:
-        """A few tiles of logits, and in half precision the head's weight in float32."""
+        """Return the bytes of the logits' tiles in TRL's kernel, and in half precision of the head in float32."""
         if not self.has_log_probs:
             return super().forward_bytes()
         most = max(each.forwarded.recorded.log_prob.numel() for each in self.micro_batches)
@@ -78,7 +78,7 @@ class TrlStep(TapStep, LossReplay):
 
     @staticmethod
     def precisely(dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Log-probs as precisely as can be: TRL's kernel projects in the compute dtype."""
+        """Return a context in which TRL's kernel projects in float32, not in the compute dtype."""
         if dtype == torch.float32:
             return nullcontext()
         kernel: Any = trl_utils._ChunkedLogProbFunction
@@ -93,12 +93,12 @@ class TrlStep(TapStep, LossReplay):
 
     @property
     def knows_loss(self) -> bool:  # type: ignore[override]
-        """Whether the loss is one of advantages, made of the log-probs that TRL's own is made of."""
+        """Whether the loss is one of advantages and uses the log-probs that TRL's own loss uses."""
         return self.has_log_probs and all("inputs" in each.forwarded.known for each in self.micro_batches)
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
-        """Of the trainer's loss, for each micro-batch."""
+        """Inputs of the trainer's loss, for each micro-batch."""
         return [each.forwarded.known["inputs"] for each in self.micro_batches]
 
     def details(self, micro_batch: int) -> Details:
@@ -107,7 +107,7 @@ class TrlStep(TapStep, LossReplay):
         return Details(self.old_log_prob(micro_batch), self._weights(micro_batch))
 
     def old_log_prob(self, micro_batch: int) -> torch.Tensor:
-        """(B, T): the current ones where TRL takes them; of RLOO, which keeps sums, the difference spread evenly."""
+        """Return old log-probs (B, T): the current ones where TRL uses these, RLOO's sums spread over tokens."""
         inputs, now = self.inputs[micro_batch], self.recorded(micro_batch).log_prob
         if "old_logps" in inputs:
             mask = inputs["completion_mask"]
@@ -139,7 +139,7 @@ class TrlStep(TapStep, LossReplay):
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """It leaves nothing behind in the trainer."""
+        """Compute TRL's loss; the trainer is left unchanged."""
         trainer, window = self.trainer, len(self.inputs)
         states = {**self._before, "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False}
         states |= {"current_gradient_accumulation_steps": window}
@@ -156,7 +156,7 @@ class TrlStep(TapStep, LossReplay):
         return loss if trainer.loss_is_scaled_for_ga else loss / window
 
     def all_rows(self) -> Rows:
-        """Prompts are (R, P)."""
+        """Return :meth:`TapStep.all_rows` and TRL's inputs; prompts are (R, P)."""
         if not self.knows_loss:
             return super().all_rows()
         parts = []
@@ -176,7 +176,7 @@ class TrlStep(TapStep, LossReplay):
     # ---- inside
 
     def _weights(self, micro_batch: int) -> torch.Tensor | None:
-        """Read off the loss: where all ratios and advantages are 1, its derivative by each log-prob.
+        """Return the loss's derivative by each log-prob where all ratios and advantages are 1.
 
         None where a user's own loss does not take such a batch.
         """
@@ -200,17 +200,17 @@ class TrlStep(TapStep, LossReplay):
 
 
 _ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values, *_, **__: values)
-"""TRL's loss sums its metrics over the ranks; here nobody reads them, and one rank may run it alone."""
+"""Replaces the collectives of TRL's metrics, so that one rank can run the loss alone."""
 
 
 def within_stage(stage: torch.Tensor | None, *values: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The same values (B, T), of which only the stage's tokens pass a gradient back; None: all do."""
+    """Return the values (B, T) with a gradient for the stage's tokens alone; with None for all."""
     if stage is None:
         return [*values]
     return [None if value is None else value.where(stage, value.detach()) for value in values]
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
-    """The tokens that are trained on, (B, T): of the completion without what a tool wrote."""
+    """Return the trained tokens, (B, T): those of the completion that no tool wrote."""
     mask = inputs["completion_mask"]
     return mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers with GradLoc riding along: methods overridden by name, as any subclass may."""
+"""Subclasses of TRL's trainers with GradLoc."""
 
 import os
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from .watch import TrainerWatch, group_of, other_advantages
 
 
 class WatchedTrainer:
-    """Goes in front of a trainer of TRL's; while ``gradloc`` and ``health`` are off it is TRL's alone.
+    """Mixin before a TRL trainer, which stays TRL's alone while ``gradloc`` and ``health`` are off.
 
     Args:
         gradloc: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``; settings by name; or a GradLocConfig. None: what
@@ -96,7 +96,7 @@ class WatchedTrainer:
 
 
 class WatchedRewards(WatchedTrainer):
-    """In front of a trainer whose loss is of advantages."""
+    """Mixin before a TRL trainer whose loss is of advantages."""
 
     _rewards: torch.Tensor | None = None
     _stage: torch.Tensor | None = None
@@ -142,19 +142,19 @@ class WatchedRewards(WatchedTrainer):
 
 
 class GRPOTrainer(WatchedRewards, trl.GRPOTrainer):
-    """TRL's, see :class:`WatchedTrainer`."""
+    """TRL's trainer; arguments are those of :class:`WatchedTrainer`."""
 
 
 class RLOOTrainer(WatchedRewards, trl.RLOOTrainer):
-    """TRL's, see :class:`WatchedTrainer`."""
+    """TRL's trainer; arguments are those of :class:`WatchedTrainer`."""
 
 
 class SFTTrainer(WatchedTrainer, trl.SFTTrainer):
-    """TRL's, see :class:`WatchedTrainer`."""
+    """TRL's trainer; arguments are those of :class:`WatchedTrainer`."""
 
 
 class DPOTrainer(WatchedTrainer, trl.DPOTrainer):
-    """TRL's, see :class:`WatchedTrainer`."""
+    """TRL's trainer; arguments are those of :class:`WatchedTrainer`."""
 
 
 @dataclass
@@ -165,26 +165,26 @@ class _Switches:
 
 @dataclass
 class GRPOConfig(_Switches, trl.GRPOConfig):
-    """TRL's, with what a YAML file or a command line is to reach."""
+    """TRL's config with GradLoc's settings, for YAML files and command lines."""
 
 
 @dataclass
 class RLOOConfig(_Switches, trl.RLOOConfig):
-    """TRL's, likewise."""
+    """TRL's config with GradLoc's settings, for YAML files and command lines."""
 
 
 @dataclass
 class SFTConfig(_Switches, trl.SFTConfig):
-    """TRL's, likewise."""
+    """TRL's config with GradLoc's settings, for YAML files and command lines."""
 
 
 @dataclass
 class DPOConfig(_Switches, trl.DPOConfig):
-    """TRL's, likewise."""
+    """TRL's config with GradLoc's settings, for YAML files and command lines."""
 
 
 def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
-    """The other way to switch it on: on a trainer that is there, of a class that has a subclass here or is one of it.
+    """Switch GradLoc on in a trainer that exists already.
 
     Raises:
         ValueError: one sentence that says why it cannot look into this run.

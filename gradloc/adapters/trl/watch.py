@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides along with a trainer of TRL's.
+"""Watches a TRL trainer's steps.
 
 Every process is a trainer there: the rank's side of a search is on each of them, the driver's side on the first. They
 exchange two small messages an optimizer step.
@@ -33,7 +33,7 @@ from .step import OF_PROMPT, TrlStep, mask_of
 
 
 class TrainerWatch(Watch):
-    """Looks into the steps of one trainer.
+    """Looks into the steps of one TRL trainer.
 
     Args:
         trainer: TRL's, ready to train.
@@ -50,9 +50,9 @@ class TrainerWatch(Watch):
         super().__init__(trainer.model, action="off" if settings is None else settings, metrics=False)
         self._metrics: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
-        """How many values of each of TRL's metrics are of earlier steps."""
+        """Number of values of earlier steps in each of TRL's metrics."""
         self._loss: Any = None
-        """Of the step so far; None between two."""
+        """Loss of the step so far; None between two steps."""
         self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
@@ -61,7 +61,7 @@ class TrainerWatch(Watch):
     # ---- the moments of an optimizer step, in order
 
     def before_micro_batch(self, model: torch.nn.Module) -> None:
-        """Before generation, forward and backward of the next micro-batch."""
+        """Begin a micro-batch, before its generation, forward and backward."""
         if self.localizer is not None:
             self.tap.attach(model)
             self.follow(self.trainer.optimizer)
@@ -70,18 +70,20 @@ class TrainerWatch(Watch):
             self._loss = 0.0
 
     def keep(self, **known: Any) -> None:
-        """Keep what the loss knows of the last forward; its search asks for it."""
+        """Note what the loss knows about the last forward, for a search."""
         if self.localizer is not None and self.tap.forwards and torch.is_grad_enabled():
             self.tap.forwards[-1].known |= known
 
     def keep_rollouts(self, inputs: dict[str, Any], stage: torch.Tensor | None) -> None:
-        """Keep what the inputs of TRL's loss say of the last forward's tokens."""
+        """Note the inputs of TRL's loss of the last forward."""
         self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
         self.keep(inputs=inputs, stage=stage)
 
     def stage_of(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens, bool (B, T), Lopti's stage lets move the weights in this micro-batch; None without Lopti. TRL's
-        first pass over its rollouts is the first stage."""
+        """Return the tokens of Lopti's stage in this micro-batch, bool (B, T); None without Lopti.
+
+        TRL's first pass over its rollouts is the first stage.
+        """
         if self.lopti is None:
             return None
         each = self.trainer.args.steps_per_generation
@@ -91,11 +93,11 @@ class TrainerWatch(Watch):
         return (old_log_probs.exp() < abs(self.lopti.eta)) == is_low
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
-        """After its backward."""
+        """End a micro-batch, after its backward."""
         self._loss += loss.detach()
 
     def before_step(self, norm: Any) -> Any:
-        """After accumulation and clipping, before the optimizer; returns the norm of the gradient that it takes."""
+        """Look in between clipping and step; returns the norm of the gradient that the optimizer takes."""
         self.metrics, self._next_number, self._has_looked = {}, self.trainer.state.global_step + 1, True
         try:
             taken = self.look(norm)
@@ -111,8 +113,8 @@ class TrainerWatch(Watch):
         return TrlStep(self.trainer, self.tap, self.ranks)
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """The trainer clips once and changes no gradient otherwise, so what was recorded of log-probs is all there is
-        to know."""
+        """Skip the check of the replayed gradient where log-probs were recorded: TRL clips once and changes no gradient
+        otherwise."""
         return policy if self.step.has_log_probs else super().before_look(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
@@ -121,20 +123,20 @@ class TrainerWatch(Watch):
         return view_of(by_rank) if has_prompts else super().view(by_rank)
 
     def _write_metrics(self, norm: torch.Tensor) -> None:
-        """The trainer logs them."""
+        """Do nothing: the trainer logs them."""
 
     def take_metrics(self) -> dict[str, float]:
-        """What is to be logged of the steps since the last time, each joined as its name asks for; first process."""
+        """Return the first process' metrics since the last call, each joined over steps as its name asks for."""
         steps, self._metrics = self._metrics, []
         return step_metrics.joined(steps) if steps else {}
 
     def save(self, folder: str) -> None:
-        """Put what was learned beside a checkpoint."""
+        """Save what was learned next to a checkpoint."""
         if save_states(self._stateful, folder):
             self._remember(folder)
 
     def load(self, folder: str) -> None:
-        """Take it back from the checkpoint that the run goes on from."""
+        """Load what was learned from the checkpoint that the run resumes from."""
         load_states(self._stateful, folder)
         self._remember(folder)
 
@@ -162,7 +164,7 @@ class TrainerWatch(Watch):
             self.driver.writer.last_checkpoint = os.path.abspath(folder)
 
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
-        """Judge the step by the rules of health, which know verl's names; adds to its metrics."""
+        """Judge the step's health, and add to its metrics; the rules use verl's names."""
         step = {FROM_TRL["grad_norm"]: float(norm), FROM_TRL["loss"]: float(self._loss), **metrics}
         for theirs, ours in FROM_TRL.items():
             values = self.trainer._metrics["train"].get(theirs, [])[self._num_known.get(theirs, 0) :]
@@ -180,7 +182,7 @@ class TrainerWatch(Watch):
 
 
 def group_of(args: Any) -> dict[str, Any]:
-    """How advantages are made, and of how many responses, as :class:`~...record.Run` says it."""
+    """Return the estimator of advantages and the number of rollouts, as fields of :class:`~...record.Run`."""
     name = {"group": "grpo", "none": "grpo_mean"}.get(getattr(args, "scale_rewards", ""))
     if getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum":
         name = None
@@ -190,7 +192,7 @@ def group_of(args: Any) -> dict[str, Any]:
 
 
 def trackers_of(trainer: Any) -> dict[str, Any]:
-    """The clients that the trainer's callbacks have opened, by the names that the teller knows."""
+    """Return the tracking clients that the trainer's callbacks have opened, by name."""
     clients: dict[str, Any] = {}
     for callback in trainer.callback_handler.callbacks:
         name = type(callback).__name__.removesuffix("Callback").lower()
@@ -204,8 +206,7 @@ def trackers_of(trainer: Any) -> dict[str, Any]:
 
 
 class _OfWandb:
-    """wandb, told without a step: TRL logs without one, so that wandb's own runs ahead of the trainer's, and what
-    comes with an earlier step is dropped."""
+    """Logs to wandb without a step, as TRL does: wandb's own runs ahead, and it drops lines with an earlier step."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -218,7 +219,7 @@ class _OfWandb:
 
 
 def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bool) -> torch.Tensor:
-    """(R,), as TRL makes them of rewards (R,), where ``is_divided`` is the other way; NaN is a reward that is none."""
+    """Return TRL's advantages (R,) of rewards (R,) with ``is_divided`` toggled; NaN stands for no reward."""
     grouped = rewards.view(-1, num_generations)
     made = rewards - torch.nanmean(grouped, dim=1).repeat_interleave(num_generations)
     if not is_divided:
@@ -227,7 +228,7 @@ def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bo
 
 
 def view_of(by_rank: Sequence[Rows]) -> BatchView:
-    """All ranks' rows, one rank after the other."""
+    """Join all ranks' rows, one rank after the other."""
     rows = joined(by_rank, OF_PROMPT)
     prompts, prompt_mask = rows.pop("prompt_ids"), rows.pop("prompt_mask")
     rows["input_ids"] = torch.cat([prompts, rows["responses"]], 1)
@@ -238,5 +239,5 @@ def view_of(by_rank: Sequence[Rows]) -> BatchView:
 
 
 def _uid(prompt: torch.Tensor) -> str:
-    """TRL names no prompts; equal ones are siblings."""
+    """Return a name for a prompt, the same for equal ones: TRL has none."""
     return hashlib.sha1(prompt.numpy().tobytes()).hexdigest()[:8]

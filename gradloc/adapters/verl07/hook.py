@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in verl's FSDP workers: what its actor calls, its critic watched, and a batch analysed.
+"""Code in verl's FSDP workers: the actor's hook, the critic's watch, and the analysis of a batch.
 
 The actor's hook is one object with one method per moment of an update. It calls the localizer and the stabilizers,
 where the config switches them on; with both off it changes nothing.
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 def build_hook(actor: Any) -> "ActorHook":
-    """The hook of verl's ``DataParallelPPOActor``, for which the driver has settled the settings."""
+    """Return the hook of verl's ``DataParallelPPOActor``, whose config the driver has completed."""
     return ActorHook(actor, actor.config.gradloc)
 
 
 def ranks_of(actor: Any) -> Ranks:
-    """The data-parallel ranks of verl's actor."""
+    """Return the data-parallel ranks of verl's actor."""
     return Ranks(device=device_of(), replicas=actor.ulysses_sequence_parallel_size)
 
 
 class ActorHook(ActorWatch):
-    """What verl's ``DataParallelPPOActor`` calls, in the order of the methods."""
+    """Hook that verl's ``DataParallelPPOActor`` calls; methods are in the order of their calls."""
 
     module = property(lambda self: self.actor.actor_module)
     optimizer = property(lambda self: self.actor.actor_optimizer)
@@ -58,7 +58,7 @@ class ActorHook(ActorWatch):
         """Whether another update of the same step follows it."""
         self._num_without_policy = 0
         self._inputs: Iterator[dict[str, Any]] = iter(())
-        """Of the mini-batch's micro-batches that are still to come."""
+        """Inputs of the mini-batch's micro-batches that did not run yet."""
 
     def begin_update(self, data: Any) -> list[str]:
         """Take the policy that came with verl's DataProto; returns the batch keys that the actor must carry along."""
@@ -70,7 +70,7 @@ class ActorHook(ActorWatch):
         return [key for key in (STAGE_MASK_KEY, ROW_KEY) if key in data.batch.keys()]
 
     def _note_missing_policy(self) -> None:
-        """Say once that nothing is searched, and count: a trainer with a ``fit`` of its own may not call our hook."""
+        """Log once that nothing is searched, and count: a trainer with a ``fit`` of its own may not call our hook."""
         self._num_without_policy += 1
         if self._num_without_policy == 1 and self.ranks.is_first:
             logger.error(
@@ -81,44 +81,44 @@ class ActorHook(ActorWatch):
             )
 
     def begin_mini_batch(self, micro_batches: list, temperature: float, on_policy: bool) -> None:
-        """Before the first micro-batch of an optimizer step."""
+        """Begin a mini-batch, before its first micro-batch."""
         if self.localizer is not None:
             self._inputs = iter([{**each.batch, **each.non_tensor_batch} for each in micro_batches])
             self.step = ActorStep(self.actor, temperature, on_policy, self.ranks.size)
             self.localizer.begin_mini_batch(self.step)
 
     def before_forward(self) -> None:
-        """Before a micro-batch's forward."""
+        """Record a micro-batch before its forward."""
         if self.step is not None:
             self.step.before_forward(next(self._inputs))
 
     def after_forward(self, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> None:
-        """After the forward: log-probs and entropies, (B, T) both."""
+        """Record a forward's log-probs and entropies, (B, T) both."""
         if self.step is not None:
             self.step.after_forward(Outputs(log_prob, entropy))
 
     def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
-        """The factors on the token losses: :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
+        """Return the factors on token losses, of :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
         if self.weigher is None:
             return given
         return self.weigher.token_weights(model_inputs, log_prob, given, metrics)
 
     def in_stage(self, values: torch.Tensor, model_inputs: dict[str, Any]) -> torch.Tensor:
-        """Values (B, T), zero outside of Lopti's stage, so that they add nothing to a loss; denominators stay."""
+        """Return values (B, T) with zeros outside of Lopti's stage, which add nothing to a loss; denominators stay."""
         return values * model_inputs[STAGE_MASK_KEY] if STAGE_MASK_KEY in model_inputs else values
 
     def clip_by_verl(self) -> torch.Tensor:
         return self.actor._clip_grad_norm()
 
     def end_update(self, metrics: dict[str, Any]) -> None:
-        """Add the metrics that every rank has alike."""
+        """Add the metrics that are the same on every rank."""
         self.end(metrics)
         if self._num_without_policy:
             metrics["gradloc/updates_without_policy"] = [self._num_without_policy]
 
 
 class WatchedCritic(BasePPOCritic):
-    """Goes in front of verl's critic: an update that comes with a policy is watched, any other is verl's alone."""
+    """Mixin before verl's critic: watches an update that comes with a policy; any other is verl's alone."""
 
     _watch: "CriticWatch | None" = None
 
@@ -134,12 +134,12 @@ class WatchedCritic(BasePPOCritic):
             return super().update_critic(data)
 
     def report(self) -> RankReport:
-        """What this process has to say of the last update that was watched."""
+        """Report on the last update that was watched."""
         return self._watch.report()
 
 
 class CriticWatch(ActorWatch):
-    """What verl's critic calls, in the order of the methods."""
+    """Watches a critic's updates; methods are in the order of their calls."""
 
     scaler, clipping = None, Clipping(dp_critic)
     module = property(lambda self: self.critic.critic_module)
@@ -152,7 +152,7 @@ class CriticWatch(ActorWatch):
 
     @contextmanager
     def update(self, policy: Policy) -> Iterator[None]:
-        """Around an update that comes with a policy."""
+        """Watch an update that comes with a policy."""
         self.begin(policy)
         try:
             with replaced(self.critic, _forward_micro_batch=self._forward, _optimizer_step=self._optimizer_step):
@@ -176,11 +176,11 @@ class CriticWatch(ActorWatch):
 
 
 ASKED_KEY = RECORD_KEY = "gradloc_analysis"
-"""In a batch's meta info: what is asked for. Among a worker's metrics: what it measured."""
+"""Key of the request in a batch's meta info, and of the record among a worker's metrics."""
 
 
 class _Analysing(BasePPOActor):
-    """Goes in front of the class of verl's actor: asked for an analysis, it does that in place of an update.
+    """Mixin before verl's actor: runs an analysis in place of an update where one is asked for.
 
     The driver asks through verl's own call of an update, which deals the rows out and has the model loaded.
     """
@@ -201,7 +201,7 @@ class _Analysing(BasePPOActor):
 
 
 class _Schedule:
-    """verl's schedule of the learning rate; it takes no step after an analysis, nor after Lopti's first stage."""
+    """verl's learning-rate schedule without a step after an analysis or after Lopti's first stage."""
 
     def __init__(self, scheduler: Any, actor: Any):
         self._scheduler, self._actor = scheduler, actor
@@ -215,23 +215,23 @@ class _Schedule:
 
 
 def watch_actor(worker: Any) -> DataProto:
-    """Before the first update of verl's ``ActorRolloutRefWorker``."""
+    """Put the mixin before the actor; runs in each ``ActorRolloutRefWorker`` before its first update."""
     worker.actor.__class__ = extended(type(worker.actor), _Analysing)
     worker.actor_lr_scheduler = _Schedule(worker.actor_lr_scheduler, worker.actor)
     return DataProto()
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """The same of verl's ``CriticWorker``, whose critic is ours from here on."""
+    """Put the mixin before the critic; runs in each ``CriticWorker``."""
     worker.critic.__class__ = extended(type(worker.critic), WatchedCritic)
     return DataProto()
 
 
 def report_of_actor(worker: Any) -> DataProto:
-    """What verl's ``ActorRolloutRefWorker`` has to say of the last update."""
+    """Report on the actor's last update; runs in each ``ActorRolloutRefWorker``."""
     return answer(worker.actor.gradloc.report())
 
 
 def report_of_critic(worker: Any) -> DataProto:
-    """What verl's ``CriticWorker`` has to say."""
+    """Report on the critic's last update; runs in each ``CriticWorker``."""
     return answer(worker.critic.report())

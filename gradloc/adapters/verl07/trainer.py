@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's trainer calls: one object, one method per moment of a step; each goes on to the parts that are on."""
+"""Hook that verl's trainer calls: one method for each moment of a step, which calls the parts that are on."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ _CRITIC = Workers("critic_wg", "critic", report_of_critic, watch_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":
-    """The hook of verl's ``RayPPOTrainer``, its data loaded; the trainer's class is extended by :class:`Watched`.
+    """Return the hook of verl's ``RayPPOTrainer``, once its data is loaded, and put :class:`Watched` before its class.
 
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
@@ -58,7 +58,7 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
 
 def settle(config: Any, settings: GradLocConfig) -> None:
     """Write these settings into the trainer's config, before any worker gets it: under both names of each, and with
-    what makes them of the block."""
+    the ``_target_`` of the block."""
     actor = config.actor_rollout_ref.actor
     settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings)}
     values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir, settled)
@@ -67,7 +67,7 @@ def settle(config: Any, settings: GradLocConfig) -> None:
 
 
 def clip_limit(config: Any) -> Any:
-    """verl's bound on the norm of the actor's gradient: its FSDP workers', or its Megatron and engine workers'."""
+    """Return verl's bound on the norm of the actor's gradient, of FSDP, Megatron or engine workers."""
     actor = config.actor_rollout_ref.actor
     is_engine = config.trainer.get("use_legacy_worker_impl", "auto") == "disable"
     if actor.get("strategy") in ("fsdp", "fsdp2") and not is_engine:
@@ -105,27 +105,27 @@ class BatchUpdate(WorkersUpdate):
 
 
 class TrainerHook(TrainerFeatures):
-    """The parts that are on, behind the calls that verl's trainer makes: the moments of a step, in order."""
+    """The hook; methods are the moments of a step, in order."""
 
     def begin_step(self, batch: Any, tracking: Any) -> None:
-        """While the rollouts of a prompt still stand side by side: name every sequence of verl's DataProto."""
+        """Name every sequence of verl's DataProto, before the rollouts of a prompt are reordered."""
         self.begin_fit(tracking)
         if self.spikes is None and self.critic is None:
             return
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Once rewards are known: the rows to train on, see :meth:`Analysis.filter`."""
+        """Return the rows to train on, once rewards are known; see :meth:`Analysis.filter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Right after the estimator."""
+        """Reweight advantages, right after the estimator."""
         self.reweight(BatchUpdate(None, _ACTOR, batch), metrics)
 
     def analyze(self, trainer: Any, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Just before the actor's update: the gradient analyses; returns whether the run is to end here."""
+        """Run the gradient analyses, just before the actor's update; returns whether the run is to end here."""
         if self.analysis is None:
             return False
         update = BatchUpdate(trainer, _ACTOR, batch)
@@ -133,12 +133,12 @@ class TrainerHook(TrainerFeatures):
         return self.analysis.run(update, metrics, timing_raw)
 
     def after_step(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
-        """Just before the step's metrics are logged."""
+        """Add metrics, just before the step's are logged."""
         self.judge(BatchView(batch.batch, batch.non_tensor_batch), metrics, global_step)
 
 
 class WatchedRayTrainer(Checkpointed):
-    """Goes in front of the class of verl's trainer."""
+    """Mixin before verl's trainer."""
 
     def _update_actor(self, batch: Any) -> Any:
         update = BatchUpdate(self, _ACTOR, batch, super()._update_actor)
@@ -161,11 +161,11 @@ class WatchedRayTrainer(Checkpointed):
 
 _ACTOR_KEYS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids", "old_log_probs")
 _ACTOR_KEYS += ("advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
-"""What the actor's loss may read."""
+"""Tensors that the actor's loss may read."""
 
 
 class RayTrainerAnalyses(VerlAnalyses):
-    """The analyses and rollout filter of verl's ``RayPPOTrainer``."""
+    """Analyses and rollout filter of verl's ``RayPPOTrainer``."""
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
         """Keep the groups of rollouts that the filter chooses.
@@ -238,7 +238,7 @@ class RayTrainerAnalyses(VerlAnalyses):
 
 
 def _num_ranks(trainer: Any) -> int:
-    """What the number of rows must be a multiple of."""
+    """Return the number that the rows must be a multiple of."""
     sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
     if trainer.use_critic:
         sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))

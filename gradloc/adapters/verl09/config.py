@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's config with GradLoc's settings: what ``+gradloc=on`` puts into ``actor_rollout_ref.actor._target_``.
+"""The actor's config with GradLoc's settings, which ``+gradloc=on`` sets as ``actor_rollout_ref.actor._target_``.
 
 verl builds it in each worker before the engine: so here a plug-in that was not loaded is missed, and another verl.
 
@@ -34,12 +34,12 @@ _OF_ROLLOUT = [
 GradLocRolloutConfig = make_dataclass(
     "GradLocRolloutConfig", _OF_ROLLOUT, bases=(RolloutConfig,), namespace={"__module__": __name__}
 )
-"""verl's config of the rollout with the filter's settings and the bucket analysis'; the trainer reads them."""
+"""verl's config of the rollout with the filter's and the bucket analysis' settings, which the trainer reads."""
 
 
 @dataclass
 class _WithSettings:
-    """The four published keys (None: not given) and ``gradloc``, in front of verl's config of an actor."""
+    """Mixin before verl's config of an actor: the four published keys (None: not given) and ``gradloc``."""
 
     spike_detection: bool | None = None
     grad_norm_threshold: float | None = None
@@ -64,25 +64,25 @@ class _WithSettings:
 
 @dataclass
 class GradLocActorConfig(_WithSettings, FSDPActorConfig):
-    """Of the FSDP actor."""
+    """The FSDP actor's config."""
 
 
 @dataclass
 class GradLocMegatronActorConfig(_WithSettings, McoreActorConfig):
-    """Of the Megatron actor."""
+    """The Megatron actor's config."""
 
     touched_by: ClassVar[str] = "megatron"
 
 
 def actor_config(**given: Any) -> _WithSettings:
-    """The config of the engine that the run has."""
+    """Return the config of the run's engine."""
     return (GradLocMegatronActorConfig if given.get("strategy") == "megatron" else GradLocActorConfig)(**given)
 
 
 logger = logging.getLogger(__name__)
 
 KNOWN = ("0.9.0", "0.9.1")
-"""The releases that are known: the latter was tested, the former read."""
+"""Known releases: the first was read, the last was tested."""
 _LISTED = json.loads(Path(__file__).with_name("touched.json").read_text(encoding="utf-8"))
 TOUCHED = {
     "worker": _LISTED["losses"] | _LISTED["worker"],
@@ -92,12 +92,12 @@ TOUCHED = {
 
 
 def changed_bodies() -> list[str]:
-    """What the installed verl does in another way than any that is known."""
+    """Return how the installed verl differs from every known release."""
     return [place for place, known in _LISTED["code"].items() if digest(place) not in known.split()]
 
 
 def check_verl(who: str) -> None:
-    """Refuse a verl that this adapter does not fit: what decides is what it touches, not how the release is called.
+    """Refuse a verl that this adapter does not fit, by the code that it touches and not by its version.
 
     To the trainer, changes that may be harmless are a warning. ``who`` is one of ``TOUCHED``.
 

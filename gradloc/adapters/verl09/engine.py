@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine with what is on riding along; the trainer puts it into its workers where a run asks for it.
-
-Asked for a gradient analysis, it does that in place of a forward.
-"""
+"""verl's FSDP engine with spikes, stabilizers and analyses; the trainer puts it into the workers of a run that asks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +27,7 @@ CLIPPING = Clipping(transformer_impl)
 
 
 class EngineWatch(ActorWatch):
-    """What verl's engine calls, in the order of the methods."""
+    """Watches an engine's updates; methods are in the order of their calls."""
 
     clipping = CLIPPING
     module = property(lambda self: self.engine.module)
@@ -42,14 +39,14 @@ class EngineWatch(ActorWatch):
         self.engine = engine
         super().__init__(settings, self._make_ranks())
         self.is_open = self.keeps_lr_schedule = False
-        """Whether a mini-batch is being watched; whether the update is followed by another of the same step."""
+        """Whether a mini-batch is being watched; whether another update of the same step follows."""
         self._metrics: dict[str, Any] = {}
         self._update = -1
         self._num_left = 0
 
     @contextmanager
     def mini_batch(self, policy: Policy, loss_function: Any) -> Iterator[Callable]:
-        """Around a mini-batch, which comes with its update's policy; gives the loss function to train with."""
+        """Watch a mini-batch, which comes with its update's policy; yields the loss function to train with."""
         if policy.update != self._update:
             self._update, self._num_left = policy.update, len(policy.thresholds)
             self.keeps_lr_schedule, self._metrics = policy.keeps_lr_schedule, {}
@@ -73,7 +70,7 @@ class EngineWatch(ActorWatch):
             self.end(self._metrics)
 
     def before_forward(self, micro_batch: Any, loss_function: Callable) -> Callable:
-        """Before a micro-batch's forward; returns the loss function to call after it."""
+        """Record a micro-batch before its forward; returns the loss function to call after it."""
         step = self.step
         assert self.localizer is not None
         if step.num_micro_batches and not step.reduces_once:
@@ -87,7 +84,7 @@ class EngineWatch(ActorWatch):
         return watched
 
     def around_clip(self) -> AbstractContextManager[None]:
-        """While verl clips and steps: look in between, with the norm that verl's own clipping has measured."""
+        """Return a context for verl's clipping and step that looks in between."""
         self.after_backward()
         return self.clipping.replaced(self.module, self.before_step)
 
@@ -99,8 +96,7 @@ class EngineWatch(ActorWatch):
 
 
 class WatchedEngine:
-    """Goes in front of verl's engine; a mini-batch that comes with a policy is watched, any other goes through verl's
-    code alone."""
+    """Mixin before verl's engine: watches a mini-batch that comes with a policy; any other is verl's alone."""
 
     _watch: EngineWatch | None = None
     step_class: type[EngineStep] = EngineStep
@@ -131,10 +127,10 @@ class WatchedEngine:
 
 
 class WatchedFSDP(WatchedEngine):
-    """Of FSDP, which runs a forward and the loss of one micro-batch in one method."""
+    """Mixin before verl's FSDP engine, which runs a micro-batch's forward and loss in one method."""
 
     def plain_forward_step(self, *args: Any, **given: Any) -> Any:
-        """Run verl's, or that of a subclass of its engine; nothing is recorded."""
+        """Run the engine's own forward step, and record nothing."""
         return super().forward_step(*args, **given)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
@@ -146,10 +142,10 @@ class WatchedFSDP(WatchedEngine):
 
 
 class GradLocEngine(WatchedFSDP):
-    """Goes in front of verl's engine of the actor: asked for an analysis, it does that in place of a forward."""
+    """Mixin before verl's engine of the actor: runs an analysis in place of a forward where one is asked for."""
 
     analysis_record: Any = None
-    """What the last analysis measured on this rank."""
+    """Measurements of the last analysis on this rank."""
 
     def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
         asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
@@ -164,20 +160,20 @@ class GradLocEngine(WatchedFSDP):
 
 
 class GradLocValueEngine(WatchedFSDP):
-    """Goes in front of verl's engine of the critic."""
+    """Mixin before verl's engine of the critic."""
 
     step_class = EngineCriticStep
 
 
 def _forget(metrics: Any) -> None:
-    """What a probe's clips did is what the training pass' have done."""
+    """Drop a replay's clip metrics; training reported them."""
 
 
 def watch_actor(worker: Any) -> DataProto:
-    """Runs in each ``ActorRolloutRefWorker`` before the first rollout: its engine is ours from here on.
+    """Put the mixin before the actor's engine; runs in each ``ActorRolloutRefWorker`` before the first rollout.
 
     Raises:
-        RuntimeError: one sentence, for a Megatron that was not run.
+        RuntimeError: one sentence, for a Megatron layout that was never tested.
     """
     engine, kind = worker.actor.engine, GradLocEngine
     if engine.engine_config.strategy == "megatron":
@@ -190,37 +186,37 @@ def watch_actor(worker: Any) -> DataProto:
 
 
 def watch_critic(worker: Any) -> DataProto:
-    """The same in each of the critic's (``TrainingWorker``)."""
+    """Put the mixin before the critic's engine; runs in each ``TrainingWorker``."""
     worker.engine.__class__ = extended(type(worker.engine), GradLocValueEngine)
     return DataProto()
 
 
 def report_of_actor(worker: Any) -> DataProto:
-    """What verl's ``ActorRolloutRefWorker`` has to say of the last update."""
+    """Report on the actor's last update; runs in each ``ActorRolloutRefWorker``."""
     return report_of_model(worker.actor)
 
 
 def report_of_model(worker: Any) -> DataProto:
-    """What verl's ``TrainingWorker`` has to say."""
+    """Report on a model's last update; runs in each ``TrainingWorker``."""
     return answer(worker.engine._watch.report())
 
 
 ASKED_KEY = "gradloc_analysis"
-"""Meta info of a batch: what is :class:`AnalysisRequest`."""
+"""Key of a batch's meta info, of an :class:`AnalysisRequest`."""
 
 
 @dataclass(frozen=True)
 class AnalysisRequest:
-    """What the trainer asks every rank for."""
+    """An analysis that the trainer asks every rank for."""
 
     request: dict[str, Any]
-    """See :func:`~...analysis.parts.measure`."""
+    """Request of :func:`~...analysis.parts.measure`."""
     settings: Any
-    """Those that hold."""
+    """Settings of the run."""
 
 
 def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """What an analysis finds in this rank's rows (``data``), see :func:`~...analysis.parts.measure`."""
+    """Analyse this rank's rows (``data``) by :func:`~...analysis.parts.measure`."""
     ranks, limit = Ranks(device=device_of()), engine.optimizer_config.clip_grad
     space = GradientSpace(engine.module, ranks)
 
@@ -233,5 +229,5 @@ def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]
 
 
 def record_of_actor(worker: Any) -> DataProto:
-    """Runs in each of the actor's workers: what the last analysis measured there."""
+    """Answer with the last analysis' measurements; runs in each of the actor's workers."""
     return answer(worker.actor.engine.analysis_record)

@@ -17,7 +17,7 @@ _TRAINERS = "verl.trainer.ppo.v1"
 
 
 class _AfterTrainers(MetaPathFinder):
-    """Puts our trainers in place as soon as verl's have been imported."""
+    """Registers our trainers as soon as verl's have been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -88,11 +88,11 @@ class QueueUpdate(WorkersUpdate):
 
 
 _PARTITION = "train"
-"""Of verl's queue: where its agent loop puts whatever is no validation's."""
+"""Partition of verl's queue that holds training rollouts."""
 
 
 class V1TrainerAnalyses(VerlAnalyses):
-    """The analyses and rollout filter of verl's V1 trainer.
+    """Analyses and rollout filter of verl's V1 trainer.
 
     Args:
         config: the trainer's whole config.
@@ -112,8 +112,8 @@ class V1TrainerAnalyses(VerlAnalyses):
         self._temperature = config.actor_rollout_ref.rollout.temperature
 
     def filter(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Once rewards are known: verl's ``KVBatchMeta`` with the rows to train on; the others are dropped from the
-        queue. Adds ``rollout/*`` to the step's metrics."""
+        """Return verl's ``KVBatchMeta`` with the rows to train on, once rewards are known, and drop the others from
+        the queue. Adds ``rollout/*`` to the step's metrics."""
         data = fetch(batch, ["rm_scores", "response_mask", "uid"])
         scores, mask = (data[name].to_padded_tensor(0) for name in ("rm_scores", "response_mask"))
         # verl itself fills up to whole mini-batches
@@ -135,8 +135,8 @@ class V1TrainerAnalyses(VerlAnalyses):
     def ask(
         self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """By verl's own call for log-probs. The rows by which verl has filled up the batch to whole mini-batches go
-        last, which the workers run for the sake of their peers."""
+        """Ask by verl's own call for log-probs. Rows that fill up the batch to whole mini-batches go last; workers
+        run them because their peers wait."""
         fillers, real = _fillers(update.batch)
         whole = update.batch.select_keys([*real, *fillers])
         tensors = {**tensors, ROW_KEY: torch.arange(len(real))}
@@ -169,13 +169,13 @@ class V1TrainerAnalyses(VerlAnalyses):
 
 
 def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
-    """Those for which it is true, and the others."""
+    """Split keys by flag."""
     pairs = list(zip(keys, is_it, strict=True))
     return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
 
 
 def _fillers(batch: Any) -> tuple[list[str], list[str]]:
-    """The rows that only fill up the batch, and the others."""
+    """Split the rows into those that only fill up the batch, and the others."""
     return _parted(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
 
 
@@ -184,19 +184,19 @@ def _keys_in_queue() -> set[str]:
 
 
 def _clear_all_but(keys: set[str]) -> None:
-    """What an analysis has left, also one that failed: the trainer would take it for training rollouts."""
+    """Delete the rows that an analysis left in the queue, even if it failed: the trainer would train on them."""
     if others := _keys_in_queue() - keys:
         tq.kv_clear(keys=list(others), partition_id=_PARTITION)
 
 
 def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """With further rows of fillers; a queue wants two dimensions."""
+    """Append rows of fillers; the queue takes two dimensions."""
     values = values.view(len(values), -1)
     return torch.cat([values, values.new_full((num_rows, values.shape[1]), FILLER)])
 
 
 class TrainerSide(TrainerFeatures):
-    """What a V1 trainer calls, in the order of the methods; each part does nothing while it is off.
+    """Hook that a V1 trainer calls; methods are in the order of their calls, and do nothing for a part that is off.
 
     Args:
         config: the trainer's whole config.
@@ -218,7 +218,7 @@ class TrainerSide(TrainerFeatures):
         self.seen = SeenRows()
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
-        """Once verl has computed the step's metrics, before they are logged."""
+        """Add metrics, once verl has computed the step's and before they are logged."""
         for driver in self.drivers:
             if len(driver.step_metrics) > 1:  # verl has taken their means
                 metrics.update(joined(driver.step_metrics))
@@ -234,11 +234,11 @@ def _add(update_metrics: dict[str, Any], metrics: dict[str, Any]) -> None:
 
 
 class _Ended(Exception):
-    """The run is to end here (``exit_after_gradient_analysis``), with these metrics of the step."""
+    """Ends the run (``exit_after_gradient_analysis``); carries the step's metrics."""
 
 
 class _Watched(Checkpointed):
-    """Goes in front of one of verl's trainer classes."""
+    """Mixin before one of verl's trainer classes."""
 
     def __init__(self, config: Any):
         self.gradloc = TrainerSide(config)
@@ -254,7 +254,7 @@ class _Watched(Checkpointed):
             self.gradloc.analysis.check_data(len(self.train_dataset))
 
     def on_init_end(self) -> None:
-        """Refuse what only the workers know before the first rollout."""
+        """Refuse what only the workers know, before the first rollout."""
         super().on_init_end()
         if self.gradloc.is_in_update or self.gradloc.analysis is not None:
             QueueUpdate(self, _ACTOR, None).watch()
@@ -309,7 +309,7 @@ class _Watched(Checkpointed):
 
 
 def watch_trainers() -> None:
-    """Put a subclass with the hook in the place of each trainer that verl has registered."""
+    """Replace each trainer that verl has registered by a subclass with the hook."""
     registry = trainer_base.TRAINER_REGISTRY
     for name, trainer in list(registry.items()):
         registry[name] = extended(trainer, _Watched)
@@ -322,12 +322,12 @@ _LABELS = ("uid", "data_source", "index")
 
 
 def fetch(batch: Any, fields: Sequence[str]) -> Any:
-    """These fields of a batch, verl's TensorDict, in the order of its rows; a field that is not there is left out."""
+    """Return these fields of a batch, as verl's TensorDict, in the order of its rows; missing fields are left out."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 
 def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
-    """Write fields of a batch, of its rows in their order."""
+    """Write fields of a batch, in the order of its rows."""
     rows = TensorDict(fields, batch_size=len(batch.keys))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows)
     if batch.fields is not None:
@@ -337,8 +337,8 @@ def put(batch: Any, fields: dict[str, torch.Tensor]) -> None:
 def view_of(
     batch: Any, seen: "SeenRows | None" = None, is_critics: bool = False, is_distilled: bool = False
 ) -> BatchView:
-    """The view of verl's ``KVBatchMeta``; of a critic's update with its values and returns, where distillation is the
-    actor's loss with the teacher's log-probs. What ``seen`` has of its rows is not fetched."""
+    """Return the view of verl's ``KVBatchMeta``: a critic's with values and returns, distillation's with the teacher's
+    log-probs. Facts that ``seen`` has of its rows are not fetched."""
     per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
 
     @cache
@@ -362,7 +362,7 @@ _READ_OFF = ("response_mask", "advantages", "values", "returns", _SCORES)
 
 
 def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
-    """Of verl's nested tensors, by its names."""
+    """Return the view of verl's nested tensors, by its names."""
     mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
     if not is_critics:
         return RowFacts.from_nested(mask, rows["advantages"], scores)
@@ -371,21 +371,21 @@ def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
 
 
 class SeenRows:
-    """Facts of a step's rows, read off what verl itself gets from its queue and puts there while it computes
-    advantages: a healthy step fetches nothing more."""
+    """Facts of a step's rows, from what verl itself reads and writes in its queue to compute advantages: a healthy step
+    fetches nothing more."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Of rows that have changed since."""
+        """Forget the facts of rows that changed."""
         self._keys: list[str] = []
         self._uids: list[str] = []
         self._known: dict[bool, RowFacts] = {}
 
     @contextmanager
     def watching(self, batch: Any, has_critic: bool) -> Iterator[None]:
-        """While verl computes the advantages of a batch."""
+        """Note facts while verl computes the advantages of a batch."""
         self.forget()
         rows: dict[str, Any] = {}
 
@@ -426,7 +426,7 @@ class SeenRows:
 
 
 class _Lazy(Mapping[str, Any]):
-    """A mapping that is fetched when it is first asked for, and a key of ``parts`` with less."""
+    """A mapping that is fetched when first read; reading a key of ``parts`` fetches that part alone."""
 
     def __init__(self, whole: Callable[[], Mapping[str, Any]], parts: Mapping[str, Callable[[], Mapping[str, Any]]]):
         self._whole, self._parts = whole, parts
@@ -466,7 +466,7 @@ def _tensors(rows: Any, per_token: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def _positions(nested: torch.Tensor, attention_mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """(R, P + T), and (R, C, P + T) where pictures have positions of their own."""
+    """Return position ids (R, P + T), or (R, C, P + T) where pictures have positions of their own."""
     rows = nested.unbind()
     if rows[0].dim() == 1:
         return (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -485,12 +485,12 @@ def _labels(batch: Any, rows: Any) -> dict[str, Sequence[Any]]:
 
 
 def _sequence_id(key: str, uid: str) -> str:
-    """``<uid>:<rollout>`` from verl's ``<uid>_<rollout>_<part>``; further parts of one rollout keep their number."""
+    """Return ``<uid>:<rollout>`` of verl's ``<uid>_<rollout>_<part>``; parts after the first keep their number."""
     return f"{uid}:{key.removeprefix(f'{uid}_').removesuffix('_0')}"
 
 
 class _Inputs(Sequence[Any]):
-    """The rows' multi-modal inputs, which are large: each is fetched when it is asked for."""
+    """The rows' multi-modal inputs, which are large: each is fetched when it is read."""
 
     def __init__(self, batch: Any):
         self._batch = batch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient analyses and the rollout filter of a trainer of verl's, whatever its version keeps batches in."""
+"""Gradient analyses and rollout filter of a verl trainer, for every version of verl."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from .requirements import BUCKETS, QUARTILES, refuse_pictures
 from .trainer import WorkersUpdate
 
 FILLER = -1
-"""What a tensor of ours holds in rows that only fill up the ranks."""
+"""Value of our tensors in rows that only fill up the ranks."""
 
 
 class VerlAnalyses:
@@ -31,12 +31,12 @@ class VerlAnalyses:
     """
 
     update: WorkersUpdate
-    """Of the step that is analysed."""
+    """The update of the step that is analysed."""
     afterwards: ExitStack
-    """What is done once the step's analyses are."""
+    """Callbacks to run after the step's analyses."""
     _last_step = 0
     counts: dict[str, float] | None = None
-    """What the filter did with the step's batch."""
+    """Counts of the filter in the step's batch."""
 
     def __init__(self, config: Any, root: str, settings: tuple):
         buckets, quartiles, self.chosen = settings
@@ -46,13 +46,13 @@ class VerlAnalyses:
         self.buckets = None if buckets is None else BucketAnalysis(buckets, run, self._separate)
 
     def check_data(self, num_prompts: int) -> None:
-        """Refuse an analysis batch that so many could not make: see :func:`~...analysis.config.check_geometry`."""
+        """Refuse a batch that needs more prompts than these, by :func:`~...analysis.config.check_geometry`."""
         if self.buckets is not None:
             check_geometry(self.buckets.settings, self._config, num_prompts)
 
     @staticmethod
     def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-        """Roll out and score a batch that no update will see; the rollout draws from the sampler like any other.
+        """Roll out and score a batch that is not trained on; the rollout draws from the sampler like any other.
 
         Args:
             trainer: verl's, inside a step.
@@ -66,17 +66,17 @@ class VerlAnalyses:
         raise NotImplementedError
 
     def view(self, update: WorkersUpdate) -> BatchView:
-        """The rows that an analysis is about."""
+        """Return the rows of an analysis."""
         return update.view()
 
     def ask(
         self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Have the workers analyse the batch: see :class:`~...analysis.reporter.AnalysisBatch`."""
+        """Have the workers analyse the batch, as :class:`~...analysis.reporter.AnalysisBatch` says."""
         raise NotImplementedError
 
     def kept_rows(self, uids: Any, scores: torch.Tensor, mask: torch.Tensor, num_ranks: int, metrics: dict) -> Any:
-        """bool (R,): the rows of the groups that the filter chooses; None while it keeps all. Adds to the metrics.
+        """Return the rows of the groups that the filter keeps, bool (R,); None for all. Adds to the metrics.
 
         Args:
             uids: each row's prompt.
@@ -93,9 +93,11 @@ class VerlAnalyses:
         return None if len(kept) == len(groups) else np.isin(groups.group_of_row, kept)
 
     def run(self, update: WorkersUpdate, metrics: dict[str, Any], timing_raw: dict[str, float]) -> bool:
-        """Just before the actor's update: scale the filtered batch's advantages, and analyse where the step is due, of
-        several updates before the first. Adds to the step's metrics and timings; returns whether the run is to end
-        here."""
+        """Scale the filtered batch's advantages just before an actor's update, and analyse if the step is due.
+
+        Of several updates of a step the first is analysed. Adds to the step's metrics and timings; returns whether the
+        run is to end here.
+        """
         self.scale_advantages(update)
         if update.trainer.global_steps == self._last_step:
             return False
@@ -114,7 +116,7 @@ class VerlAnalyses:
         return False
 
     def scale_advantages(self, update: WorkersUpdate) -> None:
-        """As ``filter_loss_scaling`` says; where that changes nothing they stay the very same tensor."""
+        """Scale advantages by ``filter_loss_scaling``; where that is 1 the tensor is not replaced."""
         kept_ratio = 1.0 if self.counts is None else self.counts["kept_ratio"]
         factor = advantage_scale(self.chosen.loss_scaling, kept_ratio)
         if factor != 1.0:
@@ -122,7 +124,7 @@ class VerlAnalyses:
             update.put(advantages=advantages * factor)
 
     def seen(self, update: WorkersUpdate, feature: str) -> AnalysisBatch:
-        """The batch as an analysis sees it; ``feature`` is the setting that switches that on."""
+        """Return the batch as an analysis sees it; ``feature`` is the setting that switches the analysis on."""
         view = self.view(update)
 
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -136,7 +138,7 @@ class VerlAnalyses:
         return AnalysisBatch(view.tensors, view.labels["uid"], self.counts, ask)
 
     def _separate(self, seed: int) -> AnalysisBatch:
-        """A batch of its own for the analysis by bucket."""
+        """Return a batch of its own for the analysis by bucket."""
         counts, self.counts = self.counts, None
         try:
             trainer, of = self.update.trainer, self.update
@@ -174,12 +176,12 @@ class _Prepared(Exception):
 
 
 def hand_over(batch: Any, metrics: Any = None) -> NoReturn:
-    """In the place of verl's method that learns from the batch."""
+    """Replace verl's method that learns from the batch."""
     raise _Prepared(batch)
 
 
 def prepared_by(walk: Callable[[], Any]) -> Any:
-    """The batch that verl's loop hands over."""
+    """Return the batch that verl's loop hands over."""
     try:
         walk()
     except _Prepared as prepared:
@@ -188,7 +190,7 @@ def prepared_by(walk: Callable[[], Any]) -> Any:
 
 
 def drawn_prompts(trainer: Any, num_groups: int, seed: int) -> Any:
-    """So many prompts as the loader of verl's trainer would hand them over.
+    """Return this number of prompts as the loader of verl's trainer would hand them over.
 
     They are drawn with a random generator of their own, so the order of the training data stays what it is.
     """
@@ -198,7 +200,7 @@ def drawn_prompts(trainer: Any, num_groups: int, seed: int) -> Any:
 
 
 def twin_of(trainer: Any, changes: dict[str, Any]) -> Any:
-    """The trainer with a config of its own, in which this is changed; it shares the workers."""
+    """Return a copy of the trainer with changes in its config; it shares the workers."""
     twin = copy.copy(trainer)
     twin.config = copy.deepcopy(trainer.config)
     with open_dict(twin.config):

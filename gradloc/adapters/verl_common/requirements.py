@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a run has on, and what each needs: ``requirements.yaml`` is the one table of what is refused."""
+"""The features that a run has on, and their requirements: the table of ``requirements.yaml``."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ FINE_LAYER_CLIP = f"{STABILIZE}.layer_clip.group finer than layer"
 REWEIGHTING, LOPTI = "algorithm.advantage_reweighting.alpha", "algorithm.lopti.enable"
 BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
 FILTER = f"{_ROLLOUT}.rollout_filter_value"
-"""The features, by the setting that switches each on."""
+"""Features, by the setting that switches each on."""
 
 
 def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
-    """The settings of both analyses, None for one that is off, and of the rollout filter; None while all are off.
+    """Return the settings of both analyses, None for one that is off, and of the rollout filter; None if all are off.
 
     Raises:
         ValueError: one sentence that names a key with a bad value, also while the features are off.
@@ -43,14 +43,14 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
 
 
 def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
-    """Advantage Reweighting's alpha, and Lopti; a config without the blocks has them off."""
+    """Return Advantage Reweighting's alpha, and Lopti's settings; both are off in a config without the blocks."""
     blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
     alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
     return alpha.alpha, (lopti if lopti.enable else None)
 
 
 def health_in(config: Any) -> HealthConfig | None:
-    """The health monitor's settings; None while it is off, and in a config without the block.
+    """Return the health monitor's settings; None while it is off, and in a config without the block.
 
     Raises:
         ValueError: one sentence for a setting that is wrong, also while it is off.
@@ -63,23 +63,23 @@ def health_in(config: Any) -> HealthConfig | None:
 
 
 class RequestedFeatures(NamedTuple):
-    """What a run asks of GradLoc."""
+    """The features that a run asks for."""
 
     settings: GradLocConfig
-    """Those that hold under ``gradloc``."""
+    """The settings of the block ``gradloc``."""
     alpha: float
-    """Advantage Reweighting's."""
+    """Alpha of Advantage Reweighting."""
     lopti: LoptiConfig | None
     """None while it is off."""
     analyses: tuple[Any, Any, Any] | None
-    """See :func:`analyses_in`."""
+    """Result of :func:`analyses_in`."""
     health: HealthConfig | None
     features: list[str]
-    """Those that are on."""
+    """Names of the features that are on."""
 
 
 def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
-    """What the trainer's whole config asks for, refused where it could not work: each trainer's start.
+    """Return the features that the trainer's whole config asks for, and refuse those that could not work.
 
     Args:
         config: the trainer's whole config.
@@ -131,19 +131,19 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Requirement:
-    """What one setting of the run has to be for a feature."""
+    """The values of one setting that a feature needs."""
 
     key: str
     allowed: tuple[Any, ...]
     default: Any
-    """Where the config does not have the key."""
+    """The value where the config does not have the key."""
     expected: str
     because: str
     only_with: str = ""
-    """A switch: where it is off, the setting may be anything."""
+    """A switch; where it is off, any value is allowed."""
 
     def found_in(self, config: Any) -> Any:
-        """What the setting is in the trainer's whole config; where it does not matter, one that is allowed."""
+        """Return the setting's value in the trainer's whole config; where it does not matter, an allowed one."""
         if self.only_with and not _at(config, self.only_with):
             return self.allowed[0]
         found = _at(config, self.key)
@@ -157,7 +157,7 @@ def _at(config: Any, key: str) -> Any:
 
 
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
-    """What a setting has to be, and by verl which features need it."""
+    """The values that a setting must have, and the features that need it, by version of verl."""
     for row in yaml.safe_load(Path(__file__).with_name("requirements.yaml").read_text(encoding="utf-8")):
         where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
         for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
@@ -191,7 +191,7 @@ def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> No
 
 
 def tables_for(config: Any) -> list[str]:
-    """Whose rows of the table hold for a run on verl 0.9 or later: of what is installed, read and not imported."""
+    """Return the installed version's column of the table, for verl 0.9 or later; reads it without an import."""
     on, spec = ["0.9"], find_spec("verl")
     engine = Path(*(spec.submodule_search_locations or ()) if spec else (), "workers/engine/fsdp/transformer_impl.py")
     if engine.is_file() and "prefix_grouper" in engine.read_text(encoding="utf-8"):
@@ -206,11 +206,11 @@ _CURES = {
     "clip_sequences": (STABILIZE, RATIO_CLIPS),
     "reweight": (REWEIGHTING,),
 }
-"""Settings of ours that a search measures, and the features that they switch on."""
+"""Settings that a search measures as cures, and the features that they switch on."""
 
 
 def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
-    """The settings of ours that this run would be refused with, by name: the advice must not name them.
+    """Return the settings that this run would be refused with, by name: the advice must not name them.
 
     Their lines switch the rollout's log-probs on themselves.
     """
@@ -227,7 +227,7 @@ def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:
 
 
 def needed_of_megatron(block: str) -> dict[str, Any]:
-    """What Megatron's own config of this block has to say, by name: no other value was run."""
+    """Return the values that Megatron's own config of this block must have, by name: no other was tested."""
     prefix = f"{ACTOR}.megatron.{block}."
     return {need.key.removeprefix(prefix): need.default for need, _ in TABLE if need.key.startswith(prefix)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer of verl's holds of GradLoc on the driver, whatever its version calls when."""
+"""The driver's side of GradLoc in a verl trainer, for every version of verl."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ from .watch import reports_of
 logger = logging.getLogger(__name__)
 
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
-"""verl's advantage estimators that do not compare a prompt's rollouts: equal rewards still teach them something."""
+"""verl's advantage estimators that do not compare a prompt's rollouts, and so also learn from equal rewards."""
 
 
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
@@ -47,13 +47,13 @@ def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
 
 
 def limit_of_all(config: Any, grad_clip: Any) -> float | None:
-    """verl's limit on the norm of all layers; None without one, and where each layer has a limit of its own."""
+    """Return verl's limit on the norm of all layers; None without one, and where each layer has its own."""
     clips_layers = settings_in(config).stabilize.layer_clip.rule != "off"
     return None if clips_layers or not grad_clip else float(grad_clip)
 
 
 def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor") -> "VerlDriver":
-    """The driver of the updates of a run's ``actor`` or ``critic``; ``config`` is the trainer's whole config."""
+    """Return the driver of the updates of the ``actor`` or the ``critic``; ``config`` is the trainer's whole config."""
     shared, num_rollouts = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     trained, path, action_key = shared.actor, shared.model.path, "action.mode"
     if model == "critic":
@@ -76,13 +76,13 @@ class VerlDriver(Driver):
     """A driver that knows how verl deals rows out."""
 
     sequences_per_mini_batch: int
-    """Rollouts, over all ranks."""
+    """Rollouts in a mini-batch, over all ranks."""
     step_metrics: tuple[dict[str, float], ...] = ()
     """The metrics of each update of the trainer's present step."""
     _global_step = -1
 
     def before_batch(self, per_row: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next: see :meth:`~...loop.driver.Driver.before_update`.
+        """Return the policy of the next update; see :meth:`~...loop.driver.Driver.before_update`.
 
         Args:
             per_row: int (R,), response tokens, in the order in which the rows are dealt out: to ranks in equal runs,
@@ -101,7 +101,7 @@ class VerlDriver(Driver):
 
 
 def _estimator(algorithm: Any) -> str | None:
-    """By the record's names; None where the rewards are not the scores, since they hold a KL penalty."""
+    """Run's advantages, by the record's names; None where rewards hold a KL penalty and are not the scores."""
     name = estimator_of(algorithm).removesuffix("_vectorized")
     if algorithm.use_kl_in_reward:
         return None
@@ -109,7 +109,7 @@ def _estimator(algorithm: Any) -> str | None:
 
 
 def _critic_settings(settings: Any) -> Any:
-    """The actor's settings as they hold for the critic: its own action, and no weights apart from the checkpoints'."""
+    """Return the critic's settings: the actor's with its own action, and no weights saved at events."""
     return replace(
         settings,
         enable=True,
@@ -120,18 +120,18 @@ def _critic_settings(settings: Any) -> Any:
 
 
 class Workers(NamedTuple):
-    """Of a model: where the trainer keeps its workers, their mesh, and what is run in each of them."""
+    """Workers of a model: the trainer's attribute, their mesh, and the functions that run in each."""
 
     group: str
     mesh: str
     report: Callable[[Any], Any]
-    """After an update."""
+    """Runs after an update."""
     watch: Callable[[Any], Any]
-    """Before the first one."""
+    """Runs before the first update."""
 
 
 class WorkersUpdate:
-    """An update of a model that verl is about to make; an adapter says what its batch of R rows is kept in.
+    """An update of a model that verl is about to make; an adapter reads and writes its batch of R rows.
 
     Args:
         trainer: verl's.
@@ -148,25 +148,25 @@ class WorkersUpdate:
 
     @property
     def group(self) -> Any:
-        """The model's worker group."""
+        """verl's worker group of the model."""
         return getattr(self.trainer, self.workers.group)
 
     def watch(self) -> None:
-        """Have what verl calls in the model's workers be ours, from the first time on."""
+        """Put our mixins into the model's workers, the first time."""
         if not hasattr(self.group, "gradloc_is_there"):
             self.group.execute_with_func_generator(self.workers.watch)
             self.group.gradloc_is_there = True
 
     def get(self, *names: str) -> list[torch.Tensor]:
-        """Tensors of the batch, (R, T) each."""
+        """Return tensors of the batch, (R, T) each."""
         raise NotImplementedError
 
     def put(self, **tensors: torch.Tensor) -> None:
-        """Have the batch hold these, (R, T) each."""
+        """Write tensors into the batch, (R, T) each."""
         raise NotImplementedError
 
     def view(self) -> BatchView:
-        """The batch as events see it."""
+        """Return the batch as events show it."""
         raise NotImplementedError
 
     def run(self, policy: Policy) -> dict[str, Any]:
@@ -178,7 +178,7 @@ _PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> None:
-    """verl reads its device's peaks, which we reset before each step: put back the process' own, under any role."""
+    """Put back the process' own peaks of memory, which we reset before each step, under any role."""
     for peak, values in zip(_PEAKS, zip(*(report.peak_bytes for report in reports), strict=True), strict=True):
         most = max(values) / 2**30
         for name in [name for name in metrics if name.endswith(peak)]:
@@ -187,7 +187,7 @@ def _restore_peak(metrics: dict[str, Any], reports: Sequence[RankReport]) -> Non
 
 
 class Checkpointed:
-    """Goes in front of a trainer class of verl's: the states of its ``gradloc`` are kept with each checkpoint."""
+    """Mixin before a verl trainer: saves the states of its ``gradloc`` with each checkpoint."""
 
     def _load_checkpoint(self) -> Any:
         answer = super()._load_checkpoint()
@@ -204,12 +204,12 @@ class Checkpointed:
 
 
 class TrainerFeatures:
-    """The parts that are on; their states are in one file in each checkpoint's folder."""
+    """The features that are on; their states are in one file in each checkpoint's folder."""
 
     spikes: VerlDriver | None = None
-    """Of the actor's spikes."""
+    """Driver of the actor's spikes."""
     critic: VerlDriver | None = None
-    """Of the critic's."""
+    """Driver of the critic's spikes."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class TrainerFeatures:
         self._refused_cures = frozenset[str]()
 
     def build_drivers(self, config: Any, tokenizer: Any, on: Collection[str]) -> None:
-        """Of the models whose spikes are looked for; see :func:`build_driver`, and of ``on`` :func:`.check_needs`."""
+        """Build the parts that the config switches on; see :func:`build_driver` and :func:`.check_needs`."""
         self._algorithm, self._refused_cures = config.algorithm, refused_cures(on, config)
         if self.settings.enable:
             self.spikes = build_driver(config, self.settings, tokenizer)
@@ -240,16 +240,16 @@ class TrainerFeatures:
 
     @property
     def drivers(self) -> list[VerlDriver]:
-        """Of the models whose spikes are looked for."""
+        """Drivers of the models whose spikes are looked for."""
         return [driver for driver in (self.spikes, self.critic) if driver is not None]
 
     @property
     def is_in_update(self) -> bool:
-        """Whether the actor's update is anything but verl's own."""
+        """Whether the actor's update is not verl's own."""
         return self.spikes is not None or self.stabilizers is not None or self.lopti is not None
 
     def reweight(self, update: WorkersUpdate, metrics: dict[str, Any]) -> None:
-        """Right after the estimator: Advantage Reweighting of what the update is to be made with."""
+        """Reweight the update's advantages, right after the estimator."""
         if self.alpha != 0:
             before, old_log_probs, mask = update.get("advantages", "old_log_probs", "response_mask")
             after = reweight(before, old_log_probs, self.alpha)
@@ -257,7 +257,7 @@ class TrainerFeatures:
             metrics["advantage_reweighting/kept_share"] = kept_share(before, after, mask.bool())
 
     def update_actor(self, update: WorkersUpdate) -> dict[str, Any]:
-        """The actor's update, once or in Lopti's two stages; its metrics; ours are lists."""
+        """Update the actor, once or in Lopti's two stages; returns the metrics, ours as lists."""
         if self.lopti is None:
             return self._update(update, self.spikes, self.stabilizers)
         advantages, old_log_probs, response_mask = update.get("advantages", "old_log_probs", "response_mask")
@@ -274,7 +274,7 @@ class TrainerFeatures:
             update.put(advantages=advantages)
 
     def update_critic(self, update: WorkersUpdate) -> dict[str, Any]:
-        """The critic's update; its metrics."""
+        """Update the critic; returns the metrics."""
         return self._update(update, self.critic)
 
     def _update(
@@ -285,7 +285,7 @@ class TrainerFeatures:
         stage: str = "",
         keeps_lr_schedule: bool = False,
     ) -> dict[str, Any]:
-        """One update; its driver, where there is one, looks into it."""
+        """Run one update, watched by its driver if there is one; returns the metrics."""
         view, step = update.view(), update.trainer.global_steps
         if driver is None:
             policy = self._silent_policy(update)
@@ -309,7 +309,7 @@ class TrainerFeatures:
         return metrics
 
     def _groups_of(self, view: BatchView) -> Groups | None:
-        """How the advantages were made; None, and training goes on, where the batch cannot be read."""
+        """Return how the advantages were made; None, and training goes on, where the batch cannot be read."""
         try:
             return groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
         except Exception:
@@ -317,7 +317,7 @@ class TrainerFeatures:
             return None
 
     def _silent_policy(self, update: WorkersUpdate) -> Policy:
-        """Of an update in which no spike is looked for."""
+        """Return the policy of an update in which no spike is looked for."""
         config = update.trainer.config.actor_rollout_ref
         num_mini_batches = max(len(update.batch) // (config.actor.ppo_mini_batch_size * config.rollout.n), 1)
         nothing = (None,) * (num_mini_batches * config.actor.ppo_epochs)
@@ -326,7 +326,7 @@ class TrainerFeatures:
         return Policy(step, thresholds=nothing, tau=nothing, update=number, settings=self.settings)
 
     def begin_fit(self, tracking: Any) -> None:
-        """Once verl's ``Tracking`` is open, before the first step: where events are announced and tables shown."""
+        """Take verl's open ``Tracking``, before the first step, to announce events and show tables."""
         for driver in self.drivers:
             driver.teller.trackers = tracking.logger
         if self.analysis is not None:
@@ -341,19 +341,19 @@ class TrainerFeatures:
         self._checkpoint = None
 
     def save(self, folder: str) -> None:
-        """Put the parts' states into a checkpoint's folder."""
+        """Save the parts' states in a checkpoint's folder."""
         if save_states(self._stateful, folder):
             self._checkpoint = folder
             self._remember(folder)
 
     def load(self, folder: str) -> None:
-        """Take the states back from a checkpoint; a part that it does not hold starts anew."""
+        """Load the states of a checkpoint; a part that it does not hold starts anew."""
         self._remember(folder)
         load_states(self._stateful, folder)
 
     @property
     def _stateful(self) -> dict[str, Any]:
-        """The parts that remember something, by their name in the state file."""
+        """The parts that have a state, by their name in the state file."""
         parts = {"spikes": self.spikes, "critic": self.critic, "stabilizers": self.stabilizers, "health": self.monitor}
         return {name: part for name, part in parts.items() if part is not None}
 

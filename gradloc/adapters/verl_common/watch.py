@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides along with a model's updates on a rank: the localizer and the stabilizers, and what they ask of verl."""
+"""Localizer and stabilizers around a model's updates on a rank, and the parts of verl that they use."""
 
 import contextlib
 import json
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 def device_of() -> Any:
-    """This process' device, as collectives take it."""
+    """Return this process' device, as collectives take it."""
     return "cpu" if get_device_name() == "cpu" else get_device_id()
 
 
 class ActorWatch:
-    """The parts that are on, called in the order of the methods.
+    """Calls the parts that are on; methods are in the order of their calls.
 
-    It is also what the localizer asks of verl: :class:`~...loop.localizer.TrainerHandle`. An adapter says where verl
+    It is also the localizer's handle on verl: :class:`~...loop.localizer.TrainerHandle`. An adapter says where verl
     keeps the model, its optimizer, its fp16 scaler and its bound on the norm.
     """
 
@@ -50,7 +50,7 @@ class ActorWatch:
     grad_clip: Any
     clipping: "Clipping"
     step: Any = None
-    """The mini-batch whose forwards are recorded, for a search; None where there is none."""
+    """The mini-batch whose forwards are recorded for a search; None outside of one."""
 
     def __init__(self, settings: Any, ranks: Ranks):
         self.settings, self.ranks = settings, ranks
@@ -63,11 +63,11 @@ class ActorWatch:
         return self.clipping.clip(self.module, self.grad_clip)
 
     def make_space(self, ranks: Ranks | None) -> GradientSpace:
-        """The gradient; ``ranks`` hear of it when one fails in its own part of a sum."""
+        """Return the gradient; ``ranks`` hear where one of them fails in its part of a sum."""
         return GradientSpace(self.module, ranks)
 
     def begin(self, policy: Policy | None) -> None:
-        """Before the first micro-batch of an update; None where the trainer has sent no policy."""
+        """Begin an update, before its first micro-batch; the policy is None where the trainer sent none."""
         if self.localizer is not None:
             self.localizer.begin_update(policy, self.make_space(self.ranks))
         if self.stabilizer is not None:
@@ -75,12 +75,12 @@ class ActorWatch:
             self.stabilizer.begin_update(self.make_space(None), stage, learned)
 
     def after_backward(self) -> None:
-        """After a micro-batch's backward."""
+        """Track the gradient after a micro-batch's backward."""
         if self.localizer is not None:
             self.localizer.after_backward()
 
     def before_step(self) -> torch.Tensor:
-        """Clip, look, and settle what the step takes; returns the norm before clipping, a scalar."""
+        """Clip, look, and decide which gradient the step takes; returns the norm before clipping, a scalar."""
         norm = self.clip()
         try:
             if self.localizer is not None:
@@ -90,14 +90,14 @@ class ActorWatch:
         return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
 
     def end(self, metrics: dict[str, Any]) -> None:
-        """After the update: add the metrics that every rank has alike."""
+        """End an update: add the metrics that are the same on every rank."""
         if self.localizer is not None:
             self.localizer.end_update()
         if self.stabilizer is not None:
             self.stabilizer.end_update(metrics)
 
     def report(self) -> RankReport:
-        """What this process has to say of the last update."""
+        """Report on the last update."""
         learned = None if self.stabilizer is None else self.stabilizer.state()
         if self.localizer is None:
             return RankReport(self.ranks.process, learned=learned)
@@ -114,7 +114,7 @@ class ActorWatch:
         return self.scaler is not None
 
     def clip(self) -> torch.Tensor:
-        """With ``layer_clip`` nothing is clipped before localization has looked, and the norm is measured instead."""
+        """Clip, or with ``layer_clip`` only measure the norm: clipping then follows localization."""
         return self.stabilizer.measure() if self._only_measures else self.clip_by_verl()
 
     def save_weights(self, global_step: int) -> str | None:
@@ -127,7 +127,7 @@ class ActorWatch:
 
 
 class Clipping:
-    """verl's own clipping, and something else in its place for a while.
+    """Calls verl's own clipping, and replaces it for a while.
 
     Args:
         holder: the module of verl's that clips: FSDP1 by the model's method, FSDP2 by a function that it has imported.
@@ -137,7 +137,7 @@ class Clipping:
         self._holder, self._fsdp2_clip = holder, holder.fsdp2_clip_grad_norm_
 
     def clip(self, module: torch.nn.Module, limit: float) -> torch.Tensor:
-        """As verl does; the norm before, a scalar."""
+        """Clip as verl does; returns the norm before, a scalar."""
         if isinstance(module, FSDP1):
             norm = type(module).clip_grad_norm_(module, limit)
         else:
@@ -146,7 +146,7 @@ class Clipping:
 
     @contextlib.contextmanager
     def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """While verl clips and then steps: look in between."""
+        """Replace verl's clipping in its optimizer step, to look before the step."""
         fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
         fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
         with replaced(module, **fsdp1), replaced(self._holder, **fsdp2):
@@ -154,10 +154,10 @@ class Clipping:
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
-    """Write this rank's shards, and on the first process what verl's readers need to put them together.
+    """Write this rank's shards, and on the first process the files that verl's readers join them by.
 
-    verl's own writer has a barrier behind its writing, where every rank would wait for one whose disk is full. So what
-    it writes for ``save_contents=[model]`` is written here, with nothing to wait for until all know how it went.
+    verl's own writer has a barrier after it, where every rank would wait for one whose disk is full. So its files for
+    ``save_contents=[model]`` are written here, and ranks wait only to learn how it went.
 
     Args:
         module: under FSDP1 or FSDP2.
@@ -165,7 +165,7 @@ def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
         ranks: all of them call this together.
 
     Returns:
-        Whether every rank has written; where one has not, the others delete what they wrote.
+        Whether every rank has written; where one has not, the others delete their files.
     """
     size, rank = ranks.num_processes, torch.distributed.get_rank()
     path = os.path.join(folder, f"model_world_size_{size}_rank_{rank}.pt")
@@ -198,7 +198,7 @@ _KEY = "gradloc_report_"
 
 
 def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """What all processes of verl's worker group answer, in their order.
+    """Return the answers of all processes of verl's worker group, in their order.
 
     Args:
         group: verl's.
@@ -210,5 +210,5 @@ def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
 
 
 def answer(value: Any) -> DataProto:
-    """This process's answer, under a name of its own: of several that have the same one, verl keeps one."""
+    """Return this process' answer under a key of its own: verl keeps one of several with the same key."""
     return DataProto(meta_info={f"{_KEY}{dist.get_rank()}": value})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does GradLoc measure right with this Megatron on these GPUs? Some steps of verl's engine on made-up sequences.
+"""Check that GradLoc measures right with this Megatron on these GPUs, by steps of verl's engine on made-up sequences.
 
     torchrun --nproc_per_node=8 -m gradloc.adapters.verl09.megatron.check OVERRIDE...
 
@@ -47,7 +47,7 @@ _NUM_PROMPT, _NUM_RESPONSE = 16, 32
 
 
 class Check:
-    """verl's worker of this process, and what it is asked; ``overrides`` are of verl's ``ppo_trainer`` config."""
+    """Runs the check on verl's worker of this process; ``overrides`` are of verl's ``ppo_trainer`` config."""
 
     def __init__(self, overrides: Sequence[str]):
         asked = [f"{_ACTOR}.gradloc.dump_dir={tempfile.gettempdir()}/gradloc-check", *overrides, *_OWN]
@@ -63,10 +63,10 @@ class Check:
         self.num_rows = 2 * self.worker.config.actor.megatron.pipeline_model_parallel_size
         self.num_updates, self.sum_error = 0, 0.0
         self.event: Any = None
-        """Of the step that is looked into, on the first process."""
+        """Event of the step that is looked into, on the first process."""
 
     def run(self) -> dict[str, bool]:
-        """What should hold, and whether it does; the same on all processes."""
+        """Return each claim and whether it holds; the same on all processes."""
         self._update(1.0, "observe", float("inf"))
         limit = 10 * self.engine._watch.report().norms[0]
         start = self._state()
@@ -84,7 +84,7 @@ class Check:
         }
 
     def _after(self, start: list[torch.Tensor], *how: Any) -> list[torch.Tensor]:
-        """What an update leaves behind that begins where others began."""
+        """Return the state after an update from the common start."""
         with torch.no_grad():
             for now, was in zip(self._tensors(), start, strict=True):
                 now.copy_(was)
@@ -93,7 +93,7 @@ class Check:
         return self._state()
 
     def _update(self, advantage: float, mode: str | None = None, limit: float = 0.0) -> None:
-        """One of verl's; with a mode it is watched, and looked into where its norm is over the limit."""
+        """Run one update of verl's; with a mode it is watched, and looked into where its norm is over the limit."""
         data = self._sequences(advantage)
         size = self.engine.get_data_parallel_size() * self.num_rows
         self.num_updates += 1
@@ -112,7 +112,7 @@ class Check:
             self.event = events[0].event
 
     def _add_up_halves(self) -> float:
-        """In place of a step: the gradients of every other token and of those between, against that of all."""
+        """Compare the gradient of all tokens with the sum of those of even and odd tokens, in place of a step."""
         prober = Prober(self.engine._watch.step, self.space, self.engine._watch.ranks)
 
         def gradient(*parities: int) -> list[Any]:
@@ -132,7 +132,7 @@ class Check:
         return 0.0
 
     def _sequences(self, advantage: float) -> TensorDict:
-        """A data-parallel rank's rows, the same each time, with this advantage at one token of the first rank."""
+        """Return a data-parallel rank's rows, the same each time, with this advantage at the first rank's one token."""
         rank, size, length = self.engine.get_data_parallel_rank(), self.num_rows, _NUM_PROMPT + _NUM_RESPONSE
         vocabulary = self.engine.model_config.hf_config.get_text_config().vocab_size
         draw = torch.Generator().manual_seed(rank)
@@ -155,7 +155,7 @@ class Check:
         )
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Weights and moments of this process, and what its routers keep."""
+        """Return weights and moments of this process, and its routers' buffers."""
         states = [state for leaf in leaves_of(self.engine.optimizer) for state in leaf.optimizer.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         buffers = [value for chunk in self.engine.module for value in chunk.module.buffers()]
@@ -171,7 +171,7 @@ class Check:
 
 
 def block(check: Check, claims: dict[str, bool]) -> str:
-    """What to send, on the first process."""
+    """Return the report to send, on the first process."""
     packages = ("verl", "megatron-core", "megatron-bridge", "transformer-engine", "torch")
     megatron, event = check.worker.config.actor.megatron, check.event
     sizes = [f"{name.partition('_')[0]} {megatron[name]}" for name in megatron if name.endswith("_parallel_size")]

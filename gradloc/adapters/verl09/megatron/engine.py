@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's Megatron engine with what is on riding along; the trainer puts it into its workers where a run asks for it."""
+"""verl's Megatron engine that watches its updates; the trainer puts it into its workers if a run asks for it."""
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from .step import MegatronStep
 
 
 class MegatronWatch(EngineWatch):
-    """What the engine calls, and the actor's powers: see :class:`~..engine.EngineWatch`."""
+    """Watches an engine's updates, as :class:`~..engine.EngineWatch` does."""
 
     takes_what_is_not_finite = True
 
@@ -35,7 +35,7 @@ class MegatronWatch(EngineWatch):
 
     @property
     def grad_clip(self) -> float:
-        """Megatron's own, which override_optimizer_config may set apart from verl's."""
+        """Megatron's own limit; override_optimizer_config may make it another than verl's."""
         return leaves_of(self.engine.optimizer)[0].config.clip_grad
 
     @property
@@ -44,7 +44,7 @@ class MegatronWatch(EngineWatch):
 
     @property
     def optimizer(self) -> Any:
-        """All leaves' states as one's: experts have an Adam of their own."""
+        """One view of all leaves' states: experts have an Adam of their own."""
         states = [leaf.optimizer.state for leaf in leaves_of(self.engine.optimizer)]
         return SimpleNamespace(state=ChainMap(*states))
 
@@ -53,7 +53,7 @@ class MegatronWatch(EngineWatch):
         return False
 
     def save_weights(self, global_step: int) -> None:
-        """Refused at start: there is no writer of them for Megatron's layout."""
+        """Do nothing: refused at start, since nothing writes weights in Megatron's layout."""
 
     def _make_ranks(self) -> Ranks:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -68,7 +68,7 @@ class MegatronWatch(EngineWatch):
         return self._space
 
     def clip_by_verl(self) -> torch.Tensor:
-        """Megatron's own clipping; the norm before it, a scalar."""
+        """Clip as Megatron does; returns the norm before, a scalar."""
         optimizer, limit = self.engine.optimizer, self.grad_clip
         norm = type(optimizer).get_grad_norm(optimizer)
         if limit > 0:
@@ -80,8 +80,7 @@ class MegatronWatch(EngineWatch):
 
     @contextmanager
     def around_clip(self) -> Iterator[None]:
-        """Megatron's step asks for the norm of the gradient that is ready (once, for the whole step), clips by it, and
-        then steps."""
+        """Look in between clipping and step: Megatron's step asks once for the norm, clips by it, and then steps."""
         optimizer = self.engine.optimizer
         configs = {id(leaf.config): leaf.config for leaf in leaves_of(optimizer)}.values()
         limits = [config.clip_grad for config in configs]
@@ -107,7 +106,7 @@ class MegatronWatch(EngineWatch):
 
 
 class GradLocMegatronEngine(WatchedEngine):
-    """Goes in front of verl's engine of the actor."""
+    """Mixin before verl's Megatron engine of the actor."""
 
     step_class, watch_class = MegatronStep, MegatronWatch
 
@@ -145,7 +144,7 @@ class GradLocMegatronEngine(WatchedEngine):
 
 
 def check(engine: Any) -> None:
-    """Refuse what was not run, and only the engine knows.
+    """Refuse layouts that were never tested and that only the engine knows.
 
     Raises:
         RuntimeError: one sentence.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of Megatron's optimizer as one vector: over all its parallel ranks and its own shards.
+"""The gradient of Megatron's optimizer as one vector, over all its parallel ranks and its own shards.
 
 Megatron accumulates gradients in one float32 buffer of each model chunk. ``prepare_grads`` shows the optimizer's own
 parameters views of it: this process' slices with the distributed optimizer, else whole parameters. So a gradient is set
@@ -27,36 +27,36 @@ _KEPT = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
 )
-"""Where Megatron's optimizers keep the model's parameters, and their own for them; the first two are not sharded."""
+"""Attributes of Megatron's optimizers: the model's parameters, and their own for them; the first two are unsharded."""
 _DECOUPLED = ("model_float16_groups", "shard_float16_groups"), _KEPT[-1]
-"""The same of the precision-aware one: shards of the model's own, with float32 copies elsewhere."""
+"""Attributes of the precision-aware optimizer: shards of the model's own, with float32 copies elsewhere."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class _Shard(NamedTuple):
-    """What this process has of a parameter."""
+    """This process' part of a parameter."""
 
     param: torch.nn.Parameter
     is_original: bool
-    """Whether it is not an embedding's copy on the last stage, which the optimizer may have cut elsewhere."""
+    """Whether it counts: an embedding's copy on the last stage does not, which the optimizer may have cut elsewhere."""
     place: str
-    """The same for copies, another one for other parts: what its random numbers are drawn by."""
+    """Seed of its random numbers: the same for copies, another for other parts."""
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
-    """The optimizers that Megatron has chained, or the only one."""
+    """Return the optimizers that Megatron has chained, or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def is_decoupled(leaf: Any) -> bool:
-    """Whether this optimizer takes gradients from ``decoupled_grad``."""
+    """Return whether this optimizer takes gradients from ``decoupled_grad``."""
     return bool(leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def chunks_of(module: Any) -> list[Any]:
-    """Each model chunk without what wraps it."""
+    """Return each model chunk without its wrappers."""
     chunks = []
     for chunk in module:
         while hasattr(chunk, "module"):
@@ -84,12 +84,12 @@ class _Decoupled(WeightView):
         return view
 
     def element_size(self) -> int:
-        """Of the gradient: by it a search reckons how much memory its copies take."""
+        """Return the size of the gradient's elements, by which a search computes the memory of its copies."""
         return torch.float32.itemsize
 
 
 class MegatronSpace(EngineSpace):
-    """The parameters of verl's Megatron engine; all processes make theirs together.
+    """Parameters of verl's Megatron engine; all processes make theirs together.
 
     Args:
         engine: verl's ``MegatronEngine``, initialized.
@@ -150,7 +150,7 @@ class MegatronSpace(EngineSpace):
 
 
 def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Shard]]:
-    """By name, what the optimizer has of this process' parameters."""
+    """Yield the optimizer's parts of this process' parameters, by name."""
     names = {id(param): name for name, param in _named(module)}
     kept = {id(param): (leaf, param, main) for leaf in leaves for param, main in _kept_by(leaf)}
     held = {id(param) for leaf in leaves for param in leaf.get_parameters()}
@@ -172,8 +172,8 @@ def _parts(module: Any, leaves: list[Any]) -> Iterator[tuple[str, _Shard]]:
 
 
 def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Of all chunks; layers and experts by their number in the whole model, and an embedding's copy as what it is a
-    copy of."""
+    """Yield all chunks' parameters by name: layers and experts have their number in the whole model, and an embedding's
+    copy has its name."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks_of(module):
         first = parallel_state.get_expert_model_parallel_rank() * (chunk.config.num_moe_experts or 0) // ranks
@@ -190,7 +190,7 @@ def _named(module: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _kept_by(leaf: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """The model's parameters and the optimizer's for them."""
+    """Yield pairs of the model's parameters and the optimizer's for them."""
     where = _DECOUPLED if is_decoupled(leaf) else _KEPT
     kinds = [(getattr(leaf, models), getattr(leaf, mains)) for models, mains in where if hasattr(leaf, models)]
     if not kinds:

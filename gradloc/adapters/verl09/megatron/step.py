@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mini-batch of verl's Megatron engine as a step that can be replayed: every pass is Megatron's own schedule.
+"""One mini-batch of verl's Megatron engine that can be run again: every pass is Megatron's own schedule.
 
 Only a pipeline's last stage has log-probs: there they are recorded and detached. A search begins with the last stage
 sending the others what it recorded, so that every process of a data-parallel rank has the same.
@@ -37,14 +37,14 @@ from .space import chunks_of
 _NUMBER = "gradloc_micro_batch"
 _ROWS_PART = 512  # positions whose logits are held at a time
 _PLACE = "gradloc_place"
-"""A micro-batch's number in the step, and its place in a pass."""
+"""Keys of a micro-batch's number in the step, and of its place in a pass."""
 
 _Pulls = Sequence[tuple[int, Outputs | None]]
-"""Micro-batches of a pass; None where it is a forward alone."""
+"""Micro-batches of a pass with their coefficients; None in a pass without a backward."""
 
 
 class MegatronStep(EngineStep, Scheduled):
-    """One mini-batch of verl's ``MegatronEngineWithLMHead``, replayable."""
+    """One mini-batch of verl's ``MegatronEngineWithLMHead``."""
 
     def __init__(self, engine: Any, loss_function: Callable, num_ranks: int):
         super().__init__(engine, loss_function, num_ranks)
@@ -55,21 +55,21 @@ class MegatronStep(EngineStep, Scheduled):
         self._failure: Exception | None = None
         self._own_num_tokens: torch.Tensor | None = None
         self._num_tokens: torch.Tensor | None = None
-        """With ``calculate_per_token_loss``, this process' and of all: what the step's gradient was divided by."""
+        """Divisor of the gradient with ``calculate_per_token_loss``: this process' tokens, and all processes'."""
         chunks = chunks_of(engine.module)
         self._routers = [value for chunk in chunks for name, value in chunk.named_buffers() if ".router." in name]
-        """Biases that balance the load, and what they are made of: each schedule updates them at its end."""
+        """Buffers of the routers' load balancing, which each schedule updates at its end."""
         self._routers_before: list[torch.Tensor] = []
 
     # ---- while Megatron runs a schedule, training's or that of a pass
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the schedule that runs is a pass' of the search."""
+        """Whether the schedule that runs is a pass of the search."""
         return self._pass is not None
 
     def before_forward(self, micro_batch: Any) -> None:
-        """Before each forward of a model chunk: note the random state, or go back to it."""
+        """Save the random state before training's forward of a model chunk, or restore it before a replay."""
         number = tu.get_non_tensor_data(micro_batch, key=_NUMBER, default=None)
         if self.is_replaying:
             self.micro_batches[number].recorded.rng.restore()
@@ -82,7 +82,7 @@ class MegatronStep(EngineStep, Scheduled):
             self.micro_batches[number].recorded.rng = RngState(self.device)
 
     def after_output(self, output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
-        """On the last stage: record training's values, or keep those of a forward alone."""
+        """Record training's values on the last stage, or keep those of a forward without a graph."""
         if self._pass is None:
             self.record_output(output, tu.get_non_tensor_data(data, key=_NUMBER, default=-1))
             return output
@@ -92,8 +92,7 @@ class MegatronStep(EngineStep, Scheduled):
         return output
 
     def _pulled(self, model_output: dict[str, torch.Tensor], data: Any, **_: Any) -> tuple[torch.Tensor, dict]:
-        """In the loss's place in a pass: whatever the schedule multiplies it with, its backward delivers the pass'
-        coefficients, as training's delivered them."""
+        """Replace the loss in a pass: its backward delivers the pass' coefficients, whatever the schedule's factor."""
         assert self._pass is not None
         number, pull = self._pass[tu.get_non_tensor_data(data, key=_PLACE, default=-1)]
         total = torch.zeros((), device=self.device)
@@ -108,7 +107,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     @contextmanager
     def dividing(self) -> Iterator[None]:
-        """Around a schedule: note what training divides its gradient by; a pass of the search divides by the same."""
+        """Note the divisor of training's gradient in a schedule, and have a pass of the search divide by it."""
         config = get_model_config(self.engine.module[0])
         original = config.finalize_model_grads_func
 
@@ -123,7 +122,7 @@ class MegatronStep(EngineStep, Scheduled):
             yield
 
     def failed(self, error: Exception) -> None:
-        """In the loss of a pass: it runs to its end, so that no stage waits for another, and then all give it up."""
+        """Note a failure in the loss of a pass, which runs to its end so that no stage waits for another."""
         self._failure = self._failure or error
 
     # ---- what the search may ask
@@ -160,8 +159,8 @@ class MegatronStep(EngineStep, Scheduled):
 
     @property
     def _factor(self) -> float:
-        """Turns a coefficient that a hook saw into one of the mean over data-parallel ranks. Megatron multiplies the
-        loss by the number of context-parallel ranks, or it divides the gradients' sum by the number of tokens."""
+        """Factor from a hooked coefficient to one of the mean over data-parallel ranks. Megatron multiplies the loss by
+        the number of context-parallel ranks, or divides the gradients' sum by the number of tokens."""
         if self._num_tokens is not None:
             return self.num_ranks / int(self._num_tokens)
         return 1.0 / parallel_state.get_context_parallel_world_size()
@@ -194,7 +193,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     @torch.no_grad()
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Without a graph: a pass runs by :meth:`run_pass`."""
+        """Run the forward without a graph; passes with one run by :meth:`run_pass`."""
         data = self._data(micro_batch)
         if needs_entropy:
             data = data.copy()
@@ -212,7 +211,7 @@ class MegatronStep(EngineStep, Scheduled):
         return Outputs(*values.unbind())
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
-        """What the pass put out, (keys, B, T): zeros where this is not the last stage, or where it failed."""
+        """Return the pass' outputs, (keys, B, T): zeros where this is not the last stage, or where it failed."""
         output = self._outputs.pop(0, {})
         self._outputs.clear()
         try:
@@ -224,9 +223,9 @@ class MegatronStep(EngineStep, Scheduled):
         return torch.zeros(len(keys), *shape, device=self.device)
 
     def _run(self, pulls: _Pulls, forward_only: bool, data: Any = None) -> None:
-        """Megatron's schedule over these micro-batches.
+        """Run Megatron's schedule over these micro-batches.
 
-        The interleaved one takes a fixed number at a time: what is missing is run with coefficients of 0.
+        The interleaved schedule takes a fixed number at a time: missing micro-batches run with coefficients of 0.
         """
         engine, chosen = self.engine, list(pulls)
         at_once = engine.tf_config.microbatch_group_size_per_vp_stage if len(engine.module) > 1 else 1
@@ -262,8 +261,10 @@ class MegatronStep(EngineStep, Scheduled):
 
     @contextmanager
     def _routers_as_in_step(self, num_micro_batches: int) -> Iterator[None]:
-        """While a pass runs: Megatron adds routers' losses by itself in the backward, as a mean over the pass'
-        micro-batches; make that the step's. And routers have the biases of training's forwards."""
+        """Make routers' losses in a pass those of the step, and give routers the biases of training's forwards.
+
+        Megatron adds their losses by itself in the backward, as a mean over the micro-batches of the pass.
+        """
         original, factor = MoEAuxLossAutoScaler.set_loss_scale, num_micro_batches / self.num_micro_batches
         if self._num_tokens is not None:
             factor = 1.0
@@ -276,13 +277,13 @@ class MegatronStep(EngineStep, Scheduled):
             _copy(present, self._routers)
 
     def _end(self) -> None:
-        """Once no stage waits for another any more."""
+        """Raise the failure of a pass, once no stage waits for another."""
         if self._failure is not None:
             raise self._failure
 
     @contextmanager
     def _in_stages(self) -> Iterator[None]:
-        """Where stages send each other what they wait for: one that fails cannot be recovered."""
+        """Turn a failure into :class:`LostRank` where stages wait for each other: a pipeline cannot recover."""
         try:
             yield
         except Exception as error:
@@ -300,13 +301,13 @@ def _on(device: torch.device, packed: list[dict[str, torch.Tensor]]) -> list[dic
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
-    for of, to in zip(source, target, strict=True):
-        to.copy_(of)
+    for value, copied in zip(source, target, strict=True):
+        copied.copy_(value)
 
 
 @contextmanager
 def _precise_readout(engine: Any) -> Iterator[None]:
-    """Log-probs in float32 from the last hidden state, since rounded ones would hide small moves."""
+    """Compute log-probs in float32 from the last hidden state: rounded ones would hide small moves."""
     head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
     if head is None or engine.param_dtype == torch.float32:
         yield
@@ -324,8 +325,8 @@ def _precise_readout(engine: Any) -> Iterator[None]:
 def _fused_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of verl's fused kernel, whose weight is this process' part of the vocabulary: log-probs and entropies,
-    float32 in the labels' shape, with the logits of a few positions at a time."""
+    """Replace verl's fused kernel: return log-probs and entropies, float32 in the labels' shape, a few positions at a
+    time. ``weight`` is this process' part of the vocabulary."""
     log_probs, entropies = [], []
     rows = hidden.reshape(-1, hidden.shape[-1]).split(_ROWS_PART)
     for part, chosen in zip(rows, labels.reshape(-1).split(_ROWS_PART), strict=True):
