@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the step that spiked. docs/configuration.md tells of each action, docs/method.md (8) of its step.
+"""Decide what happens to a step that spiked. docs/configuration.md has the actions, docs/method.md (8) their steps.
 
 The decision uses only numbers that every rank has, so all ranks take the same one. It applies to every spike, even
 once no more events may be written. ``mask`` and ``heal`` need a search each time; when no more searches are allowed,
@@ -32,7 +32,7 @@ class ActionLimits(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done about one spike, whether or not an event is written of it."""
+    """The action on one spike, whether or not an event is written of it."""
 
     number: int
     """The optimizer step within the update, counted over epochs and mini-batches from 0."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradient norm is without the culprits: measured, with a bound on the error.
+"""Measure the gradient norm without the culprits, with a bound on the error.
 
-In exact arithmetic all ways to it agree. In practice the spike G is large, the rest small, and what G's rounding or the
-kernels' noise leaves may be larger than the rest. So there are three ways, and the cheapest one that decides is taken:
+In exact arithmetic all methods agree. In practice the spike G is large, the rest small, and G's rounding or the
+kernels' noise may be larger than the rest. So there are three methods, and the cheapest one that decides is used:
 
 - *subtract* the culprits' own backwards, which run again times -3/4 so that every product is rounded anew. What differs
   is about 3e-7 of their norm in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms;
@@ -27,12 +27,14 @@ from .precision import UNITS
 from .probe import Prober
 from .selection import Token
 
-_DRAWS = 3.0  # times the difference of two replays: another draw is hardly ever larger
+CERTAIN = 3.0
+"""Standard errors that count as beyond chance. The difference of two replays is one such error."""
+REPLAY_TOLERANCE = 0.1
+"""Of a gradient's norm. Two passes over the same micro-batches differ by less, however badly kernels repeat, or nothing
+could be trained. A residual with a larger error is no direction to search along."""
 _UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
 _FINE = 2.0**-16  # 256 units of float32; two backwards of the culprits differ by about 5
 _AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
-_CLEAN = 0.1  # of the residual: with more error than this it is no direction to search along
-_APART = 0.1  # of a healthy gradient: two passes of it differ by less, or nothing could be trained
 
 
 def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
@@ -63,7 +65,7 @@ def judge(norm_after: float, error_bound: float, threshold: float | None, was_fi
 
 
 def unit_of(prober: Prober) -> float:
-    """By how much of its norm a backward of a few tokens may be off."""
+    """Return the relative error of a backward of a few tokens."""
     return _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
 
 
@@ -71,13 +73,14 @@ def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, n
     """Whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the threshold.
 
     Asked before any backward: the culprits' norm is taken for the spike's, and each of their two backwards to be off by
-    one unit. That makes 3 (1 + 4/3) + 1 = 8 units in the bound. A rehearsal has nothing to decide: any error will do.
+    one unit: three times as much for both, and one for what they have in common. A rehearsal has nothing to decide.
     """
     if threshold is None:
         return True
-    unit = unit_of(prober)
-    additions = prober.step.num_micro_batches + num_tokens + 4
-    return (8 * unit + additions * prober.space.rounding + prober.reduction_error) * norm_before < threshold / 4
+    noise = (CERTAIN * (1 + 1 / _AGAIN) + 1) * unit_of(prober)
+    additions = (prober.step.num_micro_batches + 2) + (num_tokens + 2)
+    error = (noise + additions * prober.space.rounding + prober.reduction_error) * norm_before
+    return error < threshold / 4
 
 
 _Measured = tuple[float, float, float | None, str]
@@ -153,7 +156,7 @@ class Removal:
         space.scale(_AGAIN / (1.0 + _AGAIN))
         prober.add(alone, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
-        noise = _DRAWS * difference + unit * norm
+        noise = CERTAIN * difference + unit * norm
         rounding = self._rounding(len(self.culprits) + 2, norm)
         return self._decided(space.norm(), rounding, noise, difference, "subtract")
 
@@ -165,9 +168,9 @@ class Removal:
         prober.compute((index, None) for index in self.holders)
         prober.add(with_culprits, alpha=-1.0)
         difference = space.norm()
-        noise = _DRAWS * difference + _UNIT * norm if difference > 0 else 0.0
+        noise = CERTAIN * difference + _UNIT * norm if difference > 0 else 0.0
         if self.threshold is not None and noise >= self.threshold / 2:
-            return None  # no norm under the threshold could be told from the noise
+            return None  # a norm under the threshold would drown in the noise
         prober.compute_without(self.culprits, self.holders)
         rounding = self._rounding(len(self.holders) + 4, norm + space.norm())
         prober.add(with_culprits, alpha=-1.0)
@@ -184,9 +187,9 @@ class Removal:
     def _decided(
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
     ) -> _Measured | None:
-        """The measurement; None if its error is too large and recomputing would tell more."""
+        """Return the measurement; None if its error is too large and recomputing would be more precise."""
         verdict, _ = judge(norm_after, rounding + noise, self.threshold)
-        is_noisy = verdict == "not_explained" and noise > _CLEAN * norm_after  # and it is the next direction
+        is_noisy = verdict == "not_explained" and noise > REPLAY_TOLERANCE * norm_after  # and it is the next direction
         is_vague = verdict == "explained" and noise > norm_after and self.can_afford(self.prober.step.num_micro_batches)
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
@@ -201,14 +204,14 @@ def recompute(
     can_afford: Callable[[int], bool],
     goes_on: bool = False,
 ) -> tuple[float, float, float | None]:
-    """The norm of another gradient of the step, from a pass over its micro-batches.
+    """Measure the norm of another gradient of the step by a pass over its micro-batches.
 
     Args:
         prober: the step; its ``.grad`` is left holding that gradient.
         compute: fills ``.grad`` with it, from these micro-batches.
         to_repeat: the one that is replayed if the error has to be known better; asked then alone.
         threshold: what the norm is held against.
-        can_afford: whether so many more probes may be made.
+        can_afford: whether this many more probes may be made.
         goes_on: as of :meth:`Removal.certify`.
 
     Returns:
@@ -218,7 +221,7 @@ def recompute(
     compute(range(num_micro_batches))
     norm_after = space.norm()
     rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
-    error_bound = rounding + _APART * norm_after
+    error_bound = rounding + REPLAY_TOLERANCE * norm_after
     is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
@@ -233,12 +236,12 @@ def recompute(
     if difference == 0:
         return norm_after, rounding, difference
     # Two draws of one micro-batch differ by sqrt(2) times the error of one; M independent errors add up to sqrt(M).
-    noise = _DRAWS * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
+    noise = CERTAIN * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
     return norm_after, rounding + noise, difference
 
 
 def fullest(prober: Prober, culprits: list[Token]) -> int:
-    """The micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
+    """Return the micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
     step, ranks = prober.step, prober.ranks
     indices = range(step.num_micro_batches)
     tokens = ranks.sum(ranks.run_local_synced(lambda: [float(step.token_mask(index).sum()) for index in indices]))

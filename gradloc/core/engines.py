@@ -25,7 +25,7 @@ class WeightView(torch.nn.Parameter):
 
 
 class EngineSpace(GradientSpace):
-    """What such engines share; a subclass fills in :meth:`publish` and :meth:`buffers`."""
+    """Base class for such engines; a subclass fills in :meth:`publish` and :meth:`buffers`."""
 
     is_mirrored = True
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a search fit into memory beside training? Told from what a rank holds, or from a model's and a layout's sizes.
+"""Forecast whether a search fits into the memory that training leaves, from a rank's tensors or a model's sizes.
 
-docs/gpu.md tells of the ways (:data:`WAYS`), each slower or weaker than the one before. With FSDP2's
-``offload_policy`` shards and all copies of them lie in the host's memory, so the host needs room.
+docs/gpu.md describes the plans (:data:`PLANS`), each slower or weaker than the one before. With FSDP2's
+``offload_policy`` shards and all copies of them are in the host's memory, so the host needs room.
 
 At its peak a search holds, beyond what training has at the end of a backward (weights, optimizer state, the gradient):
 
@@ -20,34 +20,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+GIB = 2**30
+"""Bytes."""
+FLOAT32 = 4
+"""Bytes of a number that is trained."""
 COPIES = 3
+"""Copies of a rank's shards that a search holds: a direction, the culprits' gradient, the one that is being made."""
+LOGIT_BYTES = 4.5
+"""Bytes of a logit in a forward without a graph: float32, and an eighth for what is computed of a part."""
 SCRATCH_BYTES = 20
-"""Per element of a part; 14 to 18 were measured: random numbers, the unit, the moved weight."""
+"""Bytes per element of a part; 14 to 18 were measured: random numbers, the unit, the moved weight."""
 PART = 2**23
 """Elements of a shard that a card works on at a time, so that temporaries stay small."""
 HOST_PART = 2**17
-"""The same on a CPU: parts that fit its cache move SmolLM2's weights in two thirds of the time of 2**23."""
+"""Elements of a shard that a CPU works on: parts that fit its cache move SmolLM2's weights half as fast again."""
 USABLE = 0.95
-"""Of the free memory; the rest is lost to fragmentation."""
+"""The part of free memory that can be allocated; the rest is lost to fragmentation."""
 PCIE = 25e9
 """Bytes a second between a device and pinned memory, of a card on 16 lanes of PCIe 4."""
 PINNING = 1.65e9
-"""Bytes of host memory that are pinned a second: 0.65 s a GiB beside an H100, many times what the copy takes."""
+"""Bytes of host memory that are pinned a second: 0.65 s a GiB on an H100's host, many times what the copy takes."""
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """One way to search."""
+    """Where a search keeps its tensors, and so which strategies fit."""
 
     is_full: bool = True
     """Whether any strategy will do; else only bisection."""
     moves_optimizer: bool = False
     """Whether the optimizer's state waits on the host."""
     keeps_on_host: bool = False
-    """Whether saved weights and gradients set aside lie on the host."""
+    """Whether saved weights and gradients set aside are kept on the host."""
 
 
-WAYS = (SearchPlan(), SearchPlan(True, True), SearchPlan(True, True, True), SearchPlan(False, True, True))
+PLANS = (SearchPlan(), SearchPlan(True, True), SearchPlan(True, True, True), SearchPlan(False, True, True))
 """The cheapest first."""
 
 
@@ -56,14 +63,14 @@ class Memory:
     """A device's memory as this process sees it, in bytes."""
 
     free: int
-    """What this process may still allocate: taken by no process, or held by its own allocator but unused."""
+    """Bytes that this process may still allocate: taken by no process, or unused in its own allocator."""
     host: float = math.inf
     """This process' share of the host's free memory; inf if a search needs none of it."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a search needs on one rank, in bytes."""
+    """The memory that a search needs on one rank, in bytes."""
 
     shards: int
     """One copy of the rank's shards."""
@@ -76,66 +83,68 @@ class MemoryNeed:
     forward: int
     """A forward alone: its float32 logits."""
     host: int = 0
-    """Of the host: copies of the shards, if these lie in its memory."""
+    """Host memory for copies of the shards, if these are there."""
     pinned_state: int = 0
-    """Of the host, if the optimizer's state moves there."""
+    """Host memory for the optimizer's state, if that moves."""
     pinned_copies: int = 0
-    """Of the host, if saved weights and gradients are kept there."""
+    """Host memory for saved weights and gradients, if those are kept there."""
 
     @property
     def working(self) -> int:
         """The most that one pass takes."""
         return max(self.micro_batch, self.forward)
 
-    def of(self, way: SearchPlan) -> int:
-        """Peak of a search that way, less what it frees on the device beforehand."""
-        copies = 1 if way.keeps_on_host else COPIES
+    def peak_bytes(self, plan: SearchPlan) -> int:
+        """Return the peak of a search by this plan, less what it frees on the device beforehand."""
+        copies = 1 if plan.keeps_on_host else COPIES
         scratch = SCRATCH_BYTES * min(self.largest, PART)
-        working = max(self.working, scratch) if way.is_full else self.micro_batch
-        return copies * self.shards + working - (self.state if way.moves_optimizer else 0)
+        working = max(self.working, scratch) if plan.is_full else self.micro_batch
+        return copies * self.shards + working - (self.state if plan.moves_optimizer else 0)
 
-    def host_bytes(self, way: SearchPlan) -> int:
-        """What it takes of the host's memory that way."""
-        moved = self.pinned_state if way.moves_optimizer else 0
-        return self.host + moved + (self.pinned_copies if way.keeps_on_host else 0)
+    def host_bytes(self, plan: SearchPlan) -> int:
+        """Return the host memory that a search takes by this plan."""
+        moved = self.pinned_state if plan.moves_optimizer else 0
+        return self.host + moved + (self.pinned_copies if plan.keeps_on_host else 0)
 
-    def least_way(self, memory: Memory) -> int:
-        """Index in ``WAYS`` of the first one that fits; ``len(WAYS)`` if none does."""
+    def cheapest_plan(self, memory: Memory) -> int:
+        """Return the index in ``PLANS`` of the first one that fits; ``len(PLANS)`` if none does."""
         device, host = USABLE * memory.free, USABLE * memory.host
-        fitting = (n for n, way in enumerate(WAYS) if self.of(way) <= device and self.host_bytes(way) <= host)
-        return next(fitting, len(WAYS))
+        fitting = (
+            n for n, plan in enumerate(PLANS) if self.peak_bytes(plan) <= device and self.host_bytes(plan) <= host
+        )
+        return next(fitting, len(PLANS))
 
     def refusal(self, memory: Memory, where: Any) -> str:
-        """Why there is no search and what would help, as a sentence; ``where`` names the device."""
-        on_device = [self.host_bytes(way) for way in WAYS if self.of(way) <= USABLE * memory.free]
+        """Say why there is no search and what would help, in a sentence; ``where`` names the device."""
+        on_device = [self.host_bytes(plan) for plan in PLANS if self.peak_bytes(plan) <= USABLE * memory.free]
         least = min(on_device, default=0)
         if least > USABLE * memory.host:
-            why = "the weights lie there by offload_policy" if self.host else "the device has no room of its own"
+            why = "the weights are there by offload_policy" if self.host else "the device has no room of its own"
             return (
-                f"a search needs {least / USABLE / 2**30:.2f} GiB of the host's memory for each process, and "
-                f"{memory.host / 2**30:.2f} GiB are free: {why}; run fewer processes on each host"
+                f"a search needs {least / USABLE / GIB:.2f} GiB of the host's memory for each process, and "
+                f"{memory.host / GIB:.2f} GiB are free: {why}; run fewer processes on each host"
             )
-        lacking = self.of(WAYS[-1]) / USABLE - memory.free
+        lacking = self.peak_bytes(PLANS[-1]) / USABLE - memory.free
         return (
-            f"a search needs {max(lacking, 0) / 2**30:.2f} GiB more than the {memory.free / 2**30:.2f} GiB that "
-            f"training leaves on {where}: make micro-batches smaller (one takes {self.working / 2**30:.2f} GiB; "
+            f"a search needs {max(lacking, 0) / GIB:.2f} GiB more than the {memory.free / GIB:.2f} GiB that "
+            f"training leaves on {where}: make micro-batches smaller (one takes {self.working / GIB:.2f} GiB; "
             "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), or deal the weights out to more devices"
         )
 
 
 def rounded(size: int) -> int:
-    """What a pinned block of so many bytes takes of the host: torch rounds up to a power of two."""
+    """Return what a pinned block takes of the host, in bytes: torch rounds up to a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def logit_bytes(is_scaled: bool = False, has_entropy: bool = False) -> float:
-    """What a forward alone holds for each logit at its peak, in bytes: the float32 logits and what verl makes of them.
+    """Return the bytes that a forward alone holds for each logit at its peak: in float32, and what verl makes of it.
 
     Args:
         is_scaled: whether a temperature makes a second tensor of them.
         has_entropy: whether entropies are computed from all of them at once.
     """
-    return 4.5 + 4.0 * is_scaled + 8.0 * has_entropy
+    return LOGIT_BYTES + FLOAT32 * is_scaled + 2 * FLOAT32 * has_entropy
 
 
 @dataclass(frozen=True)
@@ -146,11 +155,11 @@ class Model:
     layers: int
     width: int
     inner: int
-    """Of the MLP, or of one expert."""
+    """The width of the MLP's inner layer, or of one expert's."""
     queries: int
     """Heads times their width."""
     keys: int
-    """The same of keys alone; values are as wide."""
+    """Key heads times their width; values are as wide."""
     vocabulary: int
     is_tied: bool = False
     experts: int = 0
@@ -181,17 +190,18 @@ class Model:
         return self.layers * rank * (4 * self.width + 2 * (self.queries + self.keys) + mlp) / self.weights
 
     def layer_bytes(self, wide: int) -> int:
-        """What a layer keeps of one position for its backward: two norms with their float32 input, attention, MLP.
+        """Return the bytes that a layer keeps of a position for its backward: two norms with float32 input, attention
+        and MLP.
 
         Args:
             wide: bytes of a number that the model computes with.
         """
         mlp = 4 * self.inner * max(self.active, 1) + 2 * self.width * self.active  # to the experts and back
-        return 2 * (4 + 2 * wide) * self.width + wide * (3 * self.queries + 2 * self.keys + mlp)
+        return 2 * (FLOAT32 + 2 * wide) * self.width + wide * (3 * self.queries + 2 * self.keys + mlp)
 
 
 def model_of(name: str, config: Mapping[str, Any]) -> Model:
-    """A model's sizes by its ``config.json``, as transformers writes it.
+    """Read a model's sizes from its ``config.json``, as transformers writes it.
 
     Raises:
         ValueError: one sentence, where a size is missing.
@@ -221,7 +231,7 @@ def model_of(name: str, config: Mapping[str, Any]) -> Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on its devices."""
+    """A model's distribution over devices."""
 
     gpus: int = 1
     shards: int = 1
@@ -243,24 +253,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Load:
-    """What a micro-batch asks of a device."""
+    """The work of a micro-batch on a device."""
 
     tokens: int
     """Positions of the largest micro-batch, prompts included, on one device."""
     micro_batches: int = 1
-    """Of a rank, in one optimizer step."""
+    """A rank's micro-batches in one optimizer step."""
     wide: int = 2
     """Bytes of a number that the model computes with."""
     is_checkpointed: bool = True
-    logit_bytes: float = 4.5
-    """In a forward alone, see :func:`logit_bytes`; 0 where a fused kernel never holds them."""
+    logit_bytes: float = LOGIT_BYTES
+    """Bytes of a logit in a forward alone, see :func:`logit_bytes`; 0 where a fused kernel never holds logits."""
     logits: int = 3
     """Tensors of all logits that training holds at its peak: these, their softmax, its gradient."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run's config says of its trained model."""
+    """The facts in a run's config about its trained model."""
 
     model: str
     """A folder, or a name on the Hub."""
@@ -269,48 +279,48 @@ class Plan:
     adapters: int = 0
     """Their rank; 0: all weights are trained."""
     optimizer_steps: int = 1
-    """Of an update."""
+    """The optimizer steps of an update."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a search takes of one device and of its node, in bytes."""
+    """The memory that a search takes of one device and of its node, in bytes."""
 
     held: int
-    """Of the device: weights, gradient and optimizer's state."""
+    """Device memory for weights, gradient and optimizer state."""
     need: MemoryNeed
     on_host: int
     """Processes of a node."""
 
     @property
     def trained(self) -> int:
-        """Of the device, at the peak of a training micro-batch."""
+        """Device memory at the peak of a training micro-batch."""
         return self.held + self.need.micro_batch
 
-    def device(self, way: SearchPlan) -> int:
-        """Of the device, at the peak of a search that way."""
-        return self.held + self.need.of(way)
+    def device(self, plan: SearchPlan) -> int:
+        """Return the device memory at the peak of a search by this plan."""
+        return self.held + self.need.peak_bytes(plan)
 
-    def node(self, way: SearchPlan) -> int:
-        """Of a node's host memory."""
-        return self.on_host * self.need.host_bytes(way)
+    def node(self, plan: SearchPlan) -> int:
+        """Return the memory of a node's host that a search takes by this plan."""
+        return self.on_host * self.need.host_bytes(plan)
 
-    def seconds(self, way: SearchPlan) -> float:
-        """For host memory to be pinned, and for what moves once to it and back."""
-        moved = self.need.state * way.moves_optimizer + COPIES * self.need.shards * way.keeps_on_host
-        return 2 * moved / PCIE + (self.need.host_bytes(way) - self.need.host) / PINNING
+    def seconds(self, plan: SearchPlan) -> float:
+        """Return the seconds to pin host memory, and to move tensors to it and back once."""
+        moved = self.need.state * plan.moves_optimizer + COPIES * self.need.shards * plan.keeps_on_host
+        return 2 * moved / PCIE + (self.need.host_bytes(plan) - self.need.host) / PINNING
 
-    def way(self, card: float) -> SearchPlan | None:
-        """The first way that fits on a card of so many bytes; None if none does."""
-        return next((way for way in WAYS if self.held + self.need.of(way) <= USABLE * card), None)
+    def plan_for(self, card: float) -> SearchPlan | None:
+        """Return the first plan that fits on a card of this many bytes; None if none does."""
+        return next((plan for plan in PLANS if self.held + self.need.peak_bytes(plan) <= USABLE * card), None)
 
 
 def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
-    """What training and a search take of a device and its host, by sizes alone."""
+    """Forecast the memory that training and a search take of a device and its host, from sizes alone."""
     split = layout.tensor * layout.pipeline
     tables = [model.table] * (1 if model.is_tied else 2)
     tensors = [size // (split * layout.shards) for size in [*model.tensors * model.layers, *tables]]
-    owned = [int(4 * layout.trained * size) for size in tensors]
+    owned = [int(FLOAT32 * layout.trained * size) for size in tensors]
     shards, pinned, is_there = sum(owned), sum(map(rounded, owned)), not layout.is_offloaded
     need = MemoryNeed(
         shards=is_there * shards,
@@ -322,12 +332,12 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
         pinned_state=is_there * 2 * pinned,
         pinned_copies=is_there * COPIES * pinned,
     )
-    held = is_there * (4 * sum(tensors) + 3 * shards) + layout.whole * model.weights // split
+    held = is_there * (FLOAT32 * sum(tensors) + 3 * shards) + layout.whole * model.weights // split
     return Forecast(held, need, min(layout.on_host, layout.gpus))
 
 
 def _micro_batch(model: Model, layout: Layout, load: Load) -> int:
-    """What forward and backward take at their peak: in the head, or in the backward of the last layer."""
+    """Return the bytes of forward and backward at their peak: in the head, or in the backward of the last layer."""
     wide, each = load.wide, load.tokens * load.wide // layout.tensor
     table, layer, largest = (size // layout.tensor for size in (model.table, sum(model.tensors), max(model.tensors)))
     layer_bytes = load.tokens * model.layer_bytes(wide) // layout.tensor
@@ -340,7 +350,7 @@ def _micro_batch(model: Model, layout: Layout, load: Load) -> int:
     if layout.units and layout.shards > 1:
         # gathered: the head, a layer and the next; the head's gradient waits; a layer's is copied to be reduced
         head += wide * (table + layer)
-        backward += wide * (table + 2 * layer) + is_whole * (wide * (table + layer - largest) + 4 * layer)
+        backward += wide * (table + 2 * layer) + is_whole * (wide * (table + layer - largest) + FLOAT32 * layer)
     return kept + max(head, backward)
 
 

@@ -6,7 +6,7 @@ Where the device has them, in its tensor cores: products of half precision are e
 
 import torch
 
-_VOCABULARY_PART = 1024  # rows of the head's weight in float32 at a time: 16 MiB of a hidden size of 4,096
+from .forecast import PART
 
 
 def precise_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -16,8 +16,9 @@ def precise_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         out = torch.mm(rows, weight.T, out_dtype=torch.float32)
     else:  # with a float32 copy of a part of the weight at a time
         out = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
-        for first in range(0, len(weight), _VOCABULARY_PART):
-            part = slice(first, first + _VOCABULARY_PART)
+        num_words = max(PART // weight.shape[1], 1)
+        for first in range(0, len(weight), num_words):
+            part = slice(first, first + num_words)
             torch.mm(rows.float(), weight[part].float().T, out=out[:, part])
     if bias is not None:
         out += bias.float()

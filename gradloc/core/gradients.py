@@ -33,16 +33,16 @@ from .sharding import (
 T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
-_PART = 2**20  # elements per norm: 8 MiB in float64, which fits a CPU's cache
 _ROW = 2**12  # elements whose squares are summed in float32
-_SAMPLE = 64  # a rough norm reads one element in this many,
-_LEAST = 2**13  # but at least this many of a tensor,
-_ALIKE = 8  # and at most this many parameters of one shape;
-_ALIKE_ON_CARD = 2  # there launching a kernel takes longer than reading
+_SAMPLED = 64  # a rough norm reads one element in this many, but at least two rows of a tensor
+_MAX_ALIKE = 8  # parameters of one shape that a rough norm reads
+_MAX_ALIKE_ON_CARD = 2  # the same on a card, where launching a kernel takes longer than reading
+LARGE_PRIME = 1_000_003
+"""More than a model has parameters, or a search seeds: each of them draws numbers of its own."""
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, pinned if it comes from a device; the copy may still be under way on return."""
+    """Copy a tensor into the host's memory, pinned if it comes from a device; the copy may finish after this returns."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     return copy.copy_(tensor, non_blocking=True)
 
@@ -61,7 +61,7 @@ def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def total_of(tensor: torch.Tensor, order: int | None = None) -> torch.Tensor:
-    """The sum of all elements, or their norm of this order, in float64: a scalar, without a copy of the whole."""
+    """Return the sum of all elements, or their norm of this order: a float64 scalar, without a copy of the whole."""
     parts = []
     for (part,) in in_parts(tensor.detach()):
         wide = part.double()
@@ -76,7 +76,7 @@ def is_slow(device: torch.device) -> bool:
 
 
 def squared_norms(tensors: Sequence[torch.Tensor | None], are_weights: bool = False) -> torch.Tensor:
-    """Squared L2 norm of each tensor: float64 (num_tensors,), 0 for None.
+    """Return the squared L2 norm of each tensor: float64 (num_tensors,), 0 for None.
 
     In float64, since the square of a float32 norm overflows from 1e19 on, and spikes do reach that.
 
@@ -95,19 +95,22 @@ def squared_norms(tensors: Sequence[torch.Tensor | None], are_weights: bool = Fa
 
 
 def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
-    """On a CPU. Gradients: rows in float32, their squares summed in float64, unless that over- or underflows. Weights,
-    and what is left: in float64, in parts, since torch copies what it takes such a norm of."""
+    """Return a tensor's squared norm on a CPU.
+
+    Rows of a gradient are summed in float32, their squares in float64, unless that over- or underflows. All else is
+    summed in float64, in parts, since torch copies what it takes such a norm of.
+    """
     flat = tensor.flatten()
     if flat.dtype == torch.float32 and not is_weight:
         whole = flat.numel() // _ROW * _ROW
         square = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
         if 0 < square < math.inf:
             return square + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64) ** 2
-    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(_PART))
+    return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(HOST_PART))
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Inner product, in float32 of finer: torch's own keeps its sum in the tensors' precision, which may be half."""
+    """Return the inner product, in float32 at least: torch's own sums in the tensors' precision, which may be half."""
     if one.dtype.itemsize >= 4 and other.dtype.itemsize >= 4:
         return torch.dot(one.flatten(), other.flatten())
     parts = [torch.dot(a.flatten().float(), b.flatten().float()).double() for a, b in in_parts(one, other)]
@@ -115,12 +118,12 @@ def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(size: int) -> int:
-    """How many elements of a tensor of this size are read."""
-    return min(size, max(_LEAST, size // _SAMPLE))
+    """Return how many elements a rough norm reads of a tensor of this size."""
+    return min(size, max(2 * _ROW, size // _SAMPLED))
 
 
 def _slice(shard: torch.Tensor) -> torch.Tensor:
-    """Consecutive elements from the middle of a tensor: consecutive for the cache's sake."""
+    """Return consecutive elements from the middle of a tensor: consecutive for the cache's sake."""
     count = _sampled(shard.numel())
     return shard.flatten().narrow(0, (shard.numel() - count) // 2, count)
 
@@ -130,8 +133,8 @@ class GradientSpace:
 
     Args:
         module: the actor as the trainer calls it: FSDP1, FSDP2, DDP or plain.
-        ranks: told when one of them fails in its own part of a sum, such as by running out of memory; None if an error
-            may end the run.
+        ranks: they all learn when one of them fails in its own part of a sum, such as by running out of memory; None if
+            an error may end the run.
 
     An engine that keeps its parameters elsewhere (Megatron) subclasses this: it calls :meth:`_hold` and overrides what
     differs.
@@ -147,7 +150,7 @@ class GradientSpace:
     is_mirrored = False
     """Whether the model holds copies of the weights that are moved here, in a precision of their own."""
     shift: Shift | None = None
-    """How far weights that are cast for a forward are moved (:func:`.precision.cast_weights`)."""
+    """The move of weights that are cast for a forward (:func:`.precision.cast_weights`)."""
 
     def __init__(self, module: torch.nn.Module, ranks: Ranks | None = None):
         self.module = module
@@ -178,7 +181,7 @@ class GradientSpace:
         self._groups = groups
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
-        """How many processes hold the same shard: more than 1 with DDP and hybrid sharding."""
+        """The number of processes that hold the same shard: more than 1 with DDP and hybrid sharding."""
         self._samples: dict[tuple[int, ...], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
         self.are_summed = True
         """Whether replicas' gradients are summed. FSDP1 forgets to when each process holds the whole model."""
@@ -186,21 +189,21 @@ class GradientSpace:
         """Different for different shards, the same for replicas of one."""
 
     def forward_state(self) -> ForwardState:
-        """Everything that forwards move, as it is now: also the buffers that they have moved since this was made."""
+        """Save everything that forwards change, with the buffers that they have changed since this space was made."""
         return ForwardState(self.device, [each for each in self._buffers if each.have_moved()], self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where forwards run and ranks reduce; the shards lie elsewhere with FSDP2's ``offload_policy``."""
+        """The device on which forwards run and ranks reduce; with FSDP2's ``offload_policy`` shards are on the host."""
         return compute_device(self.params[0])
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shards and their gradients lie in the host's memory while forwards run on the device."""
+        """Whether the shards and their gradients are in the host's memory while forwards run on the device."""
         return self.params[0].device.type != self.device.type
 
     def reduction_error(self, num_micro_batches: int, reduces_once: bool) -> float:
-        """Relative error of training's own sums over ranks; 0 where they are in float32.
+        """Return the relative error of training's own sums over ranks; 0 where they are in float32.
 
         Every rank that adds its gradient rounds once. If ranks reduce only after the last micro-batch, every
         micro-batch added before rounds once as well. n independent roundings of a unit add up to sqrt(n) units.
@@ -224,20 +227,20 @@ class GradientSpace:
         """Copy moved weights into the model, in engines whose model is not made of the optimizer's own weights."""
 
     def abandon_pass(self) -> None:
-        """See :func:`abandon_pass`."""
+        """Make the module fit for training after a pass that was cut off, see :func:`.sharding.abandon_pass`."""
         abandon_pass(self.module)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """This process' part of every parameter, trained or frozen, by name (:func:`named_shards`)."""
+        """Return this process' part of every parameter, trained or frozen, by name (:func:`named_shards`)."""
         return [part for name, param in self.model.named_parameters() for part in named_shards(name, param)]
 
     def generators(self, seed: int) -> Iterator[torch.Generator]:
-        """One generator per parameter. Replicas of a shard draw the same numbers, different shards different ones."""
+        """Yield a generator per parameter. Replicas of a shard draw the same numbers, other shards different ones."""
         generator = torch.Generator(device=self.params[0].device)
-        return itertools.repeat(generator.manual_seed(1_000_003 * (seed + 1) + self.shard_index), len(self.params))
+        return itertools.repeat(generator.manual_seed(LARGE_PRIME * (seed + 1) + self.shard_index), len(self.params))
 
     def counted(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The same tensors, emptied where they do not count here (:attr:`counts`)."""
+        """Empty the tensors that do not count on this process (:attr:`counts`)."""
         counted = zip(tensors, self.counts, strict=True)
         return [part if is_own or part is None else part.detach().flatten()[:0] for part, is_own in counted]
 
@@ -248,7 +251,7 @@ class GradientSpace:
         return gradient
 
     def keep(self) -> Gradient:
-        """:meth:`take`; into the host's memory if ``keeps_on_host``."""
+        """Remove the gradient from ``.grad`` and return it, in the host's memory if ``keeps_on_host``."""
         return self.run_local_synced(self._move_to_host) if self.keeps_on_host else self.take()
 
     def _move_to_host(self) -> Gradient:
@@ -276,7 +279,7 @@ class GradientSpace:
             param.grad = None
 
     def squares(self, gradient: Gradient | None = None) -> torch.Tensor:
-        """Squared L2 norm of each parameter's gradient over all shards: float64 (num_params,) on the host.
+        """Return the squared L2 norm of each parameter's gradient over all shards: float64 (num_params,) on the host.
 
         The same on every rank; 0 where there is no gradient.
 
@@ -287,12 +290,12 @@ class GradientSpace:
         return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
-        """:meth:`squares` by the model's own names, also where FSDP1 has flat parameters."""
+        """Return :meth:`squares` by the model's own names, also where FSDP1 has flat parameters."""
         names, shards = zip(*self.named_shards(gradient), strict=True)
         return dict(zip(names, self.reduce(lambda: self._squared(shards)).tolist(), strict=True))
 
     def named_shards(self, gradient: Gradient | None = None) -> list[tuple[str, torch.Tensor | None]]:
-        """This process' part of a gradient, as of :meth:`squares`, by the model's own names (:func:`named_shards`)."""
+        """Return this process' part of a gradient by the model's own names; ``gradient`` as in :meth:`squares`."""
         grads = self.counted(self.current() if gradient is None else gradient)
         return [
             (part, None if grad is None else shard)
@@ -301,15 +304,15 @@ class GradientSpace:
         ]
 
     def norm(self, gradient: Gradient | None = None) -> float:
-        """L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
+        """Return the L2 norm over all parameters and shards; NaN or inf when an element is not finite."""
         return sum(self.squares(gradient).tolist()) ** 0.5
 
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
-        """Inner product per parameter over all shards: float64 (num_params,) on the host; 0 where one has none."""
+        """Return the inner product per parameter over all shards: float64 (num_params,) on the host; 0 without one."""
         return self.reduce(lambda: self._dots(left, right))
 
     def squares_and_dots(self, other: Gradient) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`squares` of ``.grad`` and its :meth:`dots` with another gradient, in one reduction."""
+        """Return :meth:`squares` of ``.grad`` and its :meth:`dots` with another gradient, in one reduction."""
 
         def local() -> torch.Tensor:
             grads = self.current()
@@ -331,7 +334,7 @@ class GradientSpace:
         return out
 
     def weight_square_and_count(self) -> tuple[float, int]:
-        """Squared L2 norm and number of all trainable weights over all shards."""
+        """Return the squared L2 norm and the number of all trainable weights over all shards."""
         shards = [local_shard(param) for param in self.counted(self.params) if param is not None]
 
         def local() -> torch.Tensor:
@@ -342,7 +345,7 @@ class GradientSpace:
         return square, int(count)
 
     def current(self) -> Gradient:
-        """The tensors in ``.grad``, left where they are."""
+        """Return the tensors in ``.grad``, left in place."""
         return [param.grad for param in self.params]
 
     def scale(self, factor: float) -> None:
@@ -369,7 +372,7 @@ class GradientSpace:
 
     @torch.no_grad()
     def local_squares(self, is_rough: bool = False) -> torch.Tensor:
-        """Squared norm of this rank's part of each parameter's ``.grad``, (num_params,): no communication.
+        """Return the squared norm of this rank's part of each parameter's ``.grad``, (num_params,): no communication.
 
         Args:
             is_rough: read a sample and scale it up: of each shape a few parameters, of each a run of elements. Other
@@ -398,16 +401,20 @@ class GradientSpace:
         return squares
 
     def _sample(self, sizes: Sequence[int]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """The parameters that a rough norm reads, the same on the device, and for how much each run of elements stands.
+        """Choose the parameters that a rough norm reads.
 
-        Kept, since the host would wait for the device to take the two tensors. ``sizes``: elements of each parameter's
-        shard of the gradient, 0 without one.
+        Returns:
+            Their indices, the same as a tensor on the device, and the weight of each run of elements there. They are
+            kept, since the host would wait for the device to take the two tensors.
+
+        Args:
+            sizes: elements of each parameter's shard of the gradient, 0 without one.
         """
         alike: dict[torch.Size, list[int]] = {}
         for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
             if size:
                 alike.setdefault(param.shape, []).append(index)
-        most = _ALIKE if is_slow(self.params[0].device) else _ALIKE_ON_CARD
+        most = _MAX_ALIKE if is_slow(self.params[0].device) else _MAX_ALIKE_ON_CARD
         kept = [(those[:: -(-len(those) // most)], len(those)) for those in alike.values()]
         factors = [
             count / len(those) * sizes[index] / _sampled(sizes[index]) for those, count in kept for index in those
@@ -419,11 +426,11 @@ class GradientSpace:
         return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)
 
     def run_local_synced(self, local: Callable[[], T]) -> T:
-        """:meth:`.ranks.Ranks.run_local_synced`, or just the result where there are no ranks to tell."""
+        """Run a local computation by :meth:`.ranks.Ranks.run_local_synced`, or plainly where there are no ranks."""
         return local() if self._ranks is None else self._ranks.run_local_synced(local)
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Sum over all shards what each process computes by itself. On the host: the only wait for the device."""
+        """Sum over all shards what each process computes by itself; the sum is on the host, the only wait."""
         values = self.run_local_synced(local).to(
             self.device
         )  # the shards' group may not be able to reduce host tensors

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is usual in this run so far: median and median absolute deviation (MAD) of logarithms.
+"""Learn what is typical of a run: median and median absolute deviation (MAD) of logarithms.
 
-Logarithms, because norms scatter by factors. Medians, because a spike must not move what is usual. :class:`NormHistory`
-follows one quantity, such as a norm, and gives a threshold. :class:`ScaleHistory` follows several numbers of each
-batch: only the run's past can tell that a whole batch is off.
+Logarithms, because norms scatter by factors. Medians, because a spike must not move what is typical.
+:class:`NormHistory` follows one quantity, such as a norm, and gives a threshold. :class:`ScaleHistory` follows several
+numbers of each batch: only the run's past shows that a whole batch is off.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping
-from statistics import median, median_low
+from statistics import NormalDist, median, median_low
 from typing import Any
 
 from ..record import History
 
-_MAD_TO_SIGMA = 1.4826  # MAD of a normal distribution is sigma / 1.4826
+_MAD_TO_SIGMA = round(1 / NormalDist().inv_cdf(0.75), 4)  # of a normal distribution
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
-LARGEST_EXPONENT = 709.0  # exp() of more overflows; norms that scatter this far have no threshold
-_LEAST_STEPS = 4  # fewer tell nothing about what is typical
-_NOTABLE = 3.0  # times typical: less is never unusual
-_DEVIATIONS = 4.0  # robust standard deviations, likewise
+LARGEST_EXPONENT = math.log(sys.float_info.max)  # exp() of more overflows; norms that scatter so far have no threshold
+_LEAST_STEPS = 4  # with fewer, nothing is known to be typical
+UNUSUAL = 3.0
+"""Times what is typical: a factor that healthy batches do not reach. Normed advantages scatter by less."""
+_DEVIATIONS = 4.0  # robust standard deviations, which an unusual value exceeds as well
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, these are no spikes any more
 
 
@@ -64,7 +66,7 @@ class NormHistory:
             self._flagged.clear()
 
     def summary(self) -> History:
-        """What the threshold is made of, for the record."""
+        """Return the statistics behind the threshold, for the record."""
         if not self._log_norms:
             return History()
         center, sigma = self._center_and_sigma()
@@ -104,7 +106,7 @@ class ScaleHistory:
                 self._values.setdefault(name, deque(maxlen=self._window)).append(float(value))
 
     def typical(self) -> dict[str, tuple[float, float]]:
-        """By name: the median, and how many times the median is unusual. Names with fewer than four steps are absent.
+        """Return by name the median, and which multiple of it is unusual. Names with fewer than four steps are absent.
 
         The factor is exp(4 robust standard deviations of the logarithm), at least 3.
         """
@@ -114,7 +116,7 @@ class ScaleHistory:
                 logs = [math.log(value) for value in values]
                 center = median_low(logs)
                 spread = _MAD_TO_SIGMA * median_low(abs(log - center) for log in logs)
-                found[name] = math.exp(center), max(_NOTABLE, math.exp(min(_DEVIATIONS * spread, LARGEST_EXPONENT)))
+                found[name] = math.exp(center), max(UNUSUAL, math.exp(min(_DEVIATIONS * spread, LARGEST_EXPONENT)))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -128,6 +130,6 @@ class ScaleHistory:
 
 
 def excess(value: float, typical: tuple[float, float]) -> float | None:
-    """A batch's value as a multiple of the typical one (:meth:`ScaleHistory.typical`); None if that is not unusual."""
+    """Return a value over the typical one (:meth:`ScaleHistory.typical`); None if that is not unusual."""
     center, usual = typical
     return value / center if center > 0 and value / center >= usual else None

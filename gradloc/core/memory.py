@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes room for a search beside training, in one of the ways of :mod:`.forecast`, and takes it back.
+"""Make room for a search in the memory that training leaves, by one of the plans of :mod:`.forecast`, and undo it.
 
-All ranks take the way of the one with the least memory.
+All ranks follow the plan of the one with the least memory.
 """
 
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,15 @@ from typing import Any
 
 import torch
 
-from .forecast import COPIES, Memory, MemoryNeed, SearchPlan, rounded
+from .forecast import COPIES, GIB, Memory, MemoryNeed, SearchPlan, rounded
 from .gradients import GradientSpace, host_copy
 from .sharding import local_shard
 
-_BLOCK = 2**30  # bytes per trial allocation, about what a pass allocates at once
+_BLOCK = GIB  # per trial allocation, about what a pass allocates at once
 
 
 class StepPeak:
-    """How much more a training micro-batch takes at its peak than is in use when the step is looked into.
+    """The memory that a training micro-batch takes at its peak, over what is in use when the step is looked into.
 
     The allocator knows the peak since it was last reset, which another pass may have set, such as the log-probs' with
     its larger micro-batches. So it is reset before each step; what it was until then is kept for those who report it.
@@ -30,7 +31,7 @@ class StepPeak:
 
     def __init__(self) -> None:
         self.size = 0
-        """In bytes: the largest so far."""
+        """The largest so far, in bytes."""
         self._before = 0, 0
 
     def begin(self, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class StepPeak:
         self.size = max(self.size, peak - allocated)
 
     def most(self, device: torch.device) -> tuple[int, int]:
-        """What this process has used, and what its allocator has reserved at most, whatever was reset: bytes, 0 for a
+        """Return the most that this process has used, and its allocator reserved, whatever was reset: bytes, 0 for a
         CPU."""
         used, reserved = self._before
         return max(used, peak_of(device)[0]), max(reserved, reserved_of(device))
@@ -75,22 +76,22 @@ class SearchMemory:
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def memory(self) -> Memory:
-        """The memory that there is now."""
+        """Read the memory that is free now."""
         found = memory_of(self.device)
         if self.device.type == "cpu":  # whose memory is the host's
             return found
         return replace(found, host=memory_of(torch.device("cpu")).free / processes_on_host())
 
-    def make(self, way: SearchPlan) -> None:
-        """Move to the host what this way says. :meth:`close` takes it back, also if this failed half way."""
-        if way.moves_optimizer:
+    def make(self, plan: SearchPlan) -> None:
+        """Move to the host what this plan says. :meth:`close` takes it back, also if this failed in the middle."""
+        if plan.moves_optimizer:
             for tensor in self._state:
                 self._moved.append((tensor, host_copy(tensor)))
             if self.device.type != "cpu":  # the copies are asynchronous: wait before freeing what they read
                 torch.get_device_module(self.device.type).synchronize(self.device)
             for tensor, _ in self._moved:
                 tensor.untyped_storage().resize_(0)
-        self._space.room, self._space.keeps_on_host = self, way.keeps_on_host
+        self._space.room, self._space.keeps_on_host = self, plan.keeps_on_host
 
     def make_sure(self) -> None:
         """Allocate what the next pass needs and free it again.
@@ -124,9 +125,9 @@ class SearchMemory:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """The memory of a device now."""
+    """Read the free memory of a device."""
     if device.type == "cpu":
-        return Memory(free=int(min(host_free(), cgroup_free(), 2**60)))
+        return Memory(free=int(min(host_free(), cgroup_free(), sys.maxsize)))
     module = torch.get_device_module(device.type)
     try:  # a history that somebody records would come, too
         segments = module.memory_snapshot(include_traces=False)
@@ -136,7 +137,7 @@ def memory_of(device: torch.device) -> Memory:
 
 
 def host_free(path: str = "/proc/meminfo") -> float:
-    """What the host may still give out without swapping, in bytes; inf where it does not say."""
+    """Return what the host may still give out without swapping, in bytes; inf where it does not say."""
     try:
         lines = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
         return 1024 * int(lines["MemAvailable"].split()[0])
@@ -147,7 +148,7 @@ def host_free(path: str = "/proc/meminfo") -> float:
 def cgroup_free(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> float:
     """Return what the limits on this process' groups leave of the host's memory, in bytes; inf without a limit.
 
-    A job's own group may lie below the container's, and each on the way has a limit (cgroup v2 and v1).
+    A job's own group may be below the container's, and each between them has a limit (cgroup v2 and v1).
     """
     places = [("", _CGROUP_V2), ("memory", _CGROUP_V1)]
     with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _left_of(group: Path, names: tuple[str, str]) -> float:
-    """What one group's limit leaves; of the page cache what is not in use counts as free: the kernel gives it up."""
+    """Return what one group's limit leaves, in bytes. The kernel gives up idle page cache, so that counts as free."""
     try:
         most, used, lines = ((group / name).read_text() for name in (*names, "memory.stat"))
         found = dict(line.split() for line in lines.splitlines())
@@ -176,17 +177,17 @@ def _left_of(group: Path, names: tuple[str, str]) -> float:
 
 
 def processes_on_host() -> int:
-    """How many training processes share this host's memory. verl sets LOCAL_WORLD_SIZE to 1 and Ray's own beside it."""
+    """Return how many training processes share this host's memory. verl sets LOCAL_WORLD_SIZE to 1, so Ray's counts."""
     return max(int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE"))
 
 
 def pinned_bytes(tensor: torch.Tensor) -> int:
-    """What a copy of it takes of the host."""
+    """Return what a pinned copy of a tensor takes of the host, in bytes."""
     return rounded(_size(tensor))
 
 
 def peak_of(device: torch.device) -> tuple[int, int]:
-    """(most that this process has used of a device, what it uses now), in bytes; zeros for a CPU."""
+    """Return the most that this process has used of a device, and what it uses now, in bytes; zeros for a CPU."""
     if device.type == "cpu":
         return 0, 0
     module = torch.get_device_module(device.type)
@@ -194,7 +195,7 @@ def peak_of(device: torch.device) -> tuple[int, int]:
 
 
 def reserved_of(device: torch.device) -> int:
-    """The most that the allocator of this process has reserved of a device, in bytes; 0 for a CPU."""
+    """Return the most that the allocator of this process has reserved of a device, in bytes; 0 for a CPU."""
     return 0 if device.type == "cpu" else torch.get_device_module(device.type).max_memory_reserved(device)
 
 
@@ -205,7 +206,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
-    """Bytes that the allocator holds unused in its default pool.
+    """Return the bytes that the allocator holds unused in its default pool.
 
     Memory in other pools, such as that of a sleeping rollout engine, cannot be used by a search. ``segments`` are those
     of ``torch.cuda.memory_snapshot()``.
@@ -215,7 +216,7 @@ def idle_bytes(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 
 
 def _state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterable[torch.Tensor]:
-    """An optimizer's state tensors on a device; only those that own their whole storage, which can then be freed."""
+    """Yield an optimizer's state tensors on a device, those that own their whole storage, which can then be freed."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -10,7 +10,7 @@ it gathered before, into the same tensors, and weights that are kept in half pre
   that are kept in half precision.
 - Weights that are kept whole in half precision (plain, DDP) are cast a layer at a time. A step along a direction is
   added to the cast or the copy, so a move is not rounded to the weights' own precision.
-- transformers' flash kernels, which take no float32, give way to torch's own attention, packed rows one by one.
+- transformers' flash kernels, which take no float32, are replaced by torch's own attention, packed rows one by one.
 - On a card, matrix products take TF32, at half of bfloat16's speed.
 """
 
@@ -30,9 +30,9 @@ from ..private_api import replaced
 from .sharding import compute_device, fsdp1_handles, fsdp2_params, fsdp2_units, local_shard, reshard, unwrapped
 
 HALVES = (torch.bfloat16, torch.float16)
-UNITS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, *HALVES)}
 """Unit roundoff by dtype."""
-TF32_UNIT = 2.0**-11
+TF32_UNIT = UNITS[torch.float16]  # as many bits of mantissa
 
 
 class NoFloat32(Exception):
@@ -43,7 +43,7 @@ class Shift(NamedTuple):
     """A step of the weights that are cast: ``step`` times a direction, added to each cast."""
 
     directions: Mapping[int, Callable[[], torch.Tensor]]
-    """By ``id`` of the parameter: what gives a tensor of its shape, on any device."""
+    """A function by ``id`` of each parameter that returns a tensor of its shape, on any device."""
     step: float
 
 
@@ -67,11 +67,11 @@ def cast_bytes(module: torch.nn.Module) -> int:
 
     def size(places: list[_Place]) -> int:
         weights: dict[int, Any] = {id(owner._parameters[name]): owner._parameters[name] for owner, name in places}
-        return sum(4 * weight.numel() for weight in weights.values())
+        return torch.float32.itemsize * sum(weight.numel() for weight in weights.values())
 
     layers, others = casts.places(unwrapped(module))
     shards = [param for param in fsdp2_params(fsdp2_units(module)) if param.sharded_param.dtype in HALVES]
-    copies = sum(4 * param._sharded_param_data.numel() for param in shards)
+    copies = torch.float32.itemsize * sum(param._sharded_param_data.numel() for param in shards)
     return copies + size(others) + max(map(size, layers.values()), default=0)
 
 
@@ -180,7 +180,7 @@ def _attention(
     softmax_scale: float | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Attention of (B, T, heads, D), as a flash kernel is called; keys and values may have fewer heads."""
+    """Compute attention of (B, T, heads, D), called as a flash kernel is; keys and values may have fewer heads."""
     others.pop("deterministic", None)
     asked = [name for name, given in others.items() if given not in (None, 0, False, (-1, -1))]
     if asked or query.shape[1] != key.shape[1]:
@@ -200,7 +200,7 @@ def _packed_attention(
     max_seqlen_k: Any = None,
     **given: Any,
 ) -> torch.Tensor:
-    """The same of rows that lie behind each other, (all T, heads, D); ``cu_seqlens`` are where they begin and end."""
+    """Compute attention of packed rows, (all T, heads, D); ``cu_seqlens`` are where they begin and end."""
     ends = cu_seqlens_q.tolist()
     if cu_seqlens_k.tolist() != ends:
         raise NoFloat32("attention of rows to others has no float32 here")
@@ -232,8 +232,8 @@ def _set_back(undo: list[Callable[[], None]]) -> None:
 
 
 def _widen_fsdp1(module: torch.nn.Module) -> Callable[[], None]:
-    """Take the way of ``use_full_precision_in_eval``, with the wrapped modules alone in eval: what is in them, such as
-    dropout, stays as it is."""
+    """Gather by FSDP1's ``use_full_precision_in_eval``, with the wrapped modules alone in eval: modules inside, such as
+    dropout, keep their mode."""
     wrapped = [unit for unit in module.modules() if isinstance(unit, FSDP1)]
     owners = {id(unit): unit for unit in wrapped}
     owners |= {id(handle._fully_sharded_module): handle._fully_sharded_module for handle in fsdp1_handles(module)}
@@ -262,7 +262,7 @@ _GATHERED = (
     "reduce_dtype",
     "_sharded_param_data",
 )
-"""What a parameter of FSDP2 has of its gathered copy, and what that is gathered from."""
+"""The attributes of FSDP2's parameter that hold its gathered copy, and what that is gathered from."""
 
 
 def _widen_fsdp2(units: list[Any], shift: Shift | None) -> Callable[[], None]:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 Chosen = list[tuple[int, list[int] | None]]
-"""Which rows run, by micro-batch; None for all of one."""
+"""The rows that run, by micro-batch; None for all of one."""
 
 
 class _Pass(NamedTuple):
@@ -39,8 +39,8 @@ class _Pass(NamedTuple):
 
 
 def _rows_of(selected: torch.Tensor | None, pull: Outputs) -> list[int] | None:
-    """Those with anything selected, or the first: every rank runs a forward. None for all, as where a part of the loss
-    passes through no token."""
+    """Return the rows with anything selected, or the first, since every rank runs a forward. None: all of them, as
+    where a part of the loss passes through no token."""
     if selected is None or pull.auxiliary is not None:
         return None
     rows = selected.any(dim=1).nonzero().flatten().tolist() or [0]
@@ -78,16 +78,16 @@ class Prober:
 
     @property
     def cost(self) -> int:
-        """What was spent so far, in forwards of one micro-batch; a backward counts as two."""
+        """The cost so far, in forwards of one micro-batch; a backward counts as two."""
         return self.num_forwards + 2 * self.num_backwards
 
     @property
     def reduction_error(self) -> float:
-        """See :meth:`.gradients.GradientSpace.reduction_error`."""
+        """The relative error of training's sums over ranks, see :meth:`.gradients.GradientSpace.reduction_error`."""
         return self.space.reduction_error(self.step.num_micro_batches, self.step.numerics.reduces_once)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """See :meth:`HostStep.forward`."""
+        """Run a micro-batch's forward again at the present weights, see :meth:`.step.TrainingStep.forward`."""
         self.num_forwards += 1
         self.ranks.run_local_synced(self._make_sure)
         return self._together(lambda: self.step.forward(micro_batch, needs_entropy))
@@ -125,12 +125,13 @@ class Prober:
             raise NoFloat32(str(error)) from error
 
     def entropies(self, micro_batch: int) -> torch.Tensor | None:
-        """In nats (B, T) at the present weights; free if training computed them, None where the trainer has none."""
+        """Return entropies (B, T) at the present weights, in nats; None where the trainer has none. Free if training
+        computed them."""
         recorded = self.step.recorded(micro_batch).entropy
         return self.forward(micro_batch, needs_entropy=True).entropy if recorded is None else recorded
 
     def _make_sure(self) -> None:
-        """See :meth:`.memory.SearchMemory.make_sure`."""
+        """Allocate what the next pass needs and free it again, so that a lack of memory shows before a collective."""
         if self.space.room is not None:
             self.space.room.make_sure()
 
@@ -272,7 +273,7 @@ class Prober:
         return self.ranks.all(self._together(is_same))
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times a gradient set aside to ``.grad``; all ranks hear if one has no memory for it."""
+        """Add ``alpha`` times a gradient set aside to ``.grad``; fails on all ranks if one has no memory for it."""
         self.ranks.run_local_synced(lambda: self.space.add(gradient, alpha))
 
     def compute_without(self, tokens: Sequence[Token], micro_batches: Sequence[int] | None = None) -> None:

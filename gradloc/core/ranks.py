@@ -29,6 +29,7 @@ T = TypeVar("T")
 _PATIENCE_S = 40.0  # how long a failed rank waits for news of its peers, at most one pass behind: all end in a minute
 _MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
+_ASK_EVERY_S = 0.1  # how often a rank that can do nothing else asks the process group's store
 _CONNECT_S = 30.0  # how long processes try to connect a group of their own; one that works takes well under a second
 _groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
 _calls = itertools.count(1)  # numbers the calls of run_collective(), alike on all ranks, for keys in the store
@@ -77,7 +78,7 @@ def _is_everywhere(flag: bool) -> bool:
     store.add(f"{key}/set", int(flag))
     num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _CONNECT_S
     while num_answers < dist.get_world_size() and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(_ASK_EVERY_S)
         num_answers = store.add(key, 0)
     return store.add(f"{key}/set", 0) == dist.get_world_size()
 
@@ -128,11 +129,11 @@ class Ranks:
         self.sum([0.0])
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum of each value over the ranks, in float64; the same bits on every rank."""
+        """Sum each value over the ranks, in float64; the same bits on every rank."""
         return [value / self.replicas for value in self._reduced(values, dist.ReduceOp.SUM)]
 
     def max(self, values: list[float]) -> list[float]:
-        """Largest of each value over the ranks; a NaN comes back as inf. The same bits on every rank."""
+        """Return the largest of each value over the ranks; a NaN comes back as inf. The same bits on every rank."""
         # gloo and NCCL disagree about the largest of a NaN and a number, so a NaN travels as inf
         return self._reduced([math.inf if math.isnan(value) else value for value in values], dist.ReduceOp.MAX)
 
@@ -148,7 +149,7 @@ class Ranks:
         return self.max([0.0 if flag else 1.0])[0] == 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Gather every rank's value, in rank order, on every rank."""
         if self.num_processes == 1:
             return [value]
         values: list[Any] = [None] * self.num_processes
@@ -156,9 +157,9 @@ class Ranks:
         return [values[first] for first in self._firsts]
 
     def gather_first(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in rank order, on the first process; None on the others.
+        """Gather every rank's value, in rank order, on the first process; returns None on the others.
 
-        All are padded to the longest on the way. If one rank's value is far larger, use :meth:`broadcast_from`.
+        All are padded to the longest when sent. If one rank's value is far larger, use :meth:`broadcast_from`.
         """
         if self.num_processes == 1:
             return [value]
@@ -167,7 +168,7 @@ class Ranks:
         return None if values is None else [values[first] for first in self._firsts]
 
     def broadcast_from(self, rank: int, value: Any) -> Any:
-        """One rank's value, on every rank; the others' arguments are ignored."""
+        """Return one rank's value on every rank; the others' arguments are ignored."""
         if self.num_processes == 1:
             return value
         box = [value]
@@ -195,7 +196,7 @@ class Ranks:
         return cast(T, result)
 
     def run_slowly_synced(self, local: Callable[[], T]) -> T:
-        """:meth:`run_local_synced` on what may take longer than a collective waits for, such as writing to a slow disk.
+        """Run as :meth:`run_local_synced` what may outlast a collective's time-out, such as writing to a slow disk.
 
         It runs in a thread. Meanwhile all ranks meet every few seconds, so that no watchdog takes them for stuck.
         """
@@ -221,9 +222,9 @@ class Ranks:
         there both may enter any other collective, whether they got there by success or by failure. (That all failed is
         not enough. On a GPU the host runs ahead, and one rank may have issued a whole forward that another never
         joined.) A failed rank learns its peers' positions from the process group's key-value store, which needs no
-        collective and works beside a stuck one. There are three cases:
+        collective and works while one is stuck. There are three cases:
 
-        - All ranks failed at the same position, such as out of memory everywhere. Nobody waits for anybody.
+        - All ranks failed at the same position, such as out of memory everywhere. None waits for another.
         - Some failed after the last collective, in the logits or the loss. The others succeeded and wait in the
           agreement that ends every call. The failed ones join it.
         - A peer waits in a collective that this rank will never enter. Nothing can end that.
@@ -273,7 +274,7 @@ class Ranks:
                     return True
                 if store.check([f"{here}/waits"]):
                     return False
-                time.sleep(0.1)
+                time.sleep(_ASK_EVERY_S)
                 num_failed = store.add(f"{here}/failed", 0)
         except Exception:
             logger.exception("gradloc: the store of the process group does not answer")
@@ -281,12 +282,12 @@ class Ranks:
         raise LostRank(why) from error
 
     def _tell_lost(self) -> None:
-        """Tell peers that wait for this rank in an agreement that it will not come."""
+        """Let peers that wait for this rank in an agreement know that it will not come."""
         with contextlib.suppress(Exception):  # the store may have ended with another rank
             _store().set(self._key("lost"), "")
 
     def _sum_watched(self, has_failed: bool) -> float:
-        """The agreement: how many ranks failed. Who waits long looks for failed peers and tells them where it waits."""
+        """Agree on how many ranks failed. A rank that waits long looks for failed peers, and shows where it waits."""
         position = self._position()
         total = self._sent([float(has_failed)])
         try:
@@ -310,7 +311,7 @@ class Ranks:
         return float(total)
 
     def _position(self) -> int | None:
-        """How many collectives this rank has issued since the call began; None if the backend does not count."""
+        """Count the collectives that this rank has issued since the call began; None if the backend does not count."""
         now = _num_collectives(self.device, self._counted)
         return None if now is None or self._start is None else now - self._start
 
@@ -327,8 +328,8 @@ def _attempt(computation: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _num_collectives(device: torch.device, only: Any | None) -> int | None:
-    """How many collectives this process has issued on this kind of device, in all groups or ``only`` one; None if the
-    backend does not count."""
+    """Count the collectives that this process has issued on this kind of device, in all groups or ``only`` one; None if
+    the backend does not count."""
     total, groups = 0, list(distributed_c10d._world.pg_map) if only is None else [only]
     for group in groups:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How FSDP1, FSDP2, DDP and a plain module lay out parameters and gradients. No other module of the core knows.
+"""The layouts of parameters and gradients under FSDP1, FSDP2, DDP and in a plain module. No other core module knows.
 
 Much of this is torch's private state, since no public call drops gathered weights or clears a pass that failed.
 """
@@ -29,7 +29,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute_device(param: torch.Tensor) -> torch.device:
-    """Where forwards run and ranks reduce. With FSDP2's ``offload_policy`` that is not where the shards lie."""
+    """Return the device where forwards run and ranks reduce: not the shards' with FSDP2's ``offload_policy``."""
     kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
     if kind == param.device.type:
         return param.device
@@ -182,7 +182,7 @@ def reduction_deferred(module: torch.nn.Module) -> Iterator[None]:
 
 
 def compute_dtype(module: torch.nn.Module) -> torch.dtype:
-    """What a forward computes in where no autocast is on."""
+    """Return the dtype that a forward computes in where no autocast is on."""
     if isinstance(module, FSDP1) and module.mixed_precision.param_dtype is not None:
         return module.mixed_precision.param_dtype
     found = [unit._mp_policy.param_dtype for unit in fsdp2_units(module)]

@@ -2,8 +2,8 @@
 """Norms noted while training: of ``.grad`` after each micro-batch's backward, and per parameter before the step.
 
 Both are local numbers of this rank's shards. Nothing is communicated while nothing spikes; ranks add them up when
-somebody asks, at a spike. The steps of the running norm tell about how large each micro-batch's own gradient is, so
-where to look first. Past norms per parameter tell one exploding layer from a spike of the whole model.
+asked, at a spike. The steps of the running norm show about how large each micro-batch's own gradient is, so where to
+look first. Past norms per parameter distinguish one exploding layer from a spike of the whole model.
 
 The cost is timed on the device's clock. The host's would include waiting for a place in the device's queue, which is
 no cost of tracking.
@@ -24,7 +24,7 @@ from .ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _MAX_COST = 0.002  # of an update's time. Beyond it the running norm is read from a sample, then given up
-_NO_MATTER = 0.002  # seconds an update: less is no loss, and a device that waits for its host seems to take longer
+_NEGLIGIBLE_S = 0.002  # an update: less is no loss, and a device that waits for its host seems to take longer
 _NUM_TRIALS = 3  # updates before the running norm is judged
 
 
@@ -92,7 +92,7 @@ class NormTracker:
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         cost, seconds = self._watch.seconds / self._update_seconds, self._watch.seconds / self._num_updates
-        if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NO_MATTER:
+        if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NEGLIGIBLE_S:
             return
         if not self.is_rough:  # a small model on a large card: each reading takes a gradient's way through its memory
             self.is_rough, self._watch, self._update_seconds, self._num_updates = True, _Watch(), 0.0, 0
@@ -145,7 +145,7 @@ class NormTracker:
         return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
-        """About the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.
+        """Estimate the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.
 
         With A the sum so far and g the next gradient, ||A + g||^2 - ||A||^2 = ||g||^2 + 2 <A, g>. So the root of the
         change is exact for orthogonal gradients, as independent ones nearly are. abs() because g may undo what came
@@ -158,7 +158,8 @@ class NormTracker:
         return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
-        """Squared norm per parameter of the steps that all ranks remember, oldest first: float64 (steps, num_params).
+        """Return squared norms per parameter of the steps that all ranks remember: float64 (steps, num_params), oldest
+        first.
 
         None if there are fewer than two.
         """
@@ -174,7 +175,7 @@ class NormTracker:
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:
-    """Median absolute value of all elements that are finite and not 0; 0 without any."""
+    """Return the median absolute value of all elements that are finite and not 0; 0 without any."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).abs()
     kept = flat[(flat > 0) & flat.isfinite()]
     return float(kept.median()) if len(kept) else 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is this gradient norm a spike? Pure rules over numbers; nothing here measures.
 
-The fixed rule is GradLoc's (docs/method.md, section 6). The adaptive one, and why each of its statistics was chosen, is
-told in docs/trigger.md. It has a history for each mini-batch position within a trainer step, since later mini-batches
+The fixed rule is GradLoc's (docs/method.md, section 6). docs/trigger.md has the adaptive one, and why each of its
+statistics was chosen. It has a history for each mini-batch position within a trainer step, since later mini-batches
 are further off-policy and have other norms. Arithmetic is on logarithms of norms, so that a factor is a distance and no
 unit matters.
 """
@@ -11,23 +11,23 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
 
 from ..record import History
 from .history import LARGEST_EXPONENT
 
 _DECILE = 0.9  # quantile; a tenth of the norms may be spikes or hard batches without moving it far
-_DECILE_OF_NORMAL = 1.2816  # the same quantile of a standard normal distribution
-_REACH = math.log(2.0)  # from that quantile to the threshold
-_GAP = math.log(2.0)  # least distance of two groups; neighbours in one heavy tail are closer
+_DECILE_OF_NORMAL = round(NormalDist().inv_cdf(_DECILE), 4)  # of a standard normal distribution
+_DOUBLING = math.log(2.0)
+"""A factor of two between norms. The threshold is that far above the ninth decile. Norms closer than that are one heavy
+tail and not two groups. A run of spikes whose later half is higher by more still grows."""
 _GROUP = 8  # an upper group has at least one norm in this many, and at least 3; fewer are spikes
 _FALL = 16  # norms in a row below the median: by chance once in 2^16 = 65,536 steps
-_SETTLED = math.log(2.0)  # a run of spikes still grows if its later half lies higher by more than this
 
 
 def fixed_threshold(tau: float, num_tokens: int) -> float:
-    """The published threshold tau / sqrt(N) on the mini-batch's gradient norm; inf without response tokens."""
+    """Return the published threshold tau / sqrt(N) on the mini-batch's gradient norm; inf without response tokens."""
     return tau / math.sqrt(num_tokens) if num_tokens > 0 else math.inf
 
 
@@ -38,7 +38,7 @@ class Spike:
     kind: str
     """``fixed``, ``adaptive``, ``non_finite``, or ``forced`` on a rehearsal, which is no spike."""
     grad_norm: float
-    """Of the mini-batch, before clipping."""
+    """The mini-batch's, before clipping."""
     threshold: float | None
     """The norm above which it is a spike; None on a rehearsal and during the warm-up."""
     tau: float | None
@@ -46,11 +46,11 @@ class Spike:
     num_tokens: int
     """N, response tokens of the mini-batch over all ranks."""
     history: History | None = None
-    """What the adaptive threshold was made of; None with the fixed rule."""
+    """The statistics behind the adaptive threshold; None with the fixed rule."""
 
 
 def spike_kind(grad_norm: float, threshold: float | None, kind: str) -> str | None:
-    """``non_finite`` for NaN and inf, ``kind``, the threshold's rule, for a norm over it, else None."""
+    """Return ``non_finite`` for NaN and inf, ``kind``, the threshold's rule, for a norm over it, else None."""
     if not math.isfinite(grad_norm):
         return "non_finite"
     return kind if threshold is not None and grad_norm > threshold else None
@@ -94,7 +94,7 @@ class AdaptiveThreshold:
         return spikes
 
     def summary(self, position: int = 0) -> History:
-        """What a position's threshold is made of; ``log_sigma`` as of a normal with this level and ninth decile."""
+        """Return the statistics behind a position's threshold; ``log_sigma`` as of a normal with this ninth decile."""
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class _Position:
         decile = norms[min(int(_DECILE * count), count - 1)]
         # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
         # threshold comes down to its place as the window fills.
-        reach = _REACH + 0.5 * math.log((self._norms.maxlen or count) / count)
+        reach = _DOUBLING + 0.5 * math.log((self._norms.maxlen or count) / count)
         threshold = min(max(decile + reach, level + self._floor), level + self._cap)
         return threshold, middle, level, decile
 
@@ -190,11 +190,11 @@ class _Position:
     def _is_settled(self) -> bool:
         values = list(self._run)
         half = len(values) // 2
-        return median(values[half:]) - median(values[:half]) < _SETTLED
+        return median(values[half:]) - median(values[:half]) < _DOUBLING
 
 
 def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:
-    """The norms above the highest gap that lies over the median and has enough norms above it; empty for one group.
+    """Return the norms above the highest gap that is over the median and below enough norms; empty for one group.
 
     Looked for only if a threshold at ``cap`` would cut off an upper group: if the second largest norm is beyond it.
     All are log-norms, ascending.
@@ -204,6 +204,6 @@ def _upper_group(ordered: Sequence[float], cap: float) -> Sequence[float]:
         return []
     least = max(-(-count // _GROUP), 3)
     for start in range(count - least, count // 2 - 1, -1):
-        if start > 0 and ordered[start] - ordered[start - 1] > _GAP:
+        if start > 0 and ordered[start] - ordered[start - 1] > _DOUBLING:
             return ordered[start:]
     return []

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
-from ..core.forecast import WAYS
+from ..core.forecast import PLANS
 from ..core.gradients import Gradient, GradientSpace
 from ..core.host_step import HostStep, to_host
 from ..core.memory import SearchMemory, StepPeak
@@ -336,20 +336,20 @@ class Localizer:
         """Settle how the search runs; false where no way fits into some rank's memory."""
         room = look.room
         memory = self.ranks.run_local_synced(room.memory)
-        mine = room.need.least_way(memory)
+        mine = room.need.cheapest_plan(memory)
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
-        if number == len(WAYS):
+        if number == len(PLANS):
             why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
             logger.error("gradloc: this spike is not searched: %s", why)
             return False
-        way = WAYS[int(number)]
-        self.ranks.run_local_synced(lambda: room.make(way))
-        if way.moves_optimizer:
-            how = "as configured" if way.is_full else "by bisection only"
+        plan = PLANS[int(number)]
+        self.ranks.run_local_synced(lambda: room.make(plan))
+        if plan.moves_optimizer:
+            how = "as configured" if plan.is_full else "by bisection only"
             logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
         search = self.settings.search
         look.limits = {
-            "strategy": search.strategy if way.is_full else "bisect",
+            "strategy": search.strategy if plan.is_full else "bisect",
             "budget": self.settings.budget,
             "max_culprits": search.max_culprits,
             "max_steps": search.max_steps,

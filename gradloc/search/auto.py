@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default search: shares say who may be a culprit, backwards of their own prove it, a certificate ends it.
+"""The default search: shares show who may be a culprit, backwards of their own prove it, a certificate ends it.
 
 A round takes two forwards of each micro-batch (the shares of all tokens of all ranks), a backward for each of a few
-candidates, and the certificate. If the rest still spikes, the next round goes along that rest, which the certificate
-left in ``.grad``. In the end comes the norm sketch, which sees tokens that cancel, or, where shares are of no use, the
-published bisection. docs/method.md, sections 3 and 4.
+candidates, and the certificate. If the rest still spikes, the next round searches along that rest, which the
+certificate left in ``.grad``. The last resort is the norm sketch, which sees tokens that cancel, or, where shares are
+not exact, the published bisection. docs/method.md, sections 3 and 4.
 """
 
 import math
@@ -18,7 +18,7 @@ from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .batch import culprits_of, is_spread
 from .bisect import bisect
-from .candidates import apart, carried, non_finite, proposed
+from .candidates import FEW, MAX_MISSES, apart, carried, non_finite, proposed
 from .overflow import in_training_unit, rescaled
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
@@ -26,13 +26,12 @@ from .step_causes import doubt_backward, nothing_found, split_off
 from .task import SearchResult, Span, Task, measured, tokens_of, verify
 
 _MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps
-_MAX_MISSES = 2  # candidates in a row that are no culprits: those behind them are quieter still
+
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_FEW_TO_MEASURE = 3  # culprits: so many are measured, though their bounds name them
 
 
 class _AutoSearch:
-    """The state of one search. Its direction R is the gradient at first, then what the culprits left of it."""
+    """The state of one search. Its direction R is the gradient at first, then the gradient without the culprits."""
 
     def __init__(self, task: Task):
         self.task, self.prober = task, task.prober
@@ -46,7 +45,7 @@ class _AutoSearch:
         self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, max_rounds: int, has_last_resort: bool) -> SearchResult:
-        """Round after round until what is named explains the spike, then a last resort; then ask about the batch."""
+        """Search in rounds until what is named explains the spike, then by a last resort; then ask about the batch."""
         is_finite = math.isfinite(self.task.spike.grad_norm)
         if is_finite or self._trace_non_finite(has_last_resort):
             if not self._rounds(0 if is_finite else 1, max_rounds):
@@ -58,7 +57,7 @@ class _AutoSearch:
     # ---- the stages
 
     def _rounds(self, first: int, end: int) -> bool:
-        """Returns whether the search is over; if not, nothing more is found along any direction."""
+        """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
         for number in range(first, end):
             self.is_going_on = number + 1 < end
             shares = self._measure(number)
@@ -87,9 +86,10 @@ class _AutoSearch:
         return False
 
     def _measure(self, number: int) -> ShareMap | None:
-        """Shares along R, of the micro-batches that raised the running norm most, then of others if need be.
+        """Measure shares along R in the micro-batches that raised the running norm most, then in others if needed.
 
-        Returns None if the search may not cost as much.
+        Returns:
+            The shares; None if the search may not cost as much.
         """
         everything = range(self.prober.step.num_micro_batches)
         suspects, first = self.task.suspects() if self.task.increments else [], 1
@@ -146,7 +146,7 @@ class _AutoSearch:
                 break  # what is named accounts for all that was read: the certificate says whether it does
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
-            if len(others) >= self.task.max_culprits or num_misses == _MAX_MISSES:
+            if len(others) >= self.task.max_culprits or num_misses == MAX_MISSES:
                 break
             if not apart(others, [candidate]):
                 continue
@@ -173,7 +173,7 @@ class _AutoSearch:
         return culprit
 
     def _certify(self) -> bool:
-        """Certify what is named so far; returns whether the search is over. What is left becomes the next direction."""
+        """Certify what is named so far; returns whether the search is over. The residual becomes the next direction."""
         task, result, space = self.task, self.result, self.prober.space
         self.direction, result.rest = task.gradient, None  # frees the last residual, before the next one is made
         certificate = result.certificate = task.certify(result.tokens, self.is_going_on)
@@ -195,7 +195,7 @@ class _AutoSearch:
         result.stop_reason = f"search.max_culprits={most} are named{more}"
 
     def _last_resort(self, is_allowed: bool) -> None:
-        """The sketch, which sees tokens that cancel each other or hide from R; without exact shares bisection."""
+        """Sketch all norms, which shows tokens that cancel or hide from R; without exact shares bisect."""
         task, result, shares = self.task, self.result, self.shares
         if not result.culprits and self._is_the_backward_s(shares):
             return
@@ -213,7 +213,7 @@ class _AutoSearch:
             result.culprits += found.culprits[: task.max_culprits - len(result.culprits)]
             self._certify()
         else:
-            self._stop("the spike is spread: no token, segment or sequence (else) stands out")
+            self._stop("the spike is spread: no (other) token, segment or sequence is larger than the rest")
 
     def _bisect(self, why: str) -> None:
         result = self.result
@@ -237,18 +237,18 @@ class _AutoSearch:
         kept = kept if task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True) else []
         result.culprits, result.certificate, result.rest = kept, task.certify(tokens_of(kept)), None
         result.is_cut, result.num_more, result.more_norm = False, 0, None
-        why = "without the culprits the batch is still too large" if kept else "no token stands out of the others"
+        why = "without the culprits the batch is still too large" if kept else "no token is larger than the others"
         self._stop(f"the spike is spread: {why}", result.exhausted)
         self._note("share", "measured", result.stop_reason, certificate.norm_after)
 
     def _measure_few(self) -> None:
-        """Measure the norms of few culprits that have a bound alone. The loudest one's gradient takes no backward: it
-        is the spike less the others' and what is left."""
+        """Measure the norms of few culprits of which only a bound is known. The loudest one's gradient takes no
+        backward: it is the spike less the others' gradients and the residual."""
         task, result, space = self.task, self.result, self.prober.space
         culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
         is_whole = len(culprits) == len(result.culprits) and result.rest is not None and self.others is None
         to_verify, found, total = culprits[is_whole:], {}, None
-        is_few = 0 < len(culprits) <= _FEW_TO_MEASURE
+        is_few = 0 < len(culprits) <= FEW
         if not is_few or not task.can_afford(backwards=len(to_verify), is_certificate=True):
             return
         for culprit in to_verify:
@@ -265,7 +265,7 @@ class _AutoSearch:
             found[culprits[0]] = measured(task, culprits[0], task.culprit_norm)
         result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]
 
-    # ---- what is no token's doing
+    # ---- causes that are not tokens
 
     def _is_not_of_tokens(self, shares: ShareMap) -> bool:
         """Whether shares do not add up because a part of the gradient passes through no token, or through a backward
@@ -303,7 +303,7 @@ class _AutoSearch:
         self._note("others", "measured", source.reason, norm)
 
     def _trace_non_finite(self, goes_on: bool) -> bool:
-        """Name what made a NaN or inf; returns whether the gradient without it is finite, and is to be searched."""
+        """Name the source of a NaN or inf; returns whether the gradient without it is finite, and is to be searched."""
         candidates, most, result = non_finite(self.task), self.task.max_culprits, self.result
         if not candidates:
             self._bisect("all coefficients are finite, so it was the backward that made the gradient non-finite")
@@ -329,7 +329,7 @@ class _AutoSearch:
 
 
 def auto(task: Task) -> SearchResult:
-    """Find all culprits, certified, in up to four rounds; then the sketch, or bisection if shares are of no use.
+    """Find all culprits, certified, in up to four rounds; then by the sketch, or by bisection if shares are not exact.
 
     ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
@@ -345,5 +345,5 @@ def auto(task: Task) -> SearchResult:
 
 
 def share(task: Task) -> SearchResult:
-    """One round of shares along the gradient, and its certificate."""
+    """Search one round of shares along the gradient, and certify it."""
     return _AutoSearch(task).run(1, has_last_resort=False)

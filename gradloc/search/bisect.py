@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published search: global -> micro-batch -> rank -> token, halving what is over its threshold.
+"""The published search: global -> micro-batch -> rank -> token, halving each part that is over its threshold.
 
 Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 6. A part's probe measures a sum over its
 tokens; its threshold, tau times the L2 norm of their weights in the loss, is the published one times the part's weight.

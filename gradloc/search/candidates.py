@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which spans of tokens may be culprits, by shares, coefficients and the sketch.
+"""Propose the spans of tokens that may be culprits, by shares, coefficients and the sketch.
 
 Each rank looks at its own tokens. Then all ranks' candidates are merged, so that every rank goes on with the same list.
 Only a few numbers per candidate travel, and no more than some dozens of candidates per rank.
@@ -15,18 +15,21 @@ from dataclasses import replace
 
 import torch
 
+from ..core.history import UNUSUAL
 from ..core.tracker import median_size
 from .share import ShareMap, shrunk
-from .task import Span, Task
+from .task import CULPRIT_SHARE, Span, Task
 
-_MAX_HINTS = 2  # tokens that are verified though no share names them
-MUCH = 0.5  # of R: what carries less leaves most of it to others
+MAX_MISSES = 2
+"""Backwards that may prove nothing: of tokens that no share names, and of candidates in a row, since those behind them
+are quieter still."""
 _MAX_SENT = 64  # candidates per rank
 _MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
 _NEARLY_ALL = 0.9  # of what a row carries, or of its tokens
-_FEW = 3  # tokens of a row: if they alone carry it, it is they and not the row
+FEW = 3
+"""Culprits that are looked at one by one: if so few tokens carry a row it is they and not the row, and the norms of so
+few are measured though their bounds name them."""
 _USUAL = 0.6  # of the rows pull less than the usual one: two fifths may be culprits
-STRONG = 3.0  # times usual: the loss pulls such a token more than others
 TINY = 1e-300  # instead of a weight, or a usual square, of 0
 
 _Found = tuple[float, int, int, int, str, float]
@@ -34,16 +37,16 @@ _Found = tuple[float, int, int, int, str, float]
 
 
 def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans whose share makes them culprits, loudest first; then tokens that take a backward to prove: those with the
-    largest coefficients and, where there is no span, the loudest."""
+    """Return spans whose share makes them culprits, loudest first; then tokens that a backward has to prove: those with
+    the largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
     found = by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
         similar = alike(task, shares, named)
-        found = similar if carried(task, shares, similar) > MUCH * shares.square else []
-    if found and shares.is_exact and task.prober.step.num_micro_batches <= _MAX_HINTS:
+        found = similar if carried(task, shares, similar) > shares.square / 2 else []
+    if found and shares.is_exact and task.prober.step.num_micro_batches <= MAX_MISSES:
         return found  # a further round of so few costs hardly more than the hints' backwards
-    hints = by_coefficient(task, _MAX_HINTS, [*named, *found])
+    hints = by_coefficient(task, MAX_MISSES, [*named, *found])
     if found or not is_read:
         return found + hints
     sizes = [part.abs() for part in shares.products]
@@ -51,11 +54,11 @@ def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
 
 
 def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Spans with at least a culprit's norm, by Cauchy-Schwarz and after taking off the noise, loudest first.
+    """Return spans with at least a culprit's norm, by Cauchy-Schwarz and after subtracting the noise, loudest first.
 
     :func:`spans_in` decides what of a row is a span. Tokens that are ``named`` already read 0.
     """
-    norm, strong = shares.square**0.5, STRONG * usual_pulls(task)[0]
+    norm, strong = shares.square**0.5, UNUSUAL * usual_pulls(task)[0]
     carried_by_row = _over_rows(
         task, lambda: [float(values.sum().abs()) for _, _, (values,) in rows_of(task, shares.products.__getitem__)]
     )
@@ -67,7 +70,7 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
         for index, first, (products, doubts, pulls) in rows_of(task, *values):
             counted = pulls[pulls > 0]
             is_strong = 0 < strong and float((counted >= strong).sum()) >= _NEARLY_ALL * max(len(counted), 1)
-            least_run = max(task.culprit_norm, STRONG * typical)
+            least_run = max(task.culprit_norm, UNUSUAL * typical)
             for start, end in spans_in(products / norm, doubts / norm, is_strong, task.culprit_norm, least_run):
                 bound = _bound(products[start:end] / norm, doubts[start:end] / norm)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
@@ -77,8 +80,8 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
 
 
 def alike(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
-    """Tokens that are culprits if gradients are orthogonal: then ||g||^2 = <g, R>. Of n that are alike each has a bound
-    of 1 / sqrt(n) of its norm."""
+    """Return tokens that are culprits if gradients are orthogonal: then ||g||^2 = <g, R>. The bound of each of n equal
+    tokens is 1 / sqrt(n) of its norm."""
     least, per_norm = task.culprit_norm**2, shares.square**-0.5
     found = by_value(task, shares.products.__getitem__, least, named, per_norm)
     return [replace(token, threshold=least * per_norm) for token in found]
@@ -97,8 +100,8 @@ def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
 
 
 def pulls_of(task: Task) -> list[torch.Tensor]:
-    """How much the loss pulls each token of this rank: |c_t| + |e_t| over the token's weight in the loss, float64
-    (B, T). A likelihood pulls with 1, a policy's loss with the advantage, however rows are averaged."""
+    """Return how much the loss pulls each token of this rank: |c_t| + |e_t| over the token's weight in the loss,
+    float64 (B, T) of each micro-batch."""
     found = []
     for index, readout in enumerate(task.readouts(())):
         weights = task.prober.step.token_weights(index).abs().double()
@@ -107,8 +110,8 @@ def pulls_of(task: Task) -> list[torch.Tensor]:
 
 
 def usual_pulls(task: Task) -> tuple[float, float]:
-    """That of a row which two fifths of all ranks' rows surpass, by their medians: if more are off, the batch is. And
-    how large it may be, since rows are few: two standard errors of their rank further up."""
+    """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is; and
+    how large that may be by chance, since rows are few: two standard errors of its rank further up."""
 
     def local() -> list[float]:
         return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, pulls_of(task).__getitem__)]
@@ -120,7 +123,7 @@ def usual_pulls(task: Task) -> tuple[float, float]:
 
 
 def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:
-    """A number of each row of all ranks, those over 0 alone, rising."""
+    """Gather a number of each row of all ranks, and return those over 0, rising."""
     ranks = task.prober.ranks
     return sorted(number for part in ranks.gather(ranks.run_local_synced(local)) for number in part if number > 0)
 
@@ -132,7 +135,7 @@ def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
 
 
 class _Held:
-    """Which tokens some spans hold, without a list of the tokens."""
+    """The tokens of some spans, without a list of them."""
 
     def __init__(self, spans: Sequence[Span]):
         self._at: dict[tuple[int, int], list[Span]] = {}
@@ -148,7 +151,7 @@ class _Held:
 def by_value(
     task: Task, value: Callable[[int], torch.Tensor], least: float, named: Sequence[Span], bound: float = 0.0
 ) -> list[Span]:
-    """Tokens whose ``value``, (B, T) of a micro-batch, is at least ``least``, largest first, without those ``named``.
+    """Return tokens whose ``value``, (B, T) of a micro-batch, is at least ``least``, largest first, without ``named``.
 
     A value times ``bound`` is a lower bound on the token's norm; 0 makes hints.
     """
@@ -159,7 +162,7 @@ def by_value(
 def _largest(
     task: Task, value: Callable[[int], torch.Tensor], most: int, least: float = 0.0, bound: float = 0.0
 ) -> list[_Found]:
-    """The tokens of this rank with the most of a value, so many of each micro-batch."""
+    """Return this rank's tokens with the largest values, at most ``most`` of each micro-batch."""
     found = []
     for index in range(task.prober.step.num_micro_batches):
         values = value(index)[task.prober.step.token_mask(index)]
@@ -171,12 +174,12 @@ def _largest(
 
 
 def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
-    """Hints: at most so many tokens whose coefficient would make them culprits if their log-prob gradients were typical
-    ones, without those ``named``.
+    """Return hints: at most ``most`` tokens whose coefficients would make them culprits if their log-prob gradients
+    were typical ones, without those ``named``.
 
-    |c_t| (1 - p_t) stands for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
+    |c_t| (1 - p_t) is taken for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
     with the root of its sum of squares. A culprit has a quarter of the norm or more, hence a sixteenth of the sum of
-    squares of those no louder. Needs no forward, and sees pairs that cancel in the gradient.
+    squares of those no louder. This needs no forward, and shows pairs that cancel in the gradient.
     """
     prober, mask = task.prober, task.prober.step.token_mask
 
@@ -192,14 +195,14 @@ def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
     for size, candidate in _merge_sized(task, lambda: _largest(task, sizes.__getitem__, count)):
         rest -= size**2  # loudest first, so the rest is that of tokens no louder
         if not held.parts(candidate):
-            if 16 * size**2 < rest or len(kept) == most:
+            if (size / CULPRIT_SHARE) ** 2 < rest or len(kept) == most:
                 break
             kept.append(candidate)
     return kept
 
 
 def non_finite(task: Task) -> list[Span]:
-    """Spans whose coefficients are NaN or inf; takes no forward.
+    """Return spans whose coefficients are NaN or inf; takes no forward.
 
     If a row's log-probs are not finite, one span reaches from the first to the last of them: attention passes a NaN on
     to all later tokens. If only its loss is not, each token is a span, unless all of the row's tokens are.
@@ -223,7 +226,7 @@ def non_finite(task: Task) -> list[Span]:
 
 
 def rows_of(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """(micro_batch, index of the row's first token, its values at response tokens), without empty rows."""
+    """Yield (micro_batch, index of the row's first token, its values at response tokens), without empty rows."""
     for index in range(task.prober.step.num_micro_batches):
         first = 0
         for mask, *rows in zip(task.prober.step.token_mask(index), *(value(index) for value in values), strict=True):
@@ -233,19 +236,19 @@ def rows_of(task: Task, *values: Callable[[int], torch.Tensor]) -> Iterator[tupl
 
 
 def _found(size: float, index: int, start: int, end: int, length: int, bound: float = 0.0) -> _Found:
-    """A candidate of this rank, in a row of this many tokens."""
+    """Make a candidate of this rank, in a row of ``length`` tokens."""
     span = "token" if end - start == 1 else "sequence" if end - start == length else "segment"
     return size, index, start, end, span, bound
 
 
 def _merge(task: Task, local: Callable[[], list[_Found]], named: Sequence[Span]) -> list[Span]:
-    """All ranks' candidates, largest first, without those that are named already as a whole."""
+    """Merge all ranks' candidates, largest first, without those that are named already as a whole."""
     held = _Held(named)
     return [candidate for _, candidate in _merge_sized(task, local) if held.parts(candidate) < candidate.size]
 
 
 def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[float, Span]]:
-    """The largest candidates of all ranks, the same on every rank: at most ``_MAX_KEPT``."""
+    """Merge the largest candidates of all ranks, the same on every rank: at most ``_MAX_KEPT``."""
     ranks, most = task.prober.ranks, max(_MAX_SENT, 2 * task.max_culprits)
 
     def largest() -> list[_Found]:
@@ -267,7 +270,7 @@ def _order(found: _Found) -> tuple:
 def spans_in(
     values: torch.Tensor, errors: torch.Tensor, is_strong: bool, least: float, least_run: float
 ) -> list[tuple[int, int]]:
-    """Intervals [start, end) of one row's tokens that are worth naming.
+    """Return the intervals [start, end) of one row's tokens that are worth naming.
 
     The whole row, if the loss pulls nearly all of it more and it is a culprit without its loudest few; its loud tokens,
     neighbours together; or, where none is loud, the shortest run that carries nearly all.
@@ -277,10 +280,10 @@ def spans_in(
         errors: how far each may be off by chance, (n,).
         is_strong: whether the loss pulls nearly all of the row more than usual.
         least: the least norm of a culprit.
-        least_run: the same of a row without a loud token; more, where every row carries much.
+        least_run: the least norm of a run in a row without a loud token; more, where every row carries much.
     """
     quiet = torch.ones(len(values), dtype=torch.bool)
-    quiet[values.abs().topk(min(_FEW, len(values))).indices] = False
+    quiet[values.abs().topk(min(FEW, len(values))).indices] = False
     if is_strong and _bound(values[quiet], errors[quiet]) >= least:
         return [(0, len(values))]
     is_loud = shrunk(values, errors).abs() >= least
@@ -295,12 +298,12 @@ def spans_in(
 
 
 def _bound(values: torch.Tensor, errors: torch.Tensor) -> float:
-    """Lower bound on the norm of some tokens' gradient. Independent errors add up as a root."""
+    """Return a lower bound on the norm of some tokens' gradient. Independent errors add up as a root."""
     return float(shrunk(values.sum(), torch.linalg.vector_norm(errors)).abs())
 
 
 def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """The longest runs [start, end) of what is set."""
+    """Yield the longest runs [start, end) of flags that are set."""
     end = 0
     for is_set, group in itertools.groupby(flags):
         start, end = end, end + len(list(group))
@@ -309,7 +312,7 @@ def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _window(values: torch.Tensor) -> tuple[int, int]:
-    """The shortest run [start, end) that carries nearly all of the sum; the whole row if that takes more than half."""
+    """Return the shortest run [start, end) that carries nearly all of the sum; the whole row if it takes over half."""
     sums = torch.cat([values.new_zeros(1), values.cumsum(0)]).mul(values.sum().sign())
     for length in range(1, len(values) // 2 + 1):
         carried = sums[length:] - sums[:-length]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would have healed the step: its norm under other settings, measured by one pass each (docs/cures.md).
+"""Measure the step's norm under other settings, to find one that would have healed it (docs/cures.md).
 
-Which settings are tried follows from their coefficients alone, which cost no forward. With s_t a token's share of the
-gradient G and r_t what a setting makes of its coefficient, the step's gradient under it, G', has <G', G> / ||G||^2 =
-sum of r_t s_t, so its norm is at least that part of G's. What cannot come under the threshold is not tried.
+Coefficients alone, which cost no forward, decide which settings are tried. With s_t a token's share of the gradient G
+and r_t its coefficient's ratio under a setting, the step's gradient under it, G', has <G', G> / ||G||^2 = sum of
+r_t s_t, so its norm is at least that part of G's. A setting that cannot come under the threshold is not tried.
 """
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..core.certificate import fullest, judge, recompute
+from ..core.certificate import CERTAIN, fullest, judge, recompute
 from ..core.gradients import Gradient
 from ..core.host_step import HostStep, to_host
 from ..core.ranks import Ranks
@@ -22,7 +22,7 @@ from ..core.step import MASK, NUM_TOKENS, Groups, Recorded
 from ..explain.advice import options_of
 from ..explain.cures import MILDEST_FIRST, OF_BATCH, OF_MASK, loss_settings
 from ..record import Cured
-from .share import CERTAIN, ShareMap
+from .share import ShareMap
 from .task import SearchResult, Task
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,11 @@ class Candidate:
     settings: Mapping[str, Any]
     is_of_batch: bool
     num_tokens: float = 0.0
-    """Of all ranks, where it takes some out of the loss; else 0."""
+    """Tokens left in the loss, of all ranks, where the setting takes some out; else 0."""
 
     def records(self, step: Any, groups: Groups | None, micro_batches: Sequence[int]) -> dict[int, Recorded]:
-        """What this rank's micro-batches would have left under it: :meth:`..core.step.LossReplay.recorded_under`."""
+        """Return what this rank's micro-batches would have recorded under this setting, see
+        :meth:`..core.step.LossReplay.recorded_under`."""
         if not self.is_of_batch:
             return {index: step.recorded_under(index, self.settings) for index in micro_batches}
         more = {NUM_TOKENS: torch.tensor(self.num_tokens)} if self.num_tokens else {}
@@ -52,8 +53,8 @@ class Candidate:
 
 
 def candidates(step: HostStep, ranks: Ranks, groups: Groups | None = None) -> list[Candidate]:
-    """What may be tried on this step, the mildest first; the same on every rank. All call this together. A trainer that
-    cannot ask its own loss has none."""
+    """Return the settings that may be tried on this step, the mildest first; the same on every rank. All call this
+    together. A trainer that cannot replay its own loss has none."""
     options = ranks.run_local_synced(lambda: _local_candidates(step, groups))
     masking = {option.name for option in options} & set(OF_MASK)
     if not masking:
@@ -90,7 +91,7 @@ def _local_candidates(step: HostStep, groups: Groups | None) -> list[Candidate]:
 
 
 def records_under(step: HostStep, ranks: Ranks, name: str, groups: Groups | None) -> dict[int, Recorded]:
-    """What this rank's micro-batches would have left under a setting that :func:`candidates` gives, by its name. All
+    """Return what this rank's micro-batches would have recorded under one of the :func:`candidates`, by its name. All
     ranks call this together."""
     (option,) = (option for option in candidates(step, ranks, groups) if option.name == name)
     return ranks.run_local_synced(lambda: option.records(step, groups, range(step.num_micro_batches)))
@@ -98,23 +99,39 @@ def records_under(step: HostStep, ranks: Ranks, name: str, groups: Groups | None
 
 @dataclass(frozen=True)
 class _Outlook:
-    """What a candidate's coefficients alone tell, over all ranks."""
+    """A forecast from a candidate's coefficients alone, over all ranks."""
 
     changed: float
-    """Share of the tokens whose coefficient is another one."""
+    """The share of tokens whose coefficient changes."""
     is_finite: bool
     left: float
-    """Of the gradient, at least, by the shares; or by the coefficients' size."""
+    """The least part of the gradient that remains, by the shares; or by the coefficients' size."""
     surely_left: float
-    """The same less three standard errors; 0 where the shares are no measure."""
+    """:attr:`left` less three standard errors; 0 where shares are not trusted."""
+
+
+class _Sums(NamedTuple):
+    """Sums over tokens, of one rank or of all."""
+
+    failed: float = 0.0
+    """Ranks whose loss cannot be replayed under the setting."""
+    num_tokens: float = 0.0
+    num_changed: float = 0.0
+    num_bad: float = 0.0
+    """Tokens whose coefficient under the setting is not finite."""
+    square: float = 0.0
+    """Sum of squared coefficients under the setting."""
+    square_before: float = 0.0
+    carried: float = 0.0
+    """r_t <g_t, G>."""
 
 
 def try_cures(task: Task, result: SearchResult, groups: Groups | None, max_cures: int) -> list[Cured] | None:
     """Measure settings, most likely first, until one heals the step. All ranks call this together.
 
     Returns:
-        The measured, and those that a glance at their coefficients has settled; most useful first. None on a rehearsal,
-        and where there is nothing to try.
+        Settings that were measured, and those that their coefficients have settled; most useful first. None on a
+        rehearsal, and where there is nothing to try.
     """
     spike, threshold = task.spike, task.spike.threshold
     step, was_finite = task.prober.step, math.isfinite(spike.grad_norm)
@@ -157,7 +174,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
             prober.ranks.run_local_synced(lambda: option.records(prober.step, groups, micro_batches))
         )
 
-    def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, beside the rest
+    def can_afford(num_probes: int) -> bool:  # replays hold two gradients more, and the rest
         return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
 
     norm, bound, _ = recompute(prober, compute, lambda: fullest(prober, []), threshold, can_afford)
@@ -179,7 +196,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
 def _outlooks(
     task: Task, options: Sequence[Candidate], shares: ShareMap | None, groups: Groups | None
 ) -> list[_Outlook | None]:
-    """Of each; None where some rank's loss cannot be asked so."""
+    """Return each option's outlook; None where some rank's loss cannot be replayed under it."""
     step, ranks = task.prober.step, task.prober.ranks
 
     def local() -> list[float]:
@@ -191,23 +208,23 @@ def _outlooks(
         return [number for option_sums in sums for number in option_sums]
 
     numbers = torch.tensor(ranks.sum(ranks.run_local_synced(local)), dtype=torch.float64).view(len(options), -1)
-    return [_outlook(row.tolist(), shares) for row in numbers]
+    return [_outlook(_Sums(*row.tolist()), shares) for row in numbers]
 
 
-def _outlook(sums: Sequence[float], shares: ShareMap | None) -> _Outlook | None:
-    failed, num_tokens, num_changed, num_bad, square, square_before, carried = sums
-    if failed:
+def _outlook(sums: _Sums, shares: ShareMap | None) -> _Outlook | None:
+    if sums.failed:
         return None
-    left = math.sqrt(square / square_before) if square_before > 0 and math.isfinite(square_before) else 1.0
+    before = sums.square_before
+    left = math.sqrt(sums.square / before) if before > 0 and math.isfinite(before) else 1.0
     surely = 0.0
     if shares is not None and shares.is_trusted:
-        left = abs(carried) / shares.square
+        left = abs(sums.carried) / shares.square
         surely = max(left - CERTAIN * shares.closure_error, 0.0)
-    return _Outlook(num_changed / max(num_tokens, 1), num_bad == 0, left, surely)
+    return _Outlook(sums.num_changed / max(sums.num_tokens, 1), sums.num_bad == 0, left, surely)
 
 
 def _records(step: HostStep, option: Candidate, groups: Groups | None) -> list[Recorded]:
-    """Of this rank's micro-batches; none where the loss cannot be asked so."""
+    """Return the records of this rank's micro-batches; none where the loss cannot be replayed under the option."""
     try:
         return [*option.records(step, groups, range(step.num_micro_batches)).values()]
     except Exception as error:
@@ -218,11 +235,9 @@ def _records(step: HostStep, option: Candidate, groups: Groups | None) -> list[R
 def _sums(
     step: HostStep, under: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], shares: ShareMap | None
 ) -> list[float]:
-    """This rank's sums: whether it failed, tokens, those changed, those not finite, squares of the coefficients under
-    the setting and as they were, and the sum of r_t <g_t, G>. ``under``: of each micro-batch, the coefficients of
-    log-probs and entropies under the setting, (B, T)."""
-    sums = torch.zeros(7, dtype=torch.float64)
-    sums[0] = not under
+    """Return this rank's :class:`_Sums`. ``under``: of each micro-batch, the coefficients of log-probs and entropies
+    under the setting, (B, T)."""
+    sums = torch.tensor(_Sums(failed=float(not under)), dtype=torch.float64)
     for index, coefficients in enumerate(under):
         mask, own = step.token_mask(index), step.recorded(index)
         before = (own.log_prob_coefficient, own.entropy_coefficient)
@@ -231,18 +246,15 @@ def _sums(
         new, old = (torch.stack(both) for both in zip(*pairs, strict=True))
         leading = old.abs().nan_to_num(nan=math.inf).argmax(0, keepdim=True)
         ratio = (new.gather(0, leading) / old.gather(0, leading)).squeeze(0).nan_to_num(0.0, 0.0, 0.0)
-        sums[1] += mask.sum()
-        sums[2] += changed.sum()
-        sums[3] += (~new.isfinite()).any(0).sum()
-        sums[4] += new.square().sum()
-        sums[5] += old.square().sum()
-        if shares is not None:
-            sums[6] += (shares.products[index][mask].double() * ratio).sum()
+        left = 0.0 if shares is None else (shares.products[index][mask].double() * ratio).sum()
+        bad = (~new.isfinite()).any(0)
+        numbers = mask.sum(), changed.sum(), bad.sum(), new.square().sum(), old.square().sum(), left
+        sums += torch.tensor(_Sums(0.0, *map(float, numbers)), dtype=torch.float64)
     return sums.tolist()
 
 
 def _pair(new: torch.Tensor | None, old: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both on the host, float64 (tokens,); zeros where the loss does not reach the output."""
+    """Return both on the host, float64 (tokens,); zeros where the loss does not reach the output."""
     zeros = torch.zeros(int(mask.sum()), dtype=torch.float64)
     first, second = (zeros if each is None else each[mask].double() for each in (new, old))
     return first, second

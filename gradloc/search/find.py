@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Localize one spike: ask what else may have made it, search its tokens, certify.
 
-Whatever happens, the training gradient and the random state are put back bit for bit, so the run goes on as if nobody
-had looked.
+Whatever happens, the training gradient and the random state are put back bit for bit, so the run goes on as without a
+search.
 """
 
 import math
@@ -21,7 +21,7 @@ from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
 from .bisect import bisect
 from .cures import try_cures
-from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, STRATEGIES, Limit
+from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, PROBE, STRATEGIES, Limit
 from .overflow import in_training_unit, rescaled
 from .sketch import sketch
 from .step_causes import (
@@ -38,12 +38,11 @@ from .task import SearchResult, Task
 Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
 _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
 
-_FREE = 3  # f: one micro-batch of an earlier step, which a search is not to miss
+
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
-"""What may have made a spike instead of its tokens, and yet be the loss's doing."""
+"""Causes that are not tokens and yet come from the loss, so that its settings may heal them."""
 _AFTER_BACKWARD = ("gradient_changed", "gradient_scaled")
-_REHEARSAL_SHARE = 0.5  # a rehearsal's bisection opens parts with half of the norm that their weight predicts, or more
 
 
 def localize(
@@ -81,7 +80,7 @@ def localize(
         budget: limit of ``bisect`` in probes, its only one; the certificate is not counted.
         max_culprits: stop after this many.
         reruns: run the spike again first, and search nothing if it does not come back.
-        max_cures: measure so many other settings at most; 0: none, and nothing of them is looked at.
+        max_cures: the most other settings to measure; 0: none, nor are their coefficients computed.
         groups: how the batch's advantages were made, for settings that change them.
         judge: finds which link broke, and gives a result where that is not the batch; None: the batch is taken for it.
     """
@@ -157,7 +156,8 @@ def _link(
     cost, started = task.prober.cost, time.perf_counter()
     found = judge(task)
     spent, seconds = task.prober.cost - cost, time.perf_counter() - started
-    task.limit.allow(min(spent, _FREE), seconds * min(_FREE / max(spent, 1), 1.0))
+    # one micro-batch of an earlier step, which a search is not to miss
+    task.limit.allow(min(spent, PROBE), seconds * min(PROBE / max(spent, 1), 1.0))
     return found
 
 
@@ -171,7 +171,7 @@ def _fault_with(result: SearchResult, found: Fault | None) -> Fault | None:
 
 
 def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certificate:
-    """A certificate that leaves the verdict open, since a part of the gradient was no part of the search."""
+    """Leave a certificate's verdict open, since a part of the gradient was not searched."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     why = (
         f"the gradient of {names[0]}{more}, of norm {outside:.3g}, is no part of the search: behind the last hidden "
@@ -192,9 +192,9 @@ def _with_error(found: Certificate, error: float) -> Certificate:
 
 
 def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:
-    """Micro-batches with an unlikely culprit that the loss makes likelier.
+    """Return the micro-batches with an unlikely culprit that the loss makes likelier.
 
-    Its entropy tells whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises
+    Its entropy shows whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises
     the log-prob, since the step goes against the gradient.
     """
     holders = sorted({token.micro_batch for token in result.tokens})
@@ -215,10 +215,10 @@ def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[i
 
 
 def _rehearsal_tau(spike: Spike, step: HostStep, ranks: Ranks) -> float:
-    """tau for a step without a threshold: half of the norm per unit of the tokens' weight; 1 without any weight."""
+    """Return tau for a step without a threshold: half of the norm per unit of the tokens' weight; 1 without weight."""
 
     def local() -> float:
         return sum(step.token_weights(i).double().square().sum().item() for i in range(step.num_micro_batches))
 
     weight_norm = ranks.sum([ranks.run_local_synced(local)])[0] ** 0.5
-    return _REHEARSAL_SHARE * spike.grad_norm / weight_norm if weight_norm > 0 else 1.0
+    return spike.grad_norm / (2 * weight_norm) if weight_norm > 0 else 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search may cost, and the settings' defaults. Imports no torch: ``gradloc-report check`` asks before a run."""
+"""Limits on a search's cost, and the settings' defaults. Imports no torch, since ``gradloc-report check`` reads it."""
 
 import math
 import time
@@ -14,6 +14,8 @@ MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
 MAX_CURES = 2
 """Default: settings measured for one spike."""
 
+PROBE = 3
+"""The cost of a forward of one micro-batch and its backward, which counts as two, in f."""
 _MICRO_BATCHES = 16  # the published budget is enough for this many
 _LEAST_SECONDS = 2.0  # an update counts as at least this long: on a toy model all is overhead, and no time is lost
 _LEAST_UPDATE = 10  # f: an update of one or two micro-batches counts as this much, since a culprit costs the same there
@@ -21,7 +23,7 @@ _LEAST_BISECTION_SECONDS = 60.0  # a bisection may always take this long: its bu
 
 
 class Limit:
-    """What a search may cost: some of this run's own updates, in passes and in time, or the published budget.
+    """The most that a search may cost: some of this run's own updates, in passes and in time, or the published budget.
 
     Costs are in f, a forward of one micro-batch; an update of M micro-batches is 3 M f, and counts as 10 f at least.
 
@@ -36,14 +38,14 @@ class Limit:
     def __init__(
         self, num_micro_batches: int, max_steps: float, update_seconds: float | None = None, budget: int | None = None
     ):
-        update = 3 * num_micro_batches
+        update = PROBE * num_micro_batches
         least = max(update, _LEAST_UPDATE)
         self.most: float = max_steps * least
-        """In f."""
+        """The limit in f."""
         self.seconds = max_steps * max(least / update * (update_seconds or math.inf), _LEAST_SECONDS)
         self._by_time = self.words = f"what search.max_steps={max_steps:g} allows is spent"
         if budget:
-            self.most = 3 * budget * max(1.0, num_micro_batches / _MICRO_BATCHES)
+            self.most = PROBE * budget * max(1.0, num_micro_batches / _MICRO_BATCHES)
             self.seconds = max(self.seconds, _LEAST_BISECTION_SECONDS)
             self.words = f"the budget of {budget} probes was used up"
         self._is_published = budget is not None
@@ -55,7 +57,7 @@ class Limit:
         self._started += seconds
 
     def left(self, prober: "Prober", certificate: int, counts_time: bool = True) -> float:
-        """What may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
+        """Return what may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
 
         Args:
             prober: whose cost counts.

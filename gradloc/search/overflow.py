@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm that overflowed though every coefficient is finite, as with an advantage of 1e22: searched in another unit.
+"""Search a spike whose norm overflowed though every coefficient is finite, as with an advantage of 1e22.
 
-docs/method.md, section 7. A unit that is a power of two changes no digit. Only the certificate is measured in
-training's own unit, since a healthy gradient divided by 1e37 would leave float32's range at its other end.
+All norms are divided by a power of two, the *unit*, which changes no digit (docs/method.md, section 7). Only the
+certificate is measured in training's own unit, since a healthy gradient divided by 1e37 would underflow.
 """
 
 import math
@@ -36,7 +36,7 @@ class RescaledTask(Task):
         return super().coefficients([*self.known, *without])
 
     def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
-        """As in training's unit, where the norm was not finite; if it still is not, in this one."""
+        """Certify in training's unit, where the norm was not finite; if it still is not, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit
         culprits = [*tokens_of(self.known), *culprits]
@@ -57,10 +57,11 @@ class RescaledTask(Task):
 
 
 def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
-    """The same spike in another unit if its coefficients alone made its norm overflow; else None.
+    """Return the spike in a unit in which its gradient is finite, if its coefficients alone made its norm overflow;
+    else None.
 
-    All ranks call this together. One pass over the micro-batches, and only where a coefficient is that large. What is
-    ``known`` is left out.
+    All ranks call this together. Takes one pass over the micro-batches, and only where a coefficient is that large.
+    ``known`` spans are left out.
     """
     prober, step = task.prober, task.prober.step
 
@@ -91,7 +92,7 @@ def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
 
 
 def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
-    """What was found, with norms as training has them."""
+    """Return the result with norms in training's unit."""
     assert task.original is not None
     unit, found = task.unit, result.certificate
     task.prober.step.rescale(1.0)
@@ -105,7 +106,7 @@ def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
 
 
 def _times(unit: float, found: Any) -> Any:
-    """A dataclass with its norms times this, and squares and products of gradients times the square of it."""
+    """Multiply the norms of a dataclass by ``unit``, and its squares and products of gradients by ``unit`` squared."""
 
     def scaled(value: Any, factor: float) -> Any:
         if isinstance(value, list):

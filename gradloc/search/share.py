@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.certificate import CERTAIN
 from ..core.gradients import Gradient
 from ..core.precision import TF32_UNIT, UNITS, NoFloat32
 from ..core.probe import Prober
@@ -35,15 +36,15 @@ _ROUNDING = 64.0  # unit roundoffs that a forward's log-odds may be off by: 0.25
 _CURVATURE = 0.2  # closure's error over the squared response: 0.01 was measured with 135M weights, 1 with 60k
 _LEAST_RESPONSE = 0.05  # log-odds: a shorter step of 135M weights is near the last place of a float32
 _FINE = 0.02  # of closure: an error that is not worth another step
-_TOO_FAR = 2.0  # times the response that is aimed at: beyond it curvature's error is four times as large
+
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
-CERTAIN = 3.0  # standard errors: the least that counts as beyond chance
+
 FAR = 3.0  # a factor: a gradient in half precision differs from the function's own by less
 _LAST_PLACES = 2.0**-20  # error of a log-prob in float32: a few units of logits near 10
-_LEAST_REST = 2.0**-24  # the smallest 1 - p that float32 tells from 0
+_LEAST_REST = UNITS[torch.float32]  # the smallest 1 - p that float32 distinguishes from 0
 
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By micro-batch its tokens' <g_t, R> and their standard errors, float64 (B, T) each."""
+"""Tokens' <g_t, R> and their standard errors by micro-batch, float64 (B, T) each."""
 
 
 @dataclass
@@ -61,9 +62,9 @@ class ShareMap:
     noise: float
     """Standard error of closure: the root of the sum of all tokens' squared errors."""
     unseen: float
-    """About the part of ||R||^2 in micro-batches that were not read, by their norms; 0 if all were."""
+    """An estimate of the part of ||R||^2 in micro-batches that were not read, by their norms; 0 if all were."""
     is_exact: bool
-    """Whether products are right to some digits. If not, as read in half precision, they say the order alone."""
+    """Whether products are right to some digits. If not, as read in half precision, only their order is."""
     num_tokens: int
     """Tokens with a coefficient, over all ranks."""
     step: float
@@ -72,12 +73,12 @@ class ShareMap:
     """The micro-batches that were read; products of the others are 0."""
 
     def shares(self, micro_batch: int) -> torch.Tensor:
-        """Share of R per token, float64 (B, T)."""
+        """Return the share of R per token, float64 (B, T)."""
         return self.products[micro_batch] / self.square
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the shares are exact and make up R, as far as half precision leaves a gradient as it is."""
+        """Whether the shares are exact and add up to R, within a factor for training's own half precision."""
         return self.is_exact and (self.unseen > 0 or 1 / FAR <= self.closure <= FAR)
 
     @property
@@ -86,13 +87,13 @@ class ShareMap:
         return math.hypot(self.noise, self.unseen)
 
     def doubt(self, micro_batch: int) -> torch.Tensor:
-        """How much of each product may be chance, float64 (B, T): about the largest of N normal draws."""
+        """Return how much of each product may be chance, float64 (B, T): about the largest of N normal draws."""
         chance = max(CERTAIN, math.sqrt(2 * math.log(max(self.num_tokens, 2))))
         return chance * self.errors[micro_batch]
 
 
 def shrunk(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """Values moved towards 0 by their errors, and not beyond."""
+    """Move values towards 0 by their errors, and not beyond."""
     return values.sign() * (values.abs() - errors).clamp(min=0.0)
 
 
@@ -168,16 +169,16 @@ class ShareMeasurement:
         return self._combine(found, step)
 
     def _settled(self, weights: MovedWeights, step: float, part: list[int], is_first: bool) -> tuple[Found, float]:
-        """What these micro-batches read, and the step at which they did: this one, or a better one."""
+        """Read these micro-batches, at this step or a better one; returns what they read and the step."""
         found, response = self._read(weights, step, part)
         least = min(self.target / 4, self.rounding / _FINE) if is_first else 0.0
-        if response == 0 or least <= response <= _TOO_FAR * self.target:
+        if response == 0 or least <= response <= 2 * self.target:  # beyond it curvature's error is four times as large
             return found, step
         step *= min(max(self.target / response, 0.1), 10.0)  # an inf makes it a tenth
         return self._read(weights, step, part)[0], step
 
     def _read(self, weights: MovedWeights, step: float, part: list[int]) -> tuple[Found, float]:
-        """The legs' products and errors, and the largest response of all ranks."""
+        """Return the legs' products and errors, and the largest response of all ranks."""
         signs = (-1, 1) if self.at == -step else (1, -1)  # begin where the weights are: one move fewer
         legs = {sign: self._leg(weights, sign * step, part) for sign in signs}
         (plus, up), (minus, down) = legs[1], legs[-1]
@@ -207,7 +208,7 @@ class ShareMeasurement:
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
     ) -> tuple[dict[int, Outputs], float]:
-        """The outputs at this step, and <R, the weights' true move>."""
+        """Return the outputs at this step, and <R, the weights' true move>."""
         prober = self.prober
         if step != self.at:
             moved = weights.move(self.direction, step / self.scale)
@@ -215,7 +216,7 @@ class ShareMeasurement:
         return {index: forward_on_routes(prober, index) for index in micro_batches}, self.moved
 
     def _combine(self, found: Found, step: float) -> ShareMap:
-        """These products with those known before; totals over all ranks."""
+        """Join these products with those known before, and total them over all ranks."""
 
         def local() -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
             pairs = [found.get(index) or self._known(index) for index in range(len(self.readouts))]
@@ -245,7 +246,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def log_odds(log_prob: torch.Tensor) -> torch.Tensor:
-    """log p - log(1 - p) in float64. A p that float32 rounds to 1 counts as 1 - 2^-24, so it stays finite."""
+    """Return log p - log(1 - p) in float64. A p that float32 rounds to 1 counts as 1 - 2^-24, so it stays finite."""
     log_prob = log_prob.double()
     return log_prob - torch.log((-torch.expm1(log_prob)).clamp(min=_LEAST_REST))
 
@@ -272,11 +273,11 @@ class Readout:
         return self._log_prob.abs() if self._entropy is None else self._log_prob.abs() + self._entropy.abs()
 
     def scores(self, log_prob: torch.Tensor) -> torch.Tensor:
-        """Log-odds, or a critic's values as they are: float64 (B, T)."""
+        """Return log-odds, or a critic's values unchanged: float64 (B, T)."""
         return log_prob.double() if self._recorded.is_linear else log_odds(log_prob)
 
     def read(self, outputs: Outputs) -> torch.Tensor:
-        """l_t, the loss that each token adds up to a constant: float64 (B, T)."""
+        """Return l_t, the loss that each token adds, up to a constant: float64 (B, T)."""
         log_prob, entropy = outputs[:2]
         read = only(self.slope, self.scores(log_prob))
         if self._entropy is not None and entropy is not None:
@@ -284,18 +285,19 @@ class Readout:
         return read
 
     def error(self, off: float) -> torch.Tensor:
-        """Standard error of half a difference of two :meth:`read`, float64 (B, T), if log-odds are ``off`` by this."""
+        """Return the standard error of half a difference of two :meth:`read`, float64 (B, T), if log-odds are ``off``
+        by this much."""
         size = self.slope.abs() if self._entropy is None else self.slope.abs() + self._entropy.abs()
         return (off * size + _LAST_PLACES * self.weight) / 2**0.5
 
     def off(self, plus: Outputs, minus: Outputs) -> torch.Tensor:
-        """How far the middle of two legs is from training's score, of the tokens that count: 1D."""
+        """Return how far the middle of two legs is from training's score, for tokens with a slope: 1D."""
         middle = (self.scores(plus[0]) + self.scores(minus[0])) / 2
         return (middle - self.scores(self._recorded.readout)).abs()[self.slope != 0]
 
     def response(self, plus: Outputs, minus: Outputs) -> float:
-        """How far scores move: the most of any token that carries a notable part of the absolute total, else the mean
-        weighted by what tokens carry; inf if that is not finite."""
+        """Return how far scores move: the largest move of a token that carries a notable part of the absolute total,
+        else the mean weighted by what tokens carry; inf if that is not finite."""
         moves = (self.scores(plus[0]) - self.scores(minus[0])).abs()[self.slope != 0] / 2
         parts = self.slope[self.slope != 0].abs() * moves
         total = float(parts.sum())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token's gradient norm, from forwards at random weights: sees tokens that cancel (docs/method.md, section 5).
+"""Estimate every token's gradient norm from forwards at random weights, also of tokens that cancel.
 
 For v standard normal, what token t adds to the loss (:mod:`.share`) varies at theta + s v with variance s^2 ||g_t||^2,
-to first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian). So the sample variance
-over k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of freedom. What the forwards
-share, rounding and curvature, cancels.
+to first order, whatever other tokens do (Hutchinson's estimator on each row of the Jacobian; docs/method.md, section
+5). So the sample variance over k + 1 forwards, divided by s^2, is an unbiased estimate of ||g_t||^2 with k degrees of
+freedom. What the forwards share, rounding and curvature, cancels.
 
 Shapes: B rows of a micro-batch, T response positions.
 """
@@ -35,7 +35,7 @@ class NormSketch:
     """Estimated norm of every token's gradient."""
 
     norms: list[torch.Tensor]
-    """Per micro-batch float64 (B, T), this rank's tokens."""
+    """This rank's tokens by micro-batch, float64 (B, T)."""
     inflation: float
     """Factor from an estimate to its upper bound, for all tokens at once: sqrt(k / chi2_{k, delta / N})."""
 
@@ -60,7 +60,7 @@ def measure_norms(task: Task, without: Sequence[Span], num_directions: int = NUM
 
     def note(number: int, index: int, outputs: Outputs) -> None:
         value = readouts[index].read(outputs)
-        # Welford's running variance: the values are large beside their spread, so sums of squares would lose it
+        # Welford's running variance: the values are far larger than their spread, so sums of squares would lose it
         delta = value - means[index]
         means[index] += delta / (number + 1)
         squares[index] += delta * (value - means[index])
@@ -125,7 +125,7 @@ def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
 
 
 def _largest_left(task: Task, found: NormSketch, seen: Sequence[Span]) -> float:
-    """The largest estimate, over all ranks, of a token that is not in ``seen``."""
+    """Return the largest estimate, over all ranks, of a token that is not in ``seen``."""
     ranks = task.prober.ranks
 
     def local() -> float:
@@ -139,17 +139,16 @@ def _largest_left(task: Task, found: NormSketch, seen: Sequence[Span]) -> float:
 
 
 def _root_mean_count(task: Task) -> float:
-    """1 over the weights' root mean square: a step divided by this is relative to it. 1 for weights that are all 0."""
+    """Return 1 over the weights' root mean square, by which a step is relative to it; 1 for weights that are all 0."""
     square, count = task.prober.space.weight_square_and_count()
     return (count / square) ** 0.5 if square > 0 else 1.0
 
 
 def _chi2_quantile(k: int, probability: float) -> float:
-    """x with P(chi2_k <= x) = probability, at most 0.5: by bisection on the regularised incomplete gamma function."""
+    """Return x with P(chi2_k <= x) = probability, at most 0.5, by bisection on the regularised incomplete gamma."""
     half = torch.tensor(k / 2, dtype=torch.float64)
     low, high = 0.0, float(k)
-    for _ in range(200):
-        middle = (low + high) / 2
+    while low < (middle := (low + high) / 2) < high:  # until no float64 is between them
         below = float(torch.special.gammainc(half, torch.tensor(middle / 2, dtype=torch.float64)))
         low, high = (middle, high) if below < probability else (low, middle)
     return high

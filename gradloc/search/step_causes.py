@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Was it the tokens at all, and where in the model did it begin? What a search finds beside tokens.
+"""Check causes of a spike that are not its tokens, and find the module where a NaN or inf first appears.
 
 The checks cost far less than a search, and most of them are made before it: docs/method.md, "A spike that no token
 made", has them in their order.
 
-At last, of a gradient that is not finite: the module where NaN or inf first appears, forward or backward, by hooks
-during a replay of one micro-batch. Each module's output, and the gradient that comes back to it, is measured by its
-largest absolute value, which stays on the device until the end. The last values before the first that is not finite
-show whether numbers grew until they overflowed.
+For a gradient that is not finite, hooks during a replay of one micro-batch find the module where NaN or inf first
+appears, forward or backward. Each module's output, and the gradient that comes back to it, is measured by its largest
+absolute value, which stays on the device until the end. The last values before the first that is not finite show
+whether numbers grew until they overflowed.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..core.certificate import judge
+from ..core.certificate import REPLAY_TOLERANCE, judge
 from ..core.gradients import Gradient, GradientSpace, total_of
 from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
@@ -36,11 +36,11 @@ from .task import SearchResult, Task
 TRANSIENT = "the spike did not come back when its micro-batches were run again as they were"
 
 _STABLE = 1.5  # a factor: closures of two step sizes that are closer do not depend on the step
-_REPEATS = 0.1  # of the norm: two runs of the same micro-batches differ by less, however badly kernels repeat
+
 _MOST_NAMES = 8  # parameters, or positions, named in an event
 _SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
 _NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
-_NUM_BEFORE = 3  # modules told of before the first that is not finite
+_NUM_BEFORE = 3  # modules listed before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WAYS = ("forward", "backward")
 _WITH_NORM = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,14 +52,14 @@ def rerun(task: Task) -> Rerun:
     if not math.isfinite(spike.grad_norm):
         is_reproduced = not math.isfinite(norm)
     elif spike.threshold is None:
-        is_reproduced = difference <= _REPEATS
+        is_reproduced = difference <= REPLAY_TOLERANCE
     else:
         is_reproduced = not norm <= spike.threshold
     return Rerun(norm, difference if math.isfinite(difference) else math.nan, is_reproduced)
 
 
 def _again(task: Task) -> tuple[float, float]:
-    """(norm when all micro-batches are run again, how far that gradient is from the spike, as a part of its norm)"""
+    """Run all micro-batches again; returns the norm, and the distance from the spike over the spike's norm."""
     prober = task.prober
     prober.compute((index, None) for index in range(prober.step.num_micro_batches))
     norm = prober.space.norm()
@@ -82,7 +82,7 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
     again, norm = space.squares(), space.norm()
     prober.add(task.gradient, alpha=-1.0 / task.scale)
     prober.add(first, alpha=-1.0)
-    if not space.norm() <= _REPEATS * norm:
+    if not space.norm() <= REPLAY_TOLERANCE * norm:
         return StepCause("transient", TRANSIENT, numbers)
     given = space.squares(task.gradient) / task.scale**2
     ratios = (given / again.clamp(min=TINY)).sqrt()
@@ -100,7 +100,7 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
 
 
 def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None:
-    """Return what made the spike whatever the batch: replicas or weights that are broken, or a machine; else None.
+    """Return a cause that does not depend on the batch: broken replicas or weights, or a machine; else None.
 
     Args:
         task: the spike.
@@ -119,7 +119,7 @@ def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None
 
 
 def whole_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
-    """Return what made the spike, if the loss of the whole batch or of padding did; else None.
+    """Return the result if the loss of the whole batch or of padding made the spike; else None.
 
     ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
     """
@@ -127,7 +127,7 @@ def whole_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> Search
 
 
 def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
-    """Names of the parameters, trained or frozen, that hold a NaN or inf on any rank: one reduction."""
+    """Name the parameters, trained or frozen, that hold a NaN or inf on any rank: one reduction."""
     # packed 4-bit weights are integers, which are finite; of those in 8 bits torch has no norm
     floating = [(name, shard) for name, shard in space.named_weights() if shard.dtype in _WITH_NORM]
 
@@ -141,7 +141,7 @@ def non_finite_weights(space: GradientSpace) -> tuple[str, ...]:
 
 
 def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
-    """Names of the parameters, trained or frozen, whose replicas hold different weights.
+    """Name the parameters, trained or frozen, whose replicas hold different weights.
 
     All ranks call this together: one pass over the weights and one reduction, or nothing if there are no replicas. Two
     float64 sums per parameter are compared, of the weights and of their absolute values. One optimizer step that a
@@ -166,8 +166,8 @@ def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
 
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """The parameters with a notable part of a squared norm: first those furthest above what is ``usual`` in a gradient
-    that nothing is wrong with; without that the largest."""
+    """Return the parameters with a notable part of a squared norm: first those furthest above what is ``usual`` in a
+    sound gradient; without that the largest."""
     least = _NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
     order = sorted(kept, key=lambda name: -squares[name] / (max(usual[name], TINY) if usual else 1))
@@ -175,14 +175,14 @@ def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = N
 
 
 def _by_weights(task: Task, label: str, names: tuple[str, ...], verbs: tuple[str, str], what: str) -> SearchResult:
-    """The result if these parameters are the cause; ``verbs`` of a single one and of several."""
+    """Make the result for parameters that are the cause; ``verbs`` of a single one and of several."""
     why = f"{plural(len(names), 'parameter')} {verbs[len(names) > 1]} {what}"
     return _result(task, "weights", StepCause(label, why, {"parameters": len(names)}, names[:_MOST_NAMES]))
 
 
 def _padding(task: Task) -> SearchResult | None:
-    """The result if only positions outside of the response mask have coefficients that are not finite, and the gradient
-    without them is finite; else None."""
+    """Return the result if only positions outside of the response mask have coefficients that are not finite, and the
+    gradient without them is finite; else None."""
     prober = task.prober
     step, ranks = prober.step, prober.ranks
 
@@ -213,8 +213,8 @@ def _padding(task: Task) -> SearchResult | None:
 
 
 def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
-    """The result if the batch's median coefficient is unusual in this run, and the norm over that factor would be under
-    the threshold; else None."""
+    """Return the result if the batch's median coefficient is unusual in this run, and the norm over that factor would
+    be under the threshold; else None."""
     spike = task.spike
     if spike.threshold is None or "coefficient" not in typical:
         return None
@@ -233,7 +233,7 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
 
 
 def unsearched(task: Task, why: str) -> SearchResult:
-    """The result of a step that cannot be searched, for this reason: nothing is named, nothing explained."""
+    """Make the result of a step that cannot be searched, for this reason: nothing is named, nothing explained."""
     path = [PathEntry("replay", verdict="differs", note=why)]
     return SearchResult(path=path, stop_reason=why, certificate=nothing_found(task, why))
 
@@ -246,7 +246,7 @@ def fault_result(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResul
 
 
 def nothing_found(task: Task, reason: str) -> Certificate:
-    """The certificate if no token is named, for this reason."""
+    """Make the certificate without any token named, for this reason."""
     return replace(task.certify([]), reason=reason)
 
 
@@ -304,7 +304,7 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     known = None if task.reran is None else (task.reran.norm, task.reran.difference)
     norm, difference = _again(task) if known is None or None in known else known
     assert norm is not None and difference is not None
-    if difference > _REPEATS:
+    if difference > REPLAY_TOLERANCE:
         if known is not None and None not in known:
             _again(task)  # which leaves it in .grad
         return _not_reproduced(task, {"rerun_norm": norm, "rerun_difference": difference}), norm

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every strategy is given (:class:`Task`) and returns (:class:`SearchResult`)."""
+"""The input of every strategy (:class:`Task`) and its output (:class:`SearchResult`)."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +15,12 @@ from ..core.selection import Token
 from ..core.step import only
 from ..core.trigger import Spike
 from ..record import Certificate, Cured, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
-from .limit import Limit
+from .limit import PROBE, Limit
 from .share import Readout, ShareMap
 
-_SHARE_OF_THRESHOLD = 0.25
-"""A culprit has at least this part of the threshold. The largest healthy token has far less, and a token that alone
-lifts a healthy norm over the threshold has far more."""
+CULPRIT_SHARE = 0.25
+"""A culprit's norm is at least this part of the threshold. The largest healthy token has far less, and a token that
+alone lifts a healthy norm over the threshold has far more."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Task:
     gradient: Gradient
     """The training gradient, set aside: ``scale`` times the true one."""
     scale: float
-    """What clipping left of it, in (0, 1]."""
+    """The factor that clipping applied, in (0, 1]."""
     spike: Spike
     tau: float
     """The published threshold per token; only ``bisect`` uses it."""
     max_culprits: int
     limit: Limit
     increments: list[float] | None = None
-    """About the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
+    """An estimate of the norm of each micro-batch's own gradient, over all ranks; None if it was not tracked."""
     broken: int | None = None
     """A micro-batch whose gradient is known not to be finite; None if none is known."""
     reran: Rerun | None = None
@@ -53,10 +54,10 @@ class Task:
     @property
     def culprit_norm(self) -> float:
         """The least norm of a culprit's gradient."""
-        return _SHARE_OF_THRESHOLD * self.reference
+        return CULPRIT_SHARE * self.reference
 
     def suspects(self) -> list[int]:
-        """Micro-batches whose own gradient seems as large as a culprit's, largest first; all of them if none does."""
+        """Return the micro-batches whose own gradient seems as large as a culprit's, largest first, or else all."""
         sizes = self.increments or [0.0] * self.prober.step.num_micro_batches
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
         return [index for index in order if sizes[index] >= self.culprit_norm] or order
@@ -69,17 +70,18 @@ class Task:
         A pass over all micro-batches is kept back for the certificate, unless ``is_certificate``: this is it, or none
         will follow. A backward counts with its forward, as one probe. Without ``counts_time``, passes alone count.
         """
-        certificate = 0 if is_certificate else 3 * self.prober.step.num_micro_batches
-        return forwards + 3 * backwards <= self.limit.left(self.prober, certificate, counts_time)
+        certificate = 0 if is_certificate else PROBE * self.prober.step.num_micro_batches
+        return forwards + PROBE * backwards <= self.limit.left(self.prober, certificate, counts_time)
 
     @property
     def affordable_forwards(self) -> int:
-        """How many forwards of a micro-batch stay within the limit; the same on every rank."""
-        left = self.limit.left(self.prober, 3 * self.prober.step.num_micro_batches)
-        return int(min(max(left, 0), 10**9))
+        """The forwards of a micro-batch that stay within the limit; the same on every rank."""
+        left = self.limit.left(self.prober, PROBE * self.prober.step.num_micro_batches)
+        return int(min(max(left, 0), sys.maxsize))
 
     def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
-        """The norm without these tokens; arguments and ``.grad`` as in :meth:`..core.certificate.Removal.certify`."""
+        """Measure the norm without these tokens; arguments and ``.grad`` as in
+        :meth:`..core.certificate.Removal.certify`."""
 
         def can_afford(num_probes: int) -> bool:
             return self.can_afford(backwards=num_probes, is_certificate=True)
@@ -89,7 +91,7 @@ class Task:
         return removal.certify(goes_on)
 
     def kept(self, without: Sequence["Span"], micro_batch: int) -> torch.Tensor:
-        """All positions of this rank's micro-batch but these spans' tokens, padding included: bool (B, T)."""
+        """Mark all positions of this rank's micro-batch but these spans' tokens, padding included: bool (B, T)."""
         mask = self.prober.step.token_mask(micro_batch)
         kept, positions = torch.ones_like(mask), mask.flatten().nonzero().squeeze(-1)
         for span in without:
@@ -98,12 +100,12 @@ class Task:
         return kept
 
     def readouts(self, without: Sequence["Span"]) -> list[Readout]:
-        """One :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
+        """Make a :class:`.Readout` for each of this rank's micro-batches; tokens already named read 0."""
         recorded = self.prober.step.recorded
         return [Readout(recorded(i), *found) for i, found in enumerate(self.coefficients(without))]
 
     def coefficients(self, without: Sequence["Span"]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """c_t and e_t (B, T) of each of this rank's micro-batches, 0 for tokens already named."""
+        """Return c_t and e_t (B, T) of each of this rank's micro-batches, 0 for tokens already named."""
         step, found = self.prober.step, []
         for index in range(step.num_micro_batches):
             log_prob, entropy = step.coefficients(index)
@@ -130,7 +132,7 @@ class Span:
     is_exact: bool = False
     """Whether ``norm`` was measured."""
     threshold: float = math.nan
-    """Which the norm, or its bound, was over; NaN until it was held against one."""
+    """The threshold that the norm, or its bound, is over; NaN until it was compared."""
     share: float | None = None
     """<g, G> / ||G||^2; None unless measured."""
     squares: torch.Tensor | None = field(default=None, compare=False)
@@ -138,7 +140,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """How many tokens it has."""
+        """The number of tokens."""
         return self.end - self.start
 
     @property
@@ -153,7 +155,7 @@ def tokens_of(spans: Iterable[Span]) -> list[Token]:
 
 @dataclass
 class SearchResult:
-    """What a search found out: a strategy fills the first part, :func:`.find.localize` the second.
+    """The findings of a search: a strategy fills the first part, :func:`.find.localize` the second.
 
     The same on every rank except for ``shares`` and ``entropies``.
     """
@@ -176,13 +178,13 @@ class SearchResult:
     rest: Gradient | None = None
     """The gradient without the culprits, where a certificate has left it; let go of when the search is over."""
     source: StepCause | None = None
-    """What made the spike, if its tokens did not."""
+    """The cause of the spike, if its tokens are not."""
     fault: Fault | None = None
-    """Which link of the step broke; None where that was not asked."""
+    """The link of the step that broke; None where that was not asked."""
     strategy: str = ""
     tau: float = math.nan
     num_forwards: int = 0
-    """Of a micro-batch, without those of ``cures``, which say theirs."""
+    """Forwards of a micro-batch, without those of ``cures``, which count their own."""
     num_backwards: int = 0
     seconds: float = 0.0
     rerun: Rerun | None = None
@@ -192,7 +194,7 @@ class SearchResult:
     cures: list[Cured] | None = None
     """Settings that were tried; None where none was to be."""
     entropies: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By micro-batch with an unlikely culprit on any rank: entropies (B, T) of this rank's tokens, in nats."""
+    """Entropies (B, T) of this rank's tokens, in nats, by micro-batch with an unlikely culprit on any rank."""
 
     @property
     def tokens(self) -> list[Token]:
@@ -220,7 +222,7 @@ def verify(task: Task, span: Span, threshold: float) -> Span:
 
 
 def measured(task: Task, span: Span, threshold: float) -> Span:
-    """The span whose gradient is in ``.grad`` now, with its norm and share."""
+    """Return the span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
     squares, dots = space.squares_and_dots(task.gradient)
     square = task.spike.grad_norm**2

@@ -19,15 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
+from ..core.gradients import LARGE_PRIME, Gradient, GradientSpace, host_copy, in_parts
 from ..core.precision import Shift, shifted_weights
 from ..core.probe import Prober
 from ..core.ranks import LostRank
 from ..core.sharding import local_shard, unwrapped
 from ..core.step import Outputs
-
-_MANY = 1_000  # more than a sketch has directions: each shard draws numbers of its own
-_LARGE_PRIME = 1_000_003  # more than a model has parameters: each gets random numbers of its own
 
 
 class MovedWeights:
@@ -126,8 +123,8 @@ class MovedWeights:
         parts = zip(space.params, self._saved, space.generators(seed), strict=True)
         for number, (param, saved, generator) in enumerate(parts):
             if id(param) in self._cast:
-                own = seed + _MANY * space.shard_index
-                shifts[id(param)] = partial(_drawn, local_shard(param), _LARGE_PRIME * own + number)
+                own = seed + LARGE_PRIME * space.shard_index
+                shifts[id(param)] = partial(_drawn, local_shard(param), LARGE_PRIME * own + number)
                 continue
             for shard, was in in_parts(local_shard(param), saved):
                 was = was.to(shard.device, non_blocking=True)
@@ -137,7 +134,7 @@ class MovedWeights:
 
     @torch.no_grad()
     def distance(self) -> float:
-        """How far the weights are from the original ones: L2 norm over all weights and shards."""
+        """Return the L2 distance of the weights from the original ones, over all weights and shards."""
 
         def local() -> torch.Tensor:
             square = torch.zeros(1, dtype=torch.float64, device=self._space.params[0].device)
@@ -163,7 +160,7 @@ class MovedWeights:
 
 
 def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Standard normal numbers of this seed, float32."""
+    """Draw standard normal numbers of this seed, float32."""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.randn(like.shape, generator=generator, device=like.device)
 
@@ -171,7 +168,7 @@ def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
 # ---- routes
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
-"""What the routers of transformers and of Megatron choose with."""
+"""The functions by which the routers of transformers and of Megatron choose."""
 
 
 def has_experts(module: torch.nn.Module) -> bool:
@@ -206,7 +203,7 @@ def forward_on_routes(prober: Prober, micro_batch: int) -> Outputs:
 
 
 def _noted(chosen: list[torch.Tensor], func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A top-k, whose indices are appended to those chosen."""
+    """Run a top-k, and append its indices to those chosen."""
     found = func(*args, **kwargs)
     chosen.append(found.indices.to("cpu", torch.int32))
     return found
@@ -215,13 +212,13 @@ def _noted(chosen: list[torch.Tensor], func: Callable, *args: Any, **kwargs: Any
 def _held(
     chosen: Iterator[torch.Tensor], func: Callable, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any
 ) -> Any:
-    """The values at the next of the chosen indices."""
+    """Return the values at the next of the chosen indices in place of a top-k."""
     indices = next(chosen).to(input.device, torch.int64)
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
 class _OnTopK(TorchFunctionMode):
-    """Context in which every top-k is ``made`` so: called with the function and what that was given."""
+    """Context in which every top-k is computed by ``made``, called with the function and its arguments."""
 
     def __init__(self, made: Callable[..., Any]):
         super().__init__()

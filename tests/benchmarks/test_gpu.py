@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from gradloc.core.forecast import MODELS, PINNING, WAYS
+from gradloc.core.forecast import MODELS, PINNING, PLANS
 from lab.benchmarks.counter import DeviceCounter
 from lab.benchmarks.gpu import __main__ as gpu
 from lab.benchmarks.gpu import cells, forecast
@@ -88,7 +88,7 @@ def test_a_whole_search_fits_wherever_training_leaves_an_eighth_of_a_card():
         for count in forecast.GPUS:
             found = forecast.forecast_of(model, count, 16384)
             if found.trained <= forecast.CARD:
-                whole = [found.device(way) - found.trained for way in forecast.WAYS if way.is_full]
+                whole = [found.device(plan) - found.trained for plan in forecast.PLANS if plan.is_full]
                 assert whole == sorted(whole, reverse=True) and min(whole) <= 0.12 * forecast.CARD
 
 
@@ -101,7 +101,7 @@ def test_the_seconds_of_the_host_are_those_that_a_card_took():
     cells = [cell for run in record["runs"] for cell in run["cells"] if cell.get("model") == "1.5B bfloat16 x1"]
     took = {cell["way"]: cell["seconds"] for cell in cells if cell["part"] == "room" and cell["tokens"] == 32768}
     found = forecast.forecast_of(MODELS["1.5B"], 1, 32768)
-    assert took[2] - took[1] <= found.seconds(WAYS[2]) - found.seconds(WAYS[1]) <= 2 * (took[2] - took[1])
+    assert took[2] - took[1] <= found.seconds(PLANS[2]) - found.seconds(PLANS[1]) <= 2 * (took[2] - took[1])
 
 
 def test_the_results_are_the_record_s():

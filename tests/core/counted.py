@@ -108,7 +108,7 @@ def count(
     size = dist.get_world_size() if dist.is_initialized() else 1
     told: dict[str, Any] = {}
 
-    def least_way(need: MemoryNeed, there: Any) -> int:
+    def cheapest_plan(need: MemoryNeed, there: Any) -> int:
         told.update(need=need, held=card.live, trained=card.peak)
         card.peak = card.live
         return 0
@@ -120,7 +120,7 @@ def count(
         reset_peak=lambda device: setattr(card, "peak", card.live),
     )
     batch, norm = batch_of(config["vocab_size"], 4 * size, length), torch.tensor(1e9)
-    with mock.patch.object(MemoryNeed, "least_way", least_way), asked, card:
+    with mock.patch.object(MemoryNeed, "cheapest_plan", cheapest_plan), asked, card:
         model = Reads(config, is_checkpointed)
         if adapters:
             inject_adapter_in_model(LoraConfig(r=adapters, target_modules=_LINEAR), model.of.model)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gradloc.core.forecast import WAYS
+from gradloc.core.forecast import PLANS
 from tests.toy_model.faults import PLACES
 from tests.world import RankError, World
 
@@ -100,7 +100,7 @@ def run_out_of_memory(world: World, size: int, count: int, seed: int) -> None:
         assert len({(answer["failures"], answer["events"]) for answer in answers}) == 1, "all ranks know of it"
         failures, events = answers[0]["failures"], answers[0]["events"]
         num_errors = sum(answer["errors"] for answer in answers)
-        is_refused = max(answer["way"] for answer in answers) == len(WAYS)
+        is_refused = max(answer["way"] for answer in answers) == len(PLANS)
         assert (failures, events) == ((1, 0) if num_errors else (0, 0) if is_refused else (0, 1)), options
         if not events or options["mode"] == "observe":
             assert all(answer["weights"] == answer["plain"] for answer in answers), options

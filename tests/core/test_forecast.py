@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, WAYS, Layout, Load, forecast, model_of
+from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, PLANS, Layout, Load, forecast, model_of
 from tests.world import World
 
 BASE = {
@@ -72,7 +72,7 @@ def test_it_is_within_a_tenth_of_what_is_counted(world_of, size, layout, config,
         ),
         Load(2 * given.get("length", 64), 2, 2 if half else 4, "is_checkpointed" in given),
     )
-    wanted = {"held": told.held, "trained": told.trained, "searched": told.device(WAYS[0])}
+    wanted = {"held": told.held, "trained": told.trained, "searched": told.device(PLANS[0])}
     off = {name: size / counted[name] - 1 for name, size in wanted.items()}
     print(size, layout, {name: f"{each:+.1%}" for name, each in off.items()})
     assert max(map(abs, off.values())) <= MOST, off
@@ -111,8 +111,8 @@ def test_a_model_by_name_has_as_many_weights_as_its_checkpoint(name):
 @pytest.mark.parametrize(("number", "spare"), [(0, 0), (1, -1), (1, 0), (2, 0), (None, -1)])
 def test_a_card_gets_the_first_way_that_fits_with_a_twentieth_to_spare(number, spare):
     told = forecast(model_of("the model", BASE), Layout(16, shards=16), Load(1024))
-    exact = told.device(WAYS[{0: 0, 1: 0 if spare else 1, 2: 2}.get(number, 3)]) / 0.95
-    assert told.way(exact + spare * 4096) is (None if number is None else WAYS[number])
+    exact = told.device(PLANS[{0: 0, 1: 0 if spare else 1, 2: 2}.get(number, 3)]) / 0.95
+    assert told.plan_for(exact + spare * 4096) is (None if number is None else PLANS[number])
 
 
 def test_a_config_without_a_size_is_refused_by_name():
@@ -122,14 +122,14 @@ def test_a_config_without_a_size_is_refused_by_name():
 
 def test_what_moves_to_the_host_leaves_the_device_and_takes_its_time():
     told = forecast(model_of("the model", BASE), Layout(16, shards=16), Load(1024))
-    assert told.device(WAYS[0]) - told.device(WAYS[1]) == told.need.state
-    assert told.device(WAYS[1]) - told.device(WAYS[2]) == 2 * told.need.shards
-    assert told.node(WAYS[0]) == 0 and told.node(WAYS[2]) == 8 * (told.need.pinned_state + told.need.pinned_copies)
+    assert told.device(PLANS[0]) - told.device(PLANS[1]) == told.need.state
+    assert told.device(PLANS[1]) - told.device(PLANS[2]) == 2 * told.need.shards
+    assert told.node(PLANS[0]) == 0 and told.node(PLANS[2]) == 8 * (told.need.pinned_state + told.need.pinned_copies)
     moved = told.need.state + COPIES * told.need.shards
     pinned = told.need.pinned_state + told.need.pinned_copies
-    assert 0 == told.seconds(WAYS[0]) < told.seconds(WAYS[1]) < told.seconds(WAYS[2])
-    assert told.seconds(WAYS[2]) == pytest.approx(2 * moved / PCIE + pinned / PINNING), (
+    assert 0 == told.seconds(PLANS[0]) < told.seconds(PLANS[1]) < told.seconds(PLANS[2])
+    assert told.seconds(PLANS[2]) == pytest.approx(2 * moved / PCIE + pinned / PINNING), (
         "there and back, and pinned once"
     )
     offloaded = forecast(model_of("the model", BASE), Layout(16, shards=16, is_offloaded=True), Load(1024))
-    assert offloaded.held == 0 < offloaded.node(WAYS[0]) and offloaded.device(WAYS[0]) < told.device(WAYS[0])
+    assert offloaded.held == 0 < offloaded.node(PLANS[0]) and offloaded.device(PLANS[0]) < told.device(PLANS[0])

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gradloc.core import forecast, gradients, memory
-from gradloc.core.forecast import WAYS, Memory, MemoryNeed
+from gradloc.core.forecast import PLANS, Memory, MemoryNeed
 from gradloc.core.gradients import GradientSpace, in_parts
 from gradloc.core.memory import SearchMemory, StepPeak, idle_bytes
 from gradloc.core.ranks import Ranks
@@ -36,8 +36,8 @@ def peak_of(work) -> int:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=["on the device", "without the optimizer", "on the host", "bisection"])
-def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
+@pytest.mark.parametrize("plan", PLANS, ids=["on the device", "without the optimizer", "on the host", "bisection"])
+def test_a_search_takes_what_was_forecast_and_no_more(plan, dtype):
     model = build("S")
     batch = random_batch(model).planted({(3, 5): 1e4})
     step, space = ToyStep(model, batch, 2), GradientSpace(model)
@@ -52,13 +52,13 @@ def test_a_search_takes_what_was_forecast_and_no_more(way, dtype):
     spike = Spike("fixed", norm, norm / 100, norm, batch.num_tokens)
 
     def search() -> None:
-        strategy = "auto" if way.is_full else "bisect"
+        strategy = "auto" if plan.is_full else "bisect"
         found = localize(step, space, Ranks(), spike, 1.0, strategy=strategy, max_steps=20)
         assert found.culprits
 
-    on_host = (room.need.state if way.moves_optimizer else 0) + 3 * room.need.shards * way.keeps_on_host
-    taken = peak_of(lambda: (room.make(way), search(), room.close()))
-    told = room.need.of(way) + (room.need.state if way.moves_optimizer else 0)
+    on_host = (room.need.state if plan.moves_optimizer else 0) + 3 * room.need.shards * plan.keeps_on_host
+    taken = peak_of(lambda: (room.make(plan), search(), room.close()))
+    told = room.need.peak_bytes(plan) + (room.need.state if plan.moves_optimizer else 0)
     print(f"{taken / 2**20:.1f} MiB with {on_host / 2**20:.1f} on the host, {told / 2**20:.1f} were forecast")
     assert 0.3 * told < taken <= told + on_host, "a CPU's memory is the host's, too"
 
@@ -87,19 +87,19 @@ def test_moving_weights_takes_so_many_bytes_for_each_element_of_a_part(monkeypat
         (11 * GIB, 1),  # less what the optimizer's state gives
         (9 * GIB, 2),  # one copy, .grad
         (3 * GIB, 2),
-        (2 * GIB, 3 if NEED.of(WAYS[3]) < 2 * GIB else 4),
+        (2 * GIB, 3 if NEED.peak_bytes(PLANS[3]) < 2 * GIB else 4),
     ],
 )
 def test_the_cheapest_way_that_fits_is_taken(available, number):
-    assert NEED.least_way(Memory(available)) == number
+    assert NEED.cheapest_plan(Memory(available)) == number
 
 
 def test_a_way_that_needs_more_of_the_host_than_there_is_is_not_taken():
     need = replace(NEED, pinned_state=8 * GIB, pinned_copies=16 * GIB)
-    for host, number in ((math.inf, 2), (26 * GIB, 2), (25 * GIB, len(WAYS))):  # 24 GiB are 95 % of 25.3
-        assert need.least_way(Memory(free=9 * GIB, host=host)) == number
-    assert need.least_way(Memory(free=18 * GIB, host=7 * GIB)) == len(WAYS)
-    assert need.least_way(Memory(free=20 * GIB, host=0)) == 0, "the first needs none"
+    for host, number in ((math.inf, 2), (26 * GIB, 2), (25 * GIB, len(PLANS))):  # 24 GiB are 95 % of 25.3
+        assert need.cheapest_plan(Memory(free=9 * GIB, host=host)) == number
+    assert need.cheapest_plan(Memory(free=18 * GIB, host=7 * GIB)) == len(PLANS)
+    assert need.cheapest_plan(Memory(free=20 * GIB, host=0)) == 0, "the first needs none"
     said = need.refusal(Memory(free=18 * GIB, host=7 * GIB), "cuda:3")
     assert "8.42 GiB of the host's memory" in said and "7.00 GiB are free" in said and "fewer processes" in said
 
@@ -176,15 +176,15 @@ def test_what_a_host_has_left_is_read_without_a_package(tmp_path):
 def test_a_refusal_names_what_is_lacking_and_its_advice_helps():
     there = Memory(free=2 * GIB)
     need = MemoryNeed(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=6 * GIB, forward=0)
-    assert need.least_way(there) == len(WAYS)
+    assert need.cheapest_plan(there) == len(PLANS)
     said = need.refusal(there, "cuda:3")
     assert "6.42 GiB more than the 2.00 GiB" in said and "on cuda:3" in said and "one takes 6.00 GiB" in said
     smaller = MemoryNeed(shards=4 * GIB, largest=1, state=2 * GIB, micro_batch=2 * GIB, forward=0)
     left = Memory(free=there.free + 4 * GIB)  # training's own peak is as much lower
-    assert smaller.least_way(left) < len(WAYS)
+    assert smaller.cheapest_plan(left) < len(PLANS)
     over_more = MemoryNeed(shards=2 * GIB, largest=1, state=GIB, micro_batch=6 * GIB, forward=0)
     left = Memory(free=there.free + 4 * 2 * GIB)  # weights, gradient and the optimizer's two, halved
-    assert over_more.least_way(left) < len(WAYS)
+    assert over_more.cheapest_plan(left) < len(PLANS)
 
 
 @pytest.mark.parametrize(("micro_batch", "forward"), [(9_000, 2_000), (2_000, 9_000)])
@@ -264,15 +264,15 @@ def test_shards_on_the_host_need_room_there_and_none_on_the_device(monkeypatch):
     there, size = room.memory(), 4 * 65 * 64
     assert (there.free, there.host) == (GIB, 16 * GIB)
     assert room.need.shards == room.need.state == room.need.largest == 0 and room.need.host == 3 * size
-    assert room.need.least_way(there) == 0
+    assert room.need.cheapest_plan(there) == 0
     room.make_sure()
     lacking = replace(room.need, host=19 * GIB)
-    assert lacking.least_way(there) == len(WAYS)
+    assert lacking.cheapest_plan(there) == len(PLANS)
     assert "20.00 GiB of the host's memory for each process, and 16.00 GiB are free" in lacking.refusal(there, card)
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: "on the host" if way.keeps_on_host else "the optimizer's")
-def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a_failure(way, monkeypatch):
+@pytest.mark.parametrize("plan", PLANS[1:], ids=lambda plan: "on the host" if plan.keeps_on_host else "the optimizer's")
+def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a_failure(plan, monkeypatch):
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 64)).sum().backward()
@@ -282,15 +282,15 @@ def test_what_is_moved_to_the_host_comes_back_bit_for_bit_and_so_it_does_after_a
     space = GradientSpace(model)
     room = SearchMemory(space, optimizer, 0, 0)
     assert room.need.state == 2 * room.need.shards
-    room.make(way)
+    room.make(plan)
     assert sum(value.untyped_storage().nbytes() for value in held if value.dim()) == 0
-    assert space.room is room and space.keeps_on_host == way.keeps_on_host
+    assert space.room is room and space.keeps_on_host == plan.keeps_on_host
     room.close()
     assert all(torch.equal(value, old) for value, old in zip(held, before, strict=True))
     copies = iter([memory.host_copy])
     monkeypatch.setattr(memory, "host_copy", lambda tensor: next(copies)(tensor))  # there is no memory for the second
     with pytest.raises(StopIteration):
-        room.make(way)
+        room.make(plan)
     room.close()
     assert all(torch.equal(value, old) for value, old in zip(held, before, strict=True))
     assert not space.keeps_on_host and space.room is None

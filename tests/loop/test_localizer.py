@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
-from gradloc.core.forecast import WAYS, MemoryNeed
+from gradloc.core.forecast import PLANS, MemoryNeed
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
@@ -267,7 +267,7 @@ def test_an_optimizer_s_state_that_does_not_come_back_ends_the_process(monkeypat
     assert "does not fit back onto the device" in caplog.text and "it ends now" in caplog.text
 
 
-@pytest.mark.parametrize("number", range(len(WAYS) + 1))
+@pytest.mark.parametrize("number", range(len(PLANS) + 1))
 @pytest.mark.parametrize("mode", ["observe", "mask"])
 def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(monkeypatch, caplog, mode, number):
     run, plain = Run(mode), Run(mode)
@@ -277,7 +277,7 @@ def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(
     held = run.localizer.powers.optimizer.state
     state = {id(value): (value, value.clone()) for each in held.values() for value in each.values()}
     sizes = []
-    monkeypatch.setattr(MemoryNeed, "least_way", lambda need, memory: number)
+    monkeypatch.setattr(MemoryNeed, "cheapest_plan", lambda need, memory: number)
     search = loop_localizer.localize
 
     def watched(*given, **named):
@@ -291,18 +291,18 @@ def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(
         assert torch.equal(value, before), "the optimizer's state is back"
     assert [id(value) for each in held.values() for value in each.values()] == list(state)
     assert run.space.room is None and not run.space.keeps_on_host and run.localizer.num_failures == 0
-    if number == len(WAYS):
+    if number == len(PLANS):
         assert "make micro-batches smaller" in caplog.text and run.localizer.events == [] and not sizes
         assert norm == plain.step(PLANT, is_watched=False) and same(run.gradient(), plain.gradient())
         return
     assert norm == plain.step(PLANT) and same(run.gradient(), plain.gradient())
     ((found,), (wanted,)) = ([raw.event for raw in each.localizer.events] for each in (run, plain))
-    assert found.search.strategy == ("auto" if WAYS[number].is_full else "bisect")
+    assert found.search.strategy == ("auto" if PLANS[number].is_full else "bisect")
     assert [each.positions for each in found.culprits] == [each.positions for each in wanted.culprits]
     assert found.action.taken == wanted.action.taken
-    if WAYS[number].is_full:
+    if PLANS[number].is_full:
         assert found.certificate == wanted.certificate
-    assert (sizes == [0]) == WAYS[number].moves_optimizer, "its memory is free while the search runs"
+    assert (sizes == [0]) == PLANS[number].moves_optimizer, "its memory is free while the search runs"
 
 
 def test_replicas_that_sum_no_gradients_switch_it_off_at_once(caplog):

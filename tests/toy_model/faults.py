@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import memory
 from gradloc.core import ranks as core_ranks
-from gradloc.core.forecast import WAYS, Memory, MemoryNeed
+from gradloc.core.forecast import PLANS, Memory, MemoryNeed
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
@@ -153,18 +153,18 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
 def memory_is(card: Card):
     """What the search asks a device for, this one tells."""
     card.needs, card.ways = [], []
-    least_way = MemoryNeed.least_way
+    cheapest_plan = MemoryNeed.cheapest_plan
 
     def noted(need: MemoryNeed, there: Memory) -> int:
         card.needs.append(need)
-        card.ways.append(least_way(need, there))
+        card.ways.append(cheapest_plan(need, there))
         return card.ways[-1]
 
     with (
         mock.patch.object(memory, "memory_of", lambda device: card.memory()),
         mock.patch.object(memory, "peak_of", lambda device: (card.peak, card.live)),
         mock.patch.object(memory, "reset_peak", lambda device: setattr(card, "peak", card.live)),
-        mock.patch.object(MemoryNeed, "least_way", noted),
+        mock.patch.object(MemoryNeed, "cheapest_plan", noted),
         card,
     ):
         yield
@@ -175,7 +175,7 @@ def _of_search(layout: str, dtype: str) -> tuple[int, int]:
     """How many allocations a whole search makes on this rank's simulated device, and what it needs, in bytes."""
     card, counts = Card(), []
     train(layout, number=-1, dtype=dtype, card=card, around_search=lambda: counts.append(card.num_allocations))
-    return counts[1] - counts[0], card.needs[0].of(WAYS[0])
+    return counts[1] - counts[0], card.needs[0].peak_bytes(PLANS[0])
 
 
 def train_on_card(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ...core.forecast import MODELS, WAYS, Forecast, Model, Plan, forecast, model_of
+from ...core.forecast import MODELS, PLANS, Forecast, Model, Plan, forecast, model_of
 from ...explain.text import one_line, plural
 from ...search.limit import Limit
 from ..errors import ReportError
@@ -319,7 +319,7 @@ def _model(name: str) -> Model | str:
 
 def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple[str, str]]:
     """What training takes of a device, and a search in each way, of a node as well."""
-    chosen, layout = told.way(card), plan.layout
+    chosen, layout = told.plan_for(card), plan.layout
     fits = "" if told.trained <= card else ", and does not fit"
     said = [
         (
@@ -330,11 +330,11 @@ def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple
         ),
         ("training", f"{_gib(told.trained)} of {_gib(card)} at an update's peak{fits}"),
     ]
-    for number, (way, what) in enumerate(zip(WAYS, _TOLD, strict=True), 1):
-        host = f", {_gib(told.node(way))} of each node's memory" if told.node(way) else ""
-        moved = f", {told.seconds(way):.1f} s to pin and move it" if told.seconds(way) >= 0.05 else ""
-        mark = " <- the first that fits" if way == chosen else ""
-        said.append((f"search {number}", f"{_gib(told.device(way))}: {what}{host}{moved}{mark}"))
+    for number, (option, what) in enumerate(zip(PLANS, _TOLD, strict=True), 1):
+        host = f", {_gib(told.node(option))} of each node's memory" if told.node(option) else ""
+        moved = f", {told.seconds(option):.1f} s to pin and move it" if told.seconds(option) >= 0.05 else ""
+        mark = " <- the first that fits" if option == chosen else ""
+        said.append((f"search {number}", f"{_gib(told.device(option))}: {what}{host}{moved}{mark}"))
     none = ("search", "no way fits: the log will say so, and the step be taken as it was")
     return said if chosen else [*said, none]
 

@@ -33,7 +33,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 import torch
 import torch.distributed as dist
 
-from gradloc.core.forecast import WAYS
+from gradloc.core.forecast import PLANS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
 from lab.benchmarks.run import REPO, as_typed, digest, parser, write
@@ -71,7 +71,7 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
             **repeats,
             **{name: spikes[name] for name in ("single_10", "three")},
         },
-        "room": {f"way {number}": (cells.room_cell, number) for number in range(1, len(WAYS))},
+        "room": {f"way {number}": (cells.room_cell, number) for number in range(1, len(PLANS))},
         "mask": {"mask": (cells.mask_cell,)},
         "syncs": {"syncs": (cells.syncs_cell,)},
         "cells": repeats | spikes,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradloc.core.forecast import WAYS, SearchPlan
+from gradloc.core.forecast import PLANS, SearchPlan
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.memory import SearchMemory, StepPeak
 from gradloc.core.probe import Prober
@@ -124,13 +124,13 @@ class Bench:
         norm, threshold = self.space.norm(), _THRESHOLD * self.healthy
         return step, Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens), planted
 
-    def search(self, step: ToyStep, spike: Spike, way: SearchPlan = WAYS[0]) -> tuple[SearchResult, dict[str, Any]]:
+    def search(self, step: ToyStep, spike: Spike, plan: SearchPlan = PLANS[0]) -> tuple[SearchResult, dict[str, Any]]:
         """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
         room = SearchMemory(self.space, self.optimizer, self.peak.size, step.forward_bytes())
         with peak_memory(self.device) as peak:
-            room.make(way)
+            room.make(plan)
             try:
-                strategy = "auto" if way.is_full else "bisect"
+                strategy = "auto" if plan.is_full else "bisect"
                 finding, seconds = _timed(
                     self.device,
                     lambda: localize(step, self.space, self.ranks, spike, 1.0, strategy=strategy, max_steps=20),
@@ -139,7 +139,7 @@ class Bench:
                 room.close()
         figures = {"seconds": seconds, "peak_gib": None, "forecast_gib": None}
         if self.device.type == "cuda":
-            figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.of(way), 0) / 2**30}
+            figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.peak_bytes(plan), 0) / 2**30}
         return finding, figures
 
     def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
@@ -210,10 +210,10 @@ def room_cell(bench: Bench, number: int) -> dict[str, Any]:
     step, spike, planted = bench.spiked("three")
     values = [value for state in bench.optimizer.state.values() for value in state.values()]
     before = [value.clone() for value in values]
-    finding, figures = bench.search(step, spike, WAYS[number])
+    finding, figures = bench.search(step, spike, PLANS[number])
     is_back = all(torch.equal(value, old) for value, old in zip(values, before, strict=True))
     named = bench.named(step, finding)
-    is_found = named == planted.keys() if WAYS[number].is_full else bool(named)
+    is_found = named == planted.keys() if PLANS[number].is_full else bool(named)
     bench.space.clear()
     return figures | {
         "way": number,

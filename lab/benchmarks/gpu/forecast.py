@@ -9,7 +9,7 @@ Float32 masters, gradients and Adam, dealt out by FSDP2 over all GPUs; gradient 
 import itertools
 from collections.abc import Iterator, Sequence
 
-from gradloc.core.forecast import MODELS, WAYS, Forecast, Layout, Load, Model, forecast
+from gradloc.core.forecast import MODELS, PLANS, Forecast, Layout, Load, Model, forecast
 from lab.output import table
 
 CARD = 79.6 * 2**30
@@ -31,13 +31,13 @@ def markdown(tokens: Sequence[int]) -> str:
 
 def _rows(tokens: int) -> Iterator[list[str]]:
     """The last two columns are of the second and third way."""
-    moving = WAYS[1:3]
+    moving = PLANS[1:3]
     for model, gpus in itertools.product(MODELS.values(), GPUS):
         need = forecast_of(model, gpus, tokens)
         if need.trained <= CARD:
-            host = ", ".join(_gib(need.node(way)) for way in moving)
-            seconds = ", ".join(f"{need.seconds(way):.1f}" for way in moving)
-            on_device = [_gib(need.device(way)) for way in WAYS if way.is_full]
+            host = ", ".join(_gib(need.node(plan)) for plan in moving)
+            seconds = ", ".join(f"{need.seconds(plan):.1f}" for plan in moving)
+            on_device = [_gib(need.device(plan)) for plan in PLANS if plan.is_full]
             yield [model.name, str(gpus), _gib(need.trained), *on_device, host, seconds]
 
 
