@@ -30,8 +30,8 @@ from .selection import Token
 CERTAIN = 3.0
 """Standard errors that count as beyond chance. The difference of two replays is one such error."""
 REPLAY_TOLERANCE = 0.1
-"""Of a gradient's norm. Two passes over the same micro-batches differ by less, however badly kernels repeat, or nothing
-could be trained. A residual with a larger error is no direction to search along."""
+"""Relative error of a gradient. Two passes over the same micro-batches differ by less, however badly kernels repeat, or
+nothing could be trained. A residual with a larger error is no direction to search along."""
 _UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
 _FINE = 2.0**-16  # 256 units of float32; two backwards of the culprits differ by about 5
 _AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike

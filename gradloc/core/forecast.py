@@ -44,7 +44,7 @@ PINNING = 1.65e9
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Where a search keeps its tensors, and so which strategies fit."""
+    """A plan of where a search keeps its tensors, and so which strategies fit."""
 
     is_full: bool = True
     """Whether any strategy will do; else only bisection."""

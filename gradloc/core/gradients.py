@@ -42,7 +42,7 @@ LARGE_PRIME = 1_000_003
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor into the host's memory, pinned if it comes from a device; the copy may finish after this returns."""
+    """Copy a tensor into the host's memory, pinned if it comes from a device; the copy may finish after the return."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     return copy.copy_(tensor, non_blocking=True)
 

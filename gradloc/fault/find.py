@@ -42,14 +42,14 @@ _ELEMENT = 0.5  # of a weight's squared norm that a single element holds
 
 @dataclass(frozen=True)
 class Clues:
-    """What a trainer's process knows of the steps before: what :func:`find_fault` decides by."""
+    """Facts about earlier steps that a trainer's process knows, by which :func:`judge` decides."""
 
     reference: Reference | None
     updates: Updates
     number: int
     """The trainer's number of the step that spikes."""
     factor: float | None = None
-    """What the gradient was multiplied by between backward and step; None where that is not known."""
+    """The factor on the gradient between backward and step; None where that is not known."""
     again: Callable[[], Any] | None = None
     """Makes the present step as one whose loss follows the weights; None: the step itself does."""
     is_first: bool = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to be run at other weights: a micro-batch of an ordinary one, kept for a spike; and one with its own loss."""
+"""Steps that are run at other weights: a micro-batch of an ordinary step, and a step with its own loss."""
 
 import copy
 import statistics
@@ -21,13 +21,13 @@ class Reference(NamedTuple):
     """One micro-batch of an earlier step."""
 
     step: TrainingStep
-    """With this micro-batch alone."""
+    """A step of this micro-batch alone."""
     number: int
     """The trainer's number of the step."""
     norm: float
-    """Of the step's gradient."""
+    """The norm of the step's gradient."""
     num_micro_batches: int
-    """Of the step."""
+    """The number of the step's micro-batches."""
     squares: tuple[torch.Tensor, torch.Tensor] | None
     """This process' part of the squared norm in ``.grad`` after the first and after the last backward; None where
     ranks had not summed it by then."""

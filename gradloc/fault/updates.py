@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer's steps do to the weights: how far each goes, and how the last one is undone.
+"""Measure how far each step of the optimizer moves the weights, and undo the last one.
 
 A healthy step costs one norm of all weights and a sample of their elements, a few kernels on the device; nothing is
 communicated and nothing is read until the next step. From the samples before and after a step follows how far it moved
@@ -48,24 +48,24 @@ class OptimizerStep:
     groups: list[dict[str, Any]]
     """Each group's hyperparameters, as the step used them."""
     norms: Sequence[torch.Tensor]
-    """Of each parameter's sampled movement, of its sample before the step, and of this process' part of it after the
-    step: 3 num_params scalars, float32, on the device."""
+    """Norms of each parameter's sampled movement, of its sample before the step, and of this process' part of it after
+    the step: 3 num_params scalars, float32, on the device."""
     skipped: frozenset[int] = frozenset()
     """Numbers of the parameters without a gradient, which it left alone."""
 
 
 @dataclass
 class Movements:
-    """How far the steps so far went, on this process."""
+    """The movement of the steps so far, on this process."""
 
     steps: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Of each step its number and |dw| / |w| of each parameter, float64 (num_params,)."""
+    """Each step's number and |dw| / |w| of each parameter, float64 (num_params,)."""
     sizes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """The same of all parameters together."""
+    """|dw| / |w| of all parameters together, for each step."""
     settings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Their largest learning rates, and weight decays."""
     outside: deque[tuple[int, list[tuple[int, float]]]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Of each step: which parameters' norms changed before it, outside of the optimizer, and by which factor."""
+    """Parameters whose norms changed before a step, outside of the optimizer, and by which factor, by step."""
 
     def usual_settings(self) -> tuple[float, float]:
         """Return the medians of the learning rate and of weight decay over the steps before the last."""
@@ -89,7 +89,7 @@ class Updates:
     def __init__(self, undo: Undo | None = None):
         self.undo = undo
         self.number = 0
-        """Of the step that is being made."""
+        """The number of the step that is being made."""
         self.last: OptimizerStep | None = None
         self.movements = Movements()
         self.names: list[str] = []
@@ -195,7 +195,7 @@ class Updates:
 
     @property
     def open(self) -> list[torch.Tensor]:
-        """What was noted and not learned yet, on the device: 4 num_params scalars for each step."""
+        """Scalars noted and not learned yet, on the device: 4 num_params for each step."""
         return [scalar for _, scalars in self._open for scalar in scalars]
 
     def learn(self, noted: torch.Tensor) -> list[str]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a spike: the rank's side and the driver's, what is gathered of it, completed and written."""
+"""The path of a spike: the ranks' part and the driver's, and the event that is gathered, completed and written."""

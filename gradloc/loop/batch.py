@@ -20,14 +20,14 @@ _SAMPLED = 2**20  # tokens that a batch's typical signal is taken from, evenly s
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a healthy step is known by: a few numbers of each of R rows, whatever its tokens are many."""
+    """A few numbers of each of R rows, from which statistics of healthy steps are made, however long rows are."""
 
     num_tokens: torch.Tensor
     """int64 (R,): response tokens."""
     signal: torch.Tensor
-    """float (R,): what the loss pulls the row's first response token with, see :meth:`BatchView.signal`."""
+    """float (R,): the training signal of the row's first response token, see :meth:`BatchView.signal`."""
     sample: torch.Tensor
-    """float (N,): the same of some tokens of all rows; 0 for what is no response token."""
+    """float (N,): the training signal of some tokens of all rows; 0 for positions that are no response token."""
     rewards: torch.Tensor | None = None
     """float (R,): sums of the token-level scores; None where they are not known."""
 
@@ -56,13 +56,13 @@ class RowFacts:
         return cls(num_tokens, values[torch.from_numpy(np.minimum(first, len(values) - 1))], sample, rewards)
 
     def chosen(self, rows: torch.Tensor) -> "RowFacts":
-        """The facts of these rows, in this order; the sample stays the whole batch's."""
+        """Return the facts of these rows, in this order; the sample stays the whole batch's."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return RowFacts(**{name: v if name == "sample" or v is None else v[rows] for name, v in found.items()})
 
 
 def _sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Sums of runs of values, (R,); 0 of an empty run."""
+    """Sum runs of values, (R,); 0 for an empty run."""
     ends = np.minimum(offsets[:-1], max(len(values) - 1, 0))
     return np.where(np.diff(offsets) > 0, np.add.reduceat(values, ends), 0).astype(values.dtype)
 
@@ -92,7 +92,7 @@ class BatchView:
 
     @cached_property
     def facts(self) -> RowFacts:
-        """What a healthy step is known by."""
+        """The numbers of each row from which statistics of healthy steps are made."""
         if self.known is not None:
             return self.known()
         names, mask = self.tensors.keys(), self.tensors["response_mask"]
@@ -107,7 +107,7 @@ class BatchView:
 
     @property
     def signal_name(self) -> str:
-        """What the loss pulls a token with."""
+        """The name of the per-token training signal."""
         if self.is_critics:
             return "value_error"
         if self.is_distilled:
@@ -115,7 +115,7 @@ class BatchView:
         return "advantage" if self.known is not None or "advantages" in self.tensors.keys() else "loss_weight"
 
     def signal(self) -> tuple[str, torch.Tensor]:
-        """What the loss pulls a token with: its name, and (R, T)."""
+        """The per-token training signal: its name, and (R, T)."""
         given, name = self.tensors, self.signal_name
         if name == "value_error":
             return name, given["returns"] - given["values"]
@@ -125,7 +125,7 @@ class BatchView:
 
 
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
-    """A few robust numbers of a batch, for :class:`~..core.history.ScaleHistory`.
+    """Return a few robust numbers of a batch, for :class:`~..core.history.ScaleHistory`.
 
     Args:
         batch: the whole.
@@ -147,7 +147,7 @@ def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, fl
 
 
 def joined(by_rank: Sequence[Rows], on_the_left: Sequence[str] = ()) -> Rows:
-    """Rows one below the other, tensors padded with 0 to the widest: those named on the left, others on the right."""
+    """Stack rows, tensors padded with 0 to the widest: those named on the left, others on the right."""
     found: Rows = {}
     for name, first in by_rank[0].items():
         parts = [rows[name] for rows in by_rank]
@@ -162,7 +162,7 @@ def joined(by_rank: Sequence[Rows], on_the_left: Sequence[str] = ()) -> Rows:
 
 
 def at_first(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A number of each row (R,) at the row's first position, 0 at the others: as (R, T) ``token_level_scores``."""
+    """Put a number of each row (R,) at the row's first position, 0 at others, like (R, T) ``token_level_scores``."""
     first = torch.zeros_like(mask[:1], dtype=torch.float32)
     first[:, :1] = 1.0
     return values.unsqueeze(1) * first

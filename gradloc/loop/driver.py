@@ -29,7 +29,7 @@ class AbortedBySpike(RuntimeError):
 
 
 def sequence_ids(uids: Sequence[str]) -> list[str]:
-    """``<uid>:<rollout index>`` for every row, while the rollouts of a prompt still stand side by side."""
+    """Return ``<uid>:<rollout index>`` for every row, while the rollouts of a prompt are still side by side."""
     seen: dict[str, int] = {}
     names = []
     for uid in uids:
@@ -39,7 +39,7 @@ def sequence_ids(uids: Sequence[str]) -> list[str]:
 
 
 class Driver:
-    """Decides when to look, learns from every norm, and has the events written and told.
+    """Decides when to look, learns from every norm, and has the events written and announced.
 
     Args:
         settings: the effective ones, see :func:`~..config.resolve`.
@@ -63,16 +63,16 @@ class Driver:
         self.model, self.settings = model, settings
         self.num_epochs = num_epochs
         self.action_key = "gradloc.action.mode"
-        """By which a user of this trainer has chosen the action."""
+        """The setting by which a user of this trainer chooses the action."""
         self.trigger = settings.trigger
         self.writer = EventWriter(settings, run, tokenizer, trained, model)
         keeps_text = settings.evidence.text == "on"
         self.teller = Notifier(settings.notify, self.writer.store.root, keeps_text=keeps_text)
         self.mismatch = StepJudge(settings.mismatch.every if model == "actor" else 0, self.writer.store.root)
         self.scale = ScaleHistory()
-        """What is typical of the run's own batches."""
+        """Statistics of the run's own batches."""
         self.num_events = 0
-        """Of the whole run."""
+        """Events of the whole run."""
         self._histories: dict[str, AdaptiveThreshold] = {}
         self._stage = ""
         self._quiet_until = self._num_failures = 0
@@ -81,11 +81,11 @@ class Driver:
 
     @property
     def adaptive(self) -> AdaptiveThreshold:
-        """What the present update is judged by. Lopti's two stages have norms of different size: one history each."""
+        """The threshold of the present update. Lopti's two stages have norms of different size: one history each."""
         return self._history_of(self._stage)
 
     def before_update(self, num_tokens: Sequence[int], global_step: int, stage: str = "") -> Policy:
-        """The policy of the update that comes next.
+        """Make the policy of the update that comes next.
 
         Args:
             num_tokens: response tokens over all ranks, of each mini-batch.
@@ -154,7 +154,7 @@ class Driver:
         return {self._metric(name): [value] for name, value in metrics.items()}
 
     def learn(self, norms: Sequence[float], num_events: int) -> None:
-        """An update's norms before clipping, one for each optimizer step, and how many events it had."""
+        """Return an update's norms before clipping, one for each optimizer step, and how many events it had."""
         self.adaptive.observe(list(norms))
         self._num_in_step += num_events
         self.num_events += num_events
@@ -177,7 +177,7 @@ class Driver:
     # ---- inside
 
     def _scale_of(self, batch: BatchView, reports: Sequence[RankReport]) -> dict[str, float]:
-        """What this batch is like; nothing where it cannot be read, such as a trainer's column of another shape."""
+        """Return this batch's statistics; none where it cannot be read, such as a trainer's column of another shape."""
         try:
             return batch_scale(batch, [report.coefficient for report in reports])
         except Exception:
@@ -192,7 +192,7 @@ class Driver:
         return self._histories.setdefault(stage, fresh)
 
     def _metric(self, name: str) -> str:
-        """``gradloc/spikes`` and ``grad_norm_max`` as they are called for this model."""
+        """Return the names of ``gradloc/spikes`` and ``grad_norm_max`` for this model."""
         if "/" not in name:
             return f"{self.model}/{name}"
         return name if self.model == "actor" else name.replace("gradloc/", f"gradloc/{self.model}_")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short description of a model's weights, by which a replay tells whether it was given those of the event.
+"""A short description of a model's weights, by which a replay checks whether it was given those of the event.
 
 Per parameter: how many weights, their sum and their sum of squares, in float64. All three add up over shards, so FSDP
 needs one reduction, the number of ranks changes them by rounding only, and a merged checkpoint gives the same. One
@@ -65,7 +65,7 @@ def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:
 
 
 def differs(expected: Fingerprint, found: Fingerprint) -> str | None:
-    """How the weights at hand differ from those in ``meta.json``; None when they are the same up to float64 rounding.
+    """Say how the present weights differ from those in ``meta.json``; None when they agree up to float64 rounding.
 
     The sentence says so where rounding the weights to bfloat16 would explain the difference.
 
@@ -100,13 +100,13 @@ def _entry(row: list[float]) -> Weights:
 
 
 def _float64_slack(entry: Weights) -> tuple[float, float]:
-    """How far rounding in float64 can move the sum (at most sqrt(n * sum of squares)) and the sum of squares."""
+    """Bound the rounding error in float64 of the sum (at most sqrt(n * sum of squares)) and of the sum of squares."""
     count, _, square = entry
     return _ROUNDING * math.sqrt(max(count * square, 0.0)), _ROUNDING * square
 
 
 def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
-    """How far rounding every weight to bfloat16, independently, moves the two sums, in 8 standard deviations.
+    """Bound how far rounding every weight to bfloat16, independently, moves the two sums: 8 standard deviations.
 
     Var[sum dw] <= h^2 sum w^2 and Var[sum 2 w dw] <= 4 h^2 sum w^4 with h half a unit in the last place, relative.
     """
@@ -116,7 +116,7 @@ def _bfloat16_slack(entry: Weights) -> tuple[float, float]:
 
 
 def _distance(ours: Weights, theirs: Weights, slacks: tuple[float, float]) -> float:
-    """How far the two sums are apart, in units of their slack, the larger; what is not finite is near itself only."""
+    """Return the larger distance of the two sums, in units of their slack; a non-finite sum is near itself only."""
     apart = 0.0
     for a, b, slack in zip(ours[1:], theirs[1:], slacks, strict=True):
         if a != b and not (math.isnan(a) and math.isnan(b)):

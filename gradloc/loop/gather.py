@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks know of an event, gathered on the first process. The driver completes and writes it.
+"""Gather what the ranks know of an event on the first process. The driver completes and writes it.
 
-What a rank sends is bounded whatever the batch: a few numbers, one for each micro-batch, two numbers for each token of
-the micro-batches to keep; and of the culprits and of the sequences to shade, chosen over all ranks before anything
-heavy is sent, those that are its own, one after the other.
+A rank sends a bounded amount, whatever the batch: a few numbers, one for each micro-batch, two for each token of the
+micro-batches to keep. Culprits and the sequences to shade are chosen over all ranks before anything heavy is sent; then
+each rank sends its own, one after the other.
 """
 
 import math
@@ -47,7 +47,7 @@ class SpikeContext:
     """Everything that is known of one spike when its event is gathered; the same on every rank but for the shards."""
 
     place: Step
-    """As far as the policy knows it."""
+    """The optimizer step, as far as the policy knows it."""
     spike: Spike
     finding: SearchResult
     step: HostStep
@@ -56,12 +56,12 @@ class SpikeContext:
     squares: torch.Tensor
     """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
     history: torch.Tensor | None
-    """The same of earlier steps: float64 (steps, num_params); None when it was not tracked."""
+    """Squared norms per parameter of earlier steps: float64 (steps, num_params); None when they were not tracked."""
     action: Action
     clip_limit: float
     """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
-    """Where the weights were saved."""
+    """The folder of the saved weights; None where they were not saved."""
     head_square: torch.Tensor
     """This process' part of the squared gradient norm of the output head, before clipping."""
     takes_what_is_not_finite: bool = False
@@ -78,10 +78,10 @@ class SpikeContext:
 
 
 class RowShare(NamedTuple):
-    """What a row carries of the spike."""
+    """A row's part of the spike."""
 
     row: int
-    """Of the batch as it was dispatched."""
+    """Its number in the batch as it was dispatched."""
     share: float
     variance: float
     num_tokens: int
@@ -94,26 +94,26 @@ class RawEntry:
     rank: int
     micro_batch: int
     rows: list[int]
-    """Of the batch as it was dispatched."""
+    """Their numbers in the batch as it was dispatched."""
     log_prob_coefficients: np.ndarray
     """float32 (B, T): d loss / d log_prob of the whole step's loss, unscaled; of a critic d loss / d value."""
     entropy_coefficients: np.ndarray | None = None
-    """float32 (B, T): d loss / d entropy, likewise; None if entropy is no part of the loss."""
+    """float32 (B, T): d loss / d entropy of the whole step's loss, unscaled; None if entropy is no part of the loss."""
 
 
 @dataclass(frozen=True)
 class RawEvent:
-    """What the ranks gather of a spike: small, and whole once pickled."""
+    """A spike as the ranks know it: small, and whole once pickled."""
 
     event: Event
-    """Without what only the driver knows: name, run, text, stored log-probs, causes."""
+    """The record without the driver's part: name, run, text, stored log-probs, causes."""
     sequences: list[Sequence]
-    """What the search fills of their columns, over all T response positions."""
+    """The columns that the search fills, over all T response positions."""
     layout: list[RawEntry]
     meta: BundleMeta
-    """Of the bundle, likewise, and without its layout."""
+    """The bundle's facts without the driver's part and its layout."""
     row_shares: tuple["RowShare", ...] = ()
-    """Of all rows, where shares are trusted and rows have numbers."""
+    """The parts of all rows, where shares are trusted and rows have numbers."""
 
 
 def raw_event(context: SpikeContext) -> RawEvent | None:
@@ -151,7 +151,7 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
 
 
 def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_Sums"], head_norm: float) -> Event:
-    """The record, as far as the ranks know it; ``parts`` has one of each rank."""
+    """Make the record, as far as the ranks know it; ``parts`` has one of each rank."""
     step, ranks, finding = context.step, context.ranks, context.finding
     names, squares = context.space.names, context.squares
     certificate, measured, shared = context.certificate, finding.shares, None
@@ -201,7 +201,7 @@ def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_S
 
 
 def _typical(parts: list["_Sums"], norm_after: float | None, layer_spread: float | None) -> BatchStatistics:
-    """What the coefficients and entropies of all ranks tell of the batch."""
+    """Describe the batch by the coefficients and entropies of all ranks."""
     low = sorted(part.low_entropy for part in parts if part.low_entropy is not None)
     residual = math.sqrt(sum(part.coefficient_square for part in parts))
     has_jacobian = norm_after is not None and math.isfinite(norm_after) and 0 < residual < math.inf
@@ -232,7 +232,7 @@ class _Row(NamedTuple):
 
 
 def _notable_rows(context: SpikeContext) -> list[tuple[float, _Row]]:
-    """This rank's sequences that hold a culprit (inf) or a notable share of the spike (its size)."""
+    """Return this rank's sequences that hold a culprit (inf) or a notable share of the spike (its size)."""
     step, rank, result = context.step, context.ranks.rank, context.finding
     own = [culprit for culprit in result.culprits if culprit.rank == rank]
     pairs = [(math.inf, _Row(rank, culprit.micro_batch, _places(step, culprit)[0][0])) for culprit in own]
@@ -244,7 +244,7 @@ def _notable_rows(context: SpikeContext) -> list[tuple[float, _Row]]:
 
 
 def _most_wanted(by_rank: list[list[tuple[float, _Row]]]) -> list[_Row]:
-    """The rows to keep token by token, of all ranks', the most wanted first."""
+    """Choose the rows to keep token by token, from all ranks', the most wanted first."""
     pairs = sorted((pair for part in by_rank for pair in part), key=lambda pair: (-pair[0], pair[1]))
     return list(dict.fromkeys(row for _, row in pairs))[:_MAX_SEQUENCES]
 
@@ -254,12 +254,12 @@ def _most_wanted(by_rank: list[list[tuple[float, _Row]]]) -> list[_Row]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What every rank sends: small, and about as long on each. `_sums` fills it, `_event` joins that of all ranks."""
+    """The numbers that every rank sends: few, about as many on each. `_sums` fills it, `_event` joins all ranks'."""
 
     coefficient_square: float
-    """Of d loss / d log_prob, over all tokens but the culprits."""
+    """Squared norm of d loss / d log_prob, over all tokens but the culprits."""
     term_squares: dict[str, float]
-    """The same over all tokens, of each term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
+    """Squared norm over all tokens by term: ``policy`` (without the KL term), ``kl`` and ``entropy``."""
     low_entropy: float | None
     """Entropy that a fifth of the tokens of the culprits' micro-batches are under."""
     shares: list[float]
@@ -327,7 +327,7 @@ def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
 
 
 def _columns(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
-    """What the search fills of the table of tokens: (B, T) each, those that are known."""
+    """Return the columns of the table of tokens that the search fills: (B, T) each, those that are known."""
     step, shares = context.step, context.finding.shares
     recorded, details, kl = step.recorded(index), step.details(index), step.kl_coefficients(index)
     output, before = ("value", "old_value") if recorded.is_value else ("log_prob", "old_log_prob_used")
@@ -402,7 +402,7 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
 
 
 def _consequence(context: SpikeContext, culprits: tuple[Culprit, ...]) -> Consequence:
-    """What the optimizer was given: nothing, the spike clipped, or the rest clipped."""
+    """Describe the gradient that the optimizer was given: nothing, the spike clipped, or the rest clipped."""
     taken, after, clip_limit = context.action.taken, context.certificate.norm_after, context.clip_limit
     limit = clip_limit if math.isfinite(clip_limit) else None
     given = after if taken == "mask" else context.spike.grad_norm

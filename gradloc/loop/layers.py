@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer and which kind of module a parameter belongs to, by its name.
+"""Find the layer and the kind of module that a parameter belongs to, by its name.
 
 FSDP1 without original parameters merges all parameters of a wrapped unit into one flat parameter; what is left of its
-name still tells the layer, and its kind is then ``mixed``.
+name still has the layer, and its kind is then ``mixed``.
 """
 
 import functools
@@ -57,7 +57,7 @@ def kind_of(name: str) -> str:
 
 @torch.no_grad()
 def head_square(space: GradientSpace) -> torch.Tensor:
-    """This rank's part of the squared gradient norm of the output head, or of the embedding where the two are tied.
+    """Return this rank's part of the squared gradient norm of the output head, or of the embedding where both are tied.
 
     A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
     is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
@@ -89,7 +89,7 @@ def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tenso
 
 
 def layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
-    """How far each layer's norm is above its own median, and how the layers moved together before.
+    """Compare each layer's norm with its own median, and with how the layers moved together before.
 
     Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
     largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between the trainer and its ranks: one policy down with each update, one report up from each process."""
+"""Messages between the trainer and its ranks: a policy to all with each update, a report from each process after it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .gather import RawEvent
 
 @dataclass(frozen=True)
 class Policy:
-    """What the driver tells every rank about one update; the ranks need no collective to agree on it."""
+    """The driver's message to every rank about one update; the ranks need no collective to agree on it."""
 
     global_step: int
     kind: str = "off"
@@ -22,7 +22,7 @@ class Policy:
     num_tokens: Sequence[int] = ()
     """Response tokens over all ranks, per mini-batch."""
     thresholds: Sequence[float | None] = ()
-    """On the gradient norm, per optimizer step (epochs x mini-batches); None while the adaptive rule warms up."""
+    """Thresholds on the gradient norm, per optimizer step (epochs x mini-batches); None in the warm-up."""
     tau: Sequence[float | None] = ()
     """Per-token threshold, per optimizer step; None where there is no threshold."""
     max_events: int = 0
@@ -30,33 +30,33 @@ class Policy:
     force: bool = False
     """Localize the first mini-batch even when it does not spike."""
     history: Sequence[History] = ()
-    """What each adaptive threshold was made of, for the record; empty under the fixed rule."""
+    """The statistics behind each adaptive threshold, for the record; empty under the fixed rule."""
     stage: str | None = None
-    """Which of Lopti's two updates of the step this is; None for the only one."""
+    """The one of Lopti's two updates of the step; None for the only one."""
     typical: dict[str, tuple[float, float]] | None = None
-    """What is typical of the run's own batches, by name: see :meth:`~..core.history.ScaleHistory.typical`."""
+    """Typical numbers of the run's own batches, by name: see :meth:`~..core.history.ScaleHistory.typical`."""
     groups: Groups | None = None
-    """How the batch's advantages were made, for settings that change them; None where no spike needs to know."""
+    """The making of the batch's advantages, for settings that change them; None where no spike needs it."""
     update: int = 0
     """The update's number in this run, by which a rank that sees one mini-batch at a time knows a new one."""
     settings: Any = None
-    """The effective ones, see :func:`~..config.resolve`, for ranks whose own config has none."""
+    """The effective settings, see :func:`~..config.resolve`, for ranks whose own config has none."""
     learned: Any = None
-    """What the stabilizers have learned, from a checkpoint; on the first update after a resume."""
+    """The stabilizers' state, from a checkpoint; on the first update after a resume."""
     keeps_lr_schedule: bool = False
     """Whether another update of the same step follows, which is to have the same learning rate."""
 
     def threshold(self, number: int) -> float | None:
-        """On the norm of the optimizer step of this number, counted over epochs and mini-batches from 0."""
+        """Return the threshold on the norm of this optimizer step, counted over epochs and mini-batches from 0."""
         return self.thresholds[number % len(self.thresholds)]
 
     def place(self, number: int) -> Step:
-        """Where the optimizer step of this number is, counted over epochs and mini-batches from 0."""
+        """Return the place of the optimizer step of this number, counted over epochs and mini-batches from 0."""
         epoch, mini_batch = divmod(number, len(self.num_tokens))
         return Step(self.global_step, epoch, mini_batch, len(self.num_tokens), stage=self.stage)
 
     def spike(self, grad_norm: float, number: int) -> Spike | None:
-        """Why the optimizer step of this number is to be looked into, None if it is not.
+        """Return why the optimizer step of this number is to be looked into; None if it is not.
 
         Args:
             grad_norm: before clipping; may be NaN or inf.
@@ -73,14 +73,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one process has to say of an update, once it is over."""
+    """A process's report of an update, once it is over."""
 
     process: int
-    """Its number among the trainer's; what only the first knows, the others leave empty."""
+    """Its number among the trainer's; the others leave empty what only the first one knows."""
     norms: tuple[float, ...] = ()
-    """Of each optimizer step, before clipping; the same on all. Empty where nothing is looked for."""
+    """The norm of each optimizer step, before clipping; the same on all. Empty where nothing is looked for."""
     head_squares: tuple[float, ...] = ()
-    """Of each optimizer step this process' part of the squared gradient norm of the output head."""
+    """This process' part of the squared gradient norm of the output head, for each optimizer step."""
     coefficient: float = 0.0
     """Median |d loss / d log_prob| of this rank's tokens in the first mini-batch, those without aside."""
     num_failures: int = 0
@@ -88,11 +88,11 @@ class RankReport:
     outcomes: tuple[Outcome, ...] = ()
     """All spikes, also those that no event is written of; from the first process."""
     events: tuple[RawEvent, ...] = ()
-    """From the first process, where they were gathered."""
+    """The gathered events, from the first process."""
     learned: Any = None
-    """What the stabilizers have learned, for the next checkpoint; from the first process."""
+    """The stabilizers' state, for the next checkpoint; from the first process."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What they did: the numbers of its micro-batches or optimizer steps."""
+    """What the stabilizers did, in numbers of micro-batches or optimizer steps."""
     peak_bytes: tuple[int, int] = 0, 0
     """The most that this process has used of its device, and that its allocator has reserved: each step resets what the
     device itself reports."""

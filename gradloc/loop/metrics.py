@@ -19,7 +19,7 @@ _LARGEST = frozenset(
     "health/failures".split()
 )
 _FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_share healthy_norm".split())
-"""Of the update whose norm came nearest to its threshold, so that they are of one and the same."""
+"""Metrics that are taken from the update whose norm came nearest to its threshold, all from the same one."""
 
 
 def is_ours(name: str) -> bool:
@@ -28,7 +28,7 @@ def is_ours(name: str) -> bool:
 
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value of each metric for a step, from those of its updates in order; the last where no rule says another."""
+    """Join each metric of a step's updates, in order, to one value; the last where no rule says another."""
     (nearest,) = {name for metrics in updates for name in metrics if _plain(name) == "norm_over_threshold"} or {""}
     nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearest, 0.0)))
     known = {name: value for metrics in updates for name, value in metrics.items()}
@@ -49,7 +49,7 @@ def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def metrics_of(
     policy: Policy, reports: Sequence[RankReport], first: RankReport, num_write_failures: int
 ) -> dict[str, float]:
-    """Our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
+    """Return our scalars of one update, under the actor's names; ``grad_norm_max`` is the model's own.
 
     ``reports`` has one of each process, ``first`` is the first one's; the write failures are the whole run's.
     """
@@ -103,11 +103,11 @@ def _event_metrics(events: Sequence[Event]) -> dict[str, float]:
 
 
 def size(value: float) -> float:
-    """What a metric is compared by: NaN is larger than any number."""
+    """Return the key to compare a metric by: NaN is larger than any number."""
     return math.inf if value != value else value
 
 
 def _plain(name: str) -> str:
-    """Without whose it is: ``gradloc/critic_spikes`` and ``gradloc/spikes`` are joined alike."""
+    """Strip the model from a metric's name: ``gradloc/critic_spikes`` and ``gradloc/spikes`` are joined alike."""
     room, _, rest = name.partition("/")
     return rest.removeprefix("critic_") if room in ("gradloc", "actor", "critic") else name

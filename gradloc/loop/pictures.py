@@ -24,13 +24,13 @@ _MERGED, _FRAMES, _COLORS = 2, 2, 3
 
 
 def inputs_of(batch: BatchView, row: int) -> dict[str, Any]:
-    """The multi-modal inputs of one row, by verl's names; empty for text."""
+    """Return the multi-modal inputs of one row, by verl's names; empty for text."""
     by_row = batch.labels.get("multi_modal_inputs")
     return {} if by_row is None else by_row[row] or {}
 
 
 def kept_inputs(batch: BatchView, rows: Sequence[int]) -> tuple[dict[str, torch.Tensor], str | None]:
-    """What a bundle keeps of these rows' multi-modal inputs.
+    """Return the multi-modal inputs of these rows that a bundle keeps.
 
     Returns:
         ``multi_modal.<number of the row here>.<name>``, as they are; and why there are none, where there should be.
@@ -55,7 +55,7 @@ class Album:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        """By name."""
+        """Files by name."""
 
     def add(self, inputs: dict[str, Any]) -> tuple[tuple[str, ...] | None, str | None]:
         """Draw the pictures of one prompt.
@@ -82,7 +82,7 @@ class Album:
 
 
 def _pictures(inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """uint8 (height, width, 3) each, at most 768 pixels a side; those that can be drawn."""
+    """Return the pictures that can be drawn: uint8 (height, width, 3) each, at most 768 pixels a side."""
     pixels, grid = inputs.get("pixel_values"), inputs.get("image_grid_thw")
     if not isinstance(pixels, torch.Tensor):
         return []
@@ -99,8 +99,8 @@ def _pictures(inputs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _from_patches(patches: torch.Tensor, frames: int, height: int, width: int) -> torch.Tensor | None:
-    """The first frame, (3, height, width) in pixels, of patches (frames * height * width, 3 * 2 * side * side) that
-    stand in blocks of two by two."""
+    """Return the first frame, (3, height, width) in pixels, of patches (frames * height * width, 3 * 2 * side * side)
+    that come in blocks of two by two."""
     side = math.isqrt(patches.shape[1] // (_COLORS * _FRAMES))
     if _COLORS * _FRAMES * side**2 != patches.shape[1] or height % _MERGED or width % _MERGED:
         return None
@@ -117,7 +117,7 @@ def _drawn(picture: torch.Tensor) -> torch.Tensor:
 
 
 def _png(picture: torch.Tensor) -> bytes:
-    """uint8 (height, width, 3) as a PNG file."""
+    """Encode uint8 (height, width, 3) as a PNG file."""
     from PIL import Image  # where there are pictures, their processor needs it, too
 
     file = io.BytesIO()

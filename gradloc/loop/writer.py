@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From raw numbers to an event on disk: completed with what only the driver knows, and written once.
+"""Make an event on disk from raw numbers: complete it with what only the driver knows, and write it once.
 
 The driver holds the whole batch, the tokenizer and the rewards, so the ranks send only what they alone know.
 
@@ -57,13 +57,13 @@ BUNDLE_KEYS = (*_INPUTS, *TENSORS)
 """The batch's tensors that a bundle keeps."""
 _TERMS = {"entropy_term": "entropy term", "kl_term": "KL term"}
 _PLACEHOLDERS = 8
-"""More equal tokens in a row than these, in a prompt with a picture, stand for the picture and are shown as one."""
+"""More equal tokens in a row than these, in a prompt with a picture, are the picture's and are shown as one."""
 _LEADS = 3.0
 """A term whose coefficients are this many times the others' carries the gradient."""
 
 
 _MOST_PARTS = 16
-"""Rows, prompts and data sources whose shares are told, of each the largest."""
+"""The number of rows, prompts and data sources whose shares are recorded: the largest of each."""
 
 
 class EventWriter:
@@ -129,7 +129,7 @@ class EventWriter:
 
 
 def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str | None:
-    """Where the weights of an event go; None where none are to be saved, or ``evidence.max_gb`` is reached.
+    """Return the folder for an event's weights; None where none are to be saved, or ``evidence.max_gb`` is reached.
 
     All ranks call this together.
     """
@@ -207,7 +207,7 @@ def bundle_tensors(
 
 
 def _step_cause(event: Event, tensors: Any) -> StepCause:
-    """What the ranks found beside tokens, else the largest culprit's cause, else the loss term that carries it."""
+    """Return the cause that the ranks found apart from tokens, else the largest culprit's, else the loss term."""
     cause, batch, first = event.cause, event.batch, event.leader
     over_run: dict[str, float | None] = {f"{name}_over_run": value for name, value in (batch.over_run or {}).items()}
     if cause is not None:
@@ -227,7 +227,7 @@ def _step_cause(event: Event, tensors: Any) -> StepCause:
 
 
 def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> tuple[str, ...]:
-    """The batch's tensors (R, T) that are not finite at one of these places."""
+    """Name the batch's tensors (R, T) that are not finite at one of these places."""
     known = [(row, position) for row, position in places if row is not None]
     if not known:
         return ()
@@ -237,7 +237,7 @@ def _not_finite_at(tensors: Any, places: tuple[tuple[int | None, int], ...]) -> 
 
 
 def _shares(raw: RawEvent, batch: BatchView) -> Shares | None:
-    """The measured shares, with what rows, prompts and data sources carry: shares add up."""
+    """Add the shares of rows, prompts and data sources to the measured ones: shares add up."""
 
     def by(name: Callable[[int], Any]) -> tuple[PartShare, ...]:
         parts: dict[str, list[RowShare]] = {}
@@ -257,13 +257,13 @@ def _shares(raw: RawEvent, batch: BatchView) -> Shares | None:
 
 
 def _mismatch(raw: RawEvent, batch: BatchView) -> Mismatch | None:
-    """What tokens carry of the spike at which engine and trainer differ by more than noise."""
+    """Return the share of the spike of tokens at which engine and trainer differ by more than noise."""
     tensors, shares = batch.tensors, raw.event.shares
     names = ("rollout_log_probs", "old_log_probs", "response_mask")
     if batch.is_critics or shares is None or not shares.is_trusted or not set(names) <= set(tensors.keys()):
         return None
     rollout, old, mask = (tensors[name].float().numpy() for name in names)
-    if (rollout == old)[mask > 0].all():  # the trainer was told to take the engine's
+    if (rollout == old)[mask > 0].all():  # the trainer is configured to take the engine's
         return None
     try:
         differing, noise = beyond_noise(rollout, old, mask)
@@ -279,7 +279,7 @@ def _mismatch(raw: RawEvent, batch: BatchView) -> Mismatch | None:
 
 
 def _statistics(batch: BatchView, known: BatchStatistics) -> BatchStatistics:
-    """What the ranks know of the batch, and what is typical in the driver's."""
+    """Join the ranks' statistics of the batch with the typical ones of the driver's batch."""
     tensors, mask = batch.tensors, batch.tensors["response_mask"].bool()
     name, values = batch.signal()
     sizes = values[mask].abs()
@@ -309,7 +309,7 @@ def _counted_endings(culprits: list[Culprit], tensors: Mapping[str, Any], ending
 
 
 class EventEnricher:
-    """What the driver adds to a culprit's and a sequence's numbers: text, log-probs, rewards, siblings, turns.
+    """Adds the driver's part to a culprit's and a sequence's numbers: text, log-probs, rewards, siblings, turns.
 
     Args:
         batch: the whole.
@@ -323,7 +323,7 @@ class EventEnricher:
         loss = CRITIC if batch.is_critics else DISTILLED if batch.is_distilled else ACTOR
         known = {name: column.tensor for name, column in STORED.items() if loss in column.losses}
         self._columns = {name: batch.tensors[key] for name, key in known.items() if key in batch.tensors.keys()}
-        """What the batch has of the table of tokens: (R, T) each."""
+        """Return the batch's columns of the table of tokens: (R, T) each."""
 
     def culprit(self, culprit: Culprit) -> Culprit:
         """All but the cause."""
@@ -363,7 +363,7 @@ class EventEnricher:
         )
 
     def by_engine(self, row: int | None, now: Sequence[float]) -> list[tuple[float, float]]:
-        """What trainer and rollout engine say of each token of a row in the loss; empty where the latter is not known.
+        """Return trainer's and rollout engine's log-probs of each token of a row; empty where the latter's are unknown.
 
         The trainer's log-probs are those before the update, since the policy moves during it, and ``now`` where the
         batch has none: bypass mode stores the engine's as the old ones.
@@ -402,7 +402,7 @@ class EventEnricher:
         return responses[: int(attended.sum())].tolist()
 
     def _around(self, row: int, first: int, last: int) -> dict[str, Any]:
-        """Text of a span of response positions ``first..last`` and what stands around it, as a culprit's fields."""
+        """Return the text of a span of response positions ``first..last`` and around it, as a culprit's fields."""
         responses = self._tensors["responses"][row].tolist()
         prompt, span = self._prompt_ids(row), responses[first : last + 1]
         before = (prompt + responses[:first])[-self._context :] if self._context else []
@@ -468,8 +468,8 @@ def _decoded(tokenizer: Any, ids: list[int], **how: Any) -> str:
 
 
 class Documents:
-    """What a culprit's row is like beside the batch's others: of all rows of a batch that has ``log_probs`` (R, T), and
-    where logits were seen ``ranks`` and ``shifted`` (R, T).
+    """Compares a culprit's row with the batch's others, in a batch that has ``log_probs`` (R, T), and where logits were
+    seen ``ranks`` and ``shifted`` (R, T).
 
     Args:
         batch: of a loop.
@@ -524,8 +524,8 @@ class Documents:
         return value if value >= 0 else None
 
     def _padding(self, culprit: Culprit) -> int:
-        """How many equal tokens end the row's part that is trained on, the culprit among them; of a tokenizer with a
-        padding token those alone."""
+        """Count the equal tokens that end the trained part of the row, the culprit among them; where the tokenizer has
+        a padding token, only those."""
         ids, last = self._rows[culprit.row or 0], (culprit.token_ids or (-1,))[-1]
         if not ids or last != ids[-1] or self._pad not in (None, last):
             return 0

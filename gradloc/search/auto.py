@@ -242,7 +242,7 @@ class _AutoSearch:
         self._note("share", "measured", result.stop_reason, certificate.norm_after)
 
     def _measure_few(self) -> None:
-        """Measure the norms of few culprits of which only a bound is known. The loudest one's gradient takes no
+        """Measure the norms of few culprits that have only a bound so far. The loudest one's gradient takes no
         backward: it is the spike less the others' gradients and the residual."""
         task, result, space = self.task, self.result, self.prober.space
         culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)

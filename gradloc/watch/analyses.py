@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient analyses of a trainer whose processes are all alike: of the step that is about to be taken.
+"""Run gradient analyses on the step that a trainer whose processes are all alike is about to take.
 
 The first process decides what is measured and writes the records; the others measure with it, until it says that it has
 enough.
@@ -35,7 +35,7 @@ class LoopAnalyses:
             self.reporters.append(BucketAnalysis(buckets, run, _no_batch))
 
     def are_due(self, number: int) -> bool:
-        """At this optimizer step, by its number from 1."""
+        """Whether any analysis is due at this optimizer step, by its number from 1."""
         return any(reporter.is_due(number) for reporter in self.reporters)
 
     def run(
@@ -88,7 +88,7 @@ def _no_batch(seed: int) -> AnalysisBatch:
 
 
 def batch_of(view: BatchView | None, objection: str, ask: Any) -> AnalysisBatch:
-    """The rows of a step as an analysis sees them.
+    """The rows of a step, for an analysis.
 
     Raises:
         RuntimeError: one sentence, where no analysis can be made of the step.

@@ -30,7 +30,7 @@ class Clip:
 
     params: Sequence[torch.nn.Parameter]
     limit: float
-    """On the norm, or with ``is_by_value`` on each element."""
+    """The limit on the norm, or with ``is_by_value`` on each element."""
     norm: Any
     """L2 norm of their gradient before the call, a scalar tensor."""
     again: Callable[[], Any]
@@ -58,16 +58,16 @@ class ClipTap:
     def __init__(self, owns: Callable[[Any], bool]):
         self.owns = owns
         self.pending: list[Clip] = []
-        """Since the last step, in order."""
+        """Clips since the last step, in order."""
         self.calls: list[Clip] = []
-        """Of the step that is looked into."""
+        """Clips of the step that is looked into."""
         self.limit = math.inf
-        """On the norm, of the one clip that there was; else inf."""
+        """The limit on the norm, if there was just one clip; else inf."""
         self.is_off = False
         self._sees_all, self._last = False, (0.0, 0.0)
         self._own_limit: float | None = None
         self._known_limit: float | None = None
-        """Of a clip by the loop's own code, once one was noticed."""
+        """The limit of a clip by the loop's own code, once one was noticed."""
         self._raw: torch.Tensor | None = None
         _install()
         _taps.add(self)
@@ -120,11 +120,12 @@ class ClipTap:
             self.is_off = False
 
     def own_factor(self, norm: float) -> float | None:
-        """What a loop's own clip multiplies with; None where none was seen."""
+        """Return the factor of a loop's own clip; None where none was seen."""
         return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
 
     def _norm_without_clips(self, space: GradientSpace, raw: torch.Tensor) -> float:
-        """A loop that clips by code of its own leaves norms at its limit, which those after the backward are not."""
+        """Return the norm, and notice a loop that clips by code of its own: that leaves norms at its limit, which those
+        after the backward are not."""
 
         def local() -> torch.Tensor:
             grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
@@ -146,7 +147,7 @@ class ClipTap:
         return now
 
     def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One norm from those of the clips: of several on the same parameters the first counts."""
+        """Join the clips' norms to one: of several on the same parameters the first counts."""
         if len(norms) == 1:
             return norms[0]
         seen: set[int] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``metrics.jsonl``: a line for each optimizer step, from which the report draws a run's curve."""
+"""Write ``metrics.jsonl``: a line for each optimizer step, from which the report draws a run's curve."""
 
 import json
 import math
@@ -11,7 +11,7 @@ class Curve:
     """Writes the file.
 
     Args:
-        path: of it; its folder is made.
+        path: of the file; its folder is made.
     """
 
     def __init__(self, path: str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss asked of each position's logits, recovered from the gradient of the last hidden state.
+"""Recover the loss's derivative by each position's logits from the gradient of the last hidden state.
 
 With logits z = W h the chain rule gives dL/dh = W' dL/dz. If the loss is made of log-probs, entropies, mean log-probs
 (label smoothing) and log-sum-exps (a z-loss), dL/dz is a combination of four vectors that z alone determines, with one
@@ -31,9 +31,9 @@ class Potentials(NamedTuple):
     """The four numbers of each position that a loss of the form is made of, float32 (N,)."""
 
     log_prob: torch.Tensor
-    """Of the label."""
+    """The label's log-prob."""
     entropy: torch.Tensor
-    """In nats."""
+    """The entropy, in nats."""
     mean_log_prob: torch.Tensor
     """Over the vocabulary."""
     log_sum_exp: torch.Tensor
@@ -59,17 +59,17 @@ def logit_gradient(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tens
 
 
 class Fit(NamedTuple):
-    """What was recovered of each position."""
+    """The recovered parts of the loss at each position."""
 
     labels: torch.Tensor
-    """The given ones, and where these do not fit the token that does best, (N,)."""
+    """The given labels, and where these do not fit the token that fits best, (N,)."""
     parts: torch.Tensor
     """dL / d potential, float32 (N, K)."""
     residual: torch.Tensor
-    """L2 norm of what is not of the form, (N,)."""
+    """L2 norm of the residual of dL/dh, (N,)."""
     potentials: Potentials
     rank: torch.Tensor
-    """How many tokens are likelier than the label, (N,)."""
+    """The number of tokens that are likelier than the label, (N,)."""
     neighbours: torch.Tensor
     """Log-probs of other tokens, (N, 2)."""
 
@@ -117,7 +117,7 @@ def _fit(
     neighbours: torch.Tensor,
     further: torch.Tensor | None,
 ) -> Fit:
-    """One part of :func:`fit`."""
+    """Fit one part of the positions, see :func:`fit`."""
     logits = precise_linear(hidden, weight, bias)
     log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()
@@ -211,7 +211,7 @@ def _choices(count: int) -> list[list[int]]:
 def _solve(
     columns: torch.Tensor, pull: torch.Tensor, tolerance: float, choices: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least squares of (N, H, K) against (N, H), with the first choice of columns that fits."""
+    """Solve least squares of (N, H, K) against (N, H), with the first choice of columns that fits."""
     sizes = columns.norm(dim=1, keepdim=True).clamp(min=1e-30)
     unit = (columns / sizes).double()
     target = pull.double()

@@ -13,7 +13,7 @@ _PART = 2**24  # logits in float32 at a time: 64 MiB
 
 
 def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = False) -> Any:
-    """Log-probability of each token, in float32 however coarse the logits are, which are never held in float32 whole.
+    """Return the log-prob of each token, in float32 however coarse the logits are; these are never held in float32.
 
     Args:
         logits: (..., V), of the position that predicts each token: a model's ``logits[:, :-1]``, for ``ids[:, 1:]``.
@@ -36,19 +36,19 @@ def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = Fal
 
 
 def _parts(*tensors: torch.Tensor) -> Any:
-    """The tensors' rows, some at a time; the first has V columns."""
+    """Yield the tensors' rows, some at a time; the first tensor has V columns."""
     return zip(*(tensor.split(max(_PART // tensors[0].shape[1], 1)) for tensor in tensors), strict=True)
 
 
 def _joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """In a tensor of its own, no view: a loop may write into it."""
+    """Return a tensor of its own, no view: a loop may write into it."""
     found = parts[0].new_empty(shape)
     torch.cat(parts, out=found.view(-1))
     return found
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps the logits as they are, and two numbers of each position."""
+    """Saves the logits in their own precision, and two numbers of each position."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, has_entropy: bool) -> Any:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop may say of its last forward: tokens, rows, log-probs, advantages. None of it is needed.
+"""Optional calls by which a loop says more: its last forward's tokens, rows, log-probs, advantages; Lopti's stages.
 
 Shapes: B rows of a micro-batch, T positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from ..checks import require
 from ..core.step import Outputs
 from ..loop.batch import at_first
-from .forwarded import Forward, frozen, outputs_of
+from .forwarded import Forward, StageTokens, frozen, outputs_of
 from .taps import ModelTap
 
 
@@ -22,6 +23,8 @@ class Notes:
 
     tap: ModelTap
     localizer: Any
+    stage_name: str
+    """The name of Lopti's stage that the present step is of; empty for an ordinary step."""
     _next_number: int | None
 
     def note(
@@ -107,6 +110,38 @@ class Notes:
             outputs.auxiliary.register_hook(partial(last.add, "declared_auxiliary"))
         return given
 
+    @contextmanager
+    def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
+        """Around a micro-batch's forward and backward: one of Lopti's two stages (arXiv 2505.12929).
+
+        The loop makes two optimizer steps of its batch, one in each stage. In the backward only the stage's tokens have
+        a gradient, whatever the loss: its value and its denominators stay, so at the same weights the gradients of both
+        stages add up to the ordinary one. What passes through no token is in both.
+
+        Args:
+            name: ``low``: the tokens with a probability under ``eta``; ``high``: all others.
+            old_log_probs: (B, T), from before both stages: of all positions, or all but the last.
+            eta: between 0 and 1.
+
+        Raises:
+            ValueError: one sentence, for a wrong argument.
+            RuntimeError: one sentence, where the stage could not be kept to: take no step then.
+        """
+        require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
+        require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
+        require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
+        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
+        self.tap.stage = stage
+        try:
+            yield
+        finally:
+            self.tap.stage = None
+        made = [each for each in self.tap.forwards if each.stage is stage]
+        is_inlined = self.tap.has_trained_head and any(not each.head_calls for each in made)
+        if not made or is_inlined or self.tap.has_failed or not all(each.is_done for each in made):
+            why = "the head's weight is used without a call of the head" if is_inlined else "no gradient passed by"
+            raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
+
 
 def checked(
     size: tuple[int, ...] | None,
@@ -156,7 +191,7 @@ def checked(
 
 
 def _wide(name: str, value: Any, size: tuple[int, ...]) -> torch.Tensor:
-    """As (B, T)."""
+    """Return a tensor (B, T) or (B,) expanded to (B, T)."""
     require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
     value = value.detach().view(-1) if name == "rewards" else value.detach()
     value = value.unsqueeze(1) if value.dim() == 1 else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any PyTorch loop, in one line: ``gradloc.Watch``.
+"""Watch any PyTorch loop, in one line:
 
     gradloc.Watch(model, optimizer, "runs/x", tokenizer=tokenizer)
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -43,8 +43,8 @@ from ..record import Run
 from ..record.origin import origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
+from .counts import StepCounts
 from .curve import Curve
-from .forwarded import StageTokens
 from .notes import Notes
 from .replay import hold_against
 from .rows import view_of, view_of_summaries
@@ -58,18 +58,6 @@ _EARLY = 10  # optimizer steps, after which it is said once that nothing could b
 _MANY = 64  # forwards without an optimizer step, after which that is said once
 _NO_VIEWS = 'false with gradloc.Watch, whose replays would overwrite the gradient (action="off" trains without)'
 _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
-
-
-class _Counts(NamedTuple):
-    """What each rank has of a step."""
-
-    tokens: list[float]
-    rows: list[float]
-    micro_batches: list[float]
-    scaled: list[float]
-    """1 where a forward is in float16: its loss may be scaled."""
-    opened: list[float]
-    """1 where all forwards returned the log-probs that the loss is made of."""
 
 
 class Watch(Notes):
@@ -128,13 +116,13 @@ class Watch(Notes):
         self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
         self.model, self.optimizer = model, self._plain_optimizer(optimizer)
         self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
-        """See :class:`~..loop.localizer.TrainerHandle`."""
+        """Facts that the localizer asks for, see :class:`~..loop.localizer.TrainerHandle`."""
         self.step: Any = None
         """The optimizer step that is being made; None between two."""
         self.metrics: dict[str, float] = {}
-        """Of the last step, by name, for any tracker; on the first process."""
+        """Metrics of the last step by name, for any tracker; on the first process."""
         self.number = 0
-        """Of the optimizer steps so far, or the trainer's own."""
+        """The number of optimizer steps so far, or the trainer's own."""
         self._num_steps = self._num_looks = 0
         self._has_looked = False
         """Whether :meth:`look` was called for the step that is about to be taken."""
@@ -146,7 +134,6 @@ class Watch(Notes):
         self.is_analysing = False
         """Whether steps of the optimizer are an analysis' own, which are taken back."""
         self.stage_name = ""
-        """Of Lopti's, which the step that is being made is of."""
         self.ranks, self.settings = ranks, kept
         self.zero: ZeroEngine | None = None
         """DeepSpeed's engine, once there is one."""
@@ -194,38 +181,6 @@ class Watch(Notes):
         self._handles.clear()
 
     # ---- what a loop may call
-
-    @contextmanager
-    def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
-        """Around a micro-batch's forward and backward: one of Lopti's two stages (arXiv 2505.12929).
-
-        The loop makes two optimizer steps of its batch, one in each stage. In the backward only the stage's tokens have
-        a gradient, whatever the loss: its value and its denominators stay, so at the same weights the gradients of both
-        stages add up to the ordinary one. What passes through no token is in both.
-
-        Args:
-            name: ``low``: the tokens with a probability under ``eta``; ``high``: all others.
-            old_log_probs: (B, T), from before both stages: of all positions, or all but the last.
-            eta: between 0 and 1.
-
-        Raises:
-            ValueError: one sentence, for a wrong argument.
-            RuntimeError: one sentence, where the stage could not be kept to: take no step then.
-        """
-        require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
-        require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
-        require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
-        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
-        self.tap.stage = stage
-        try:
-            yield
-        finally:
-            self.tap.stage = None
-        made = [each for each in self.tap.forwards if each.stage is stage]
-        is_inlined = self.tap.has_trained_head and any(not each.head_calls for each in made)
-        if not made or is_inlined or self.tap.has_failed or not all(each.is_done for each in made):
-            why = "the head's weight is used without a call of the head" if is_inlined else "no gradient passed by"
-            raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
 
     def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
         """Clip the gradient as ``torch.nn.utils.clip_grad_norm_`` does, and look into the step now if it spikes.
@@ -293,7 +248,7 @@ class Watch(Notes):
     # ---- a step, on all ranks together
 
     def _begin_step(self) -> None:
-        """Before the first micro-batch's forward."""
+        """Begin a step, before its first micro-batch's forward."""
         self.step, self.space = self.make_step(), self._make_space()
         self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
@@ -302,7 +257,7 @@ class Watch(Notes):
         """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
         if self.step is not None:
             self.step.take(self.tap.take_done())
-        counts = self._counts()
+        counts = StepCounts.gather(self.step, self.ranks)
         if not any(counts.micro_batches):
             return unknown
         if self.step is None:  # another rank has micro-batches
@@ -357,7 +312,7 @@ class Watch(Notes):
             self.is_analysing = False
 
     def _objection_to_analysis(self, norm: float) -> str:
-        """Run the gradient again from the taps, unless a spike had that done; a sentence where there is no analysis."""
+        """Run the gradient again from the taps, unless a spike had that done; returns why none can run, or ""."""
         if self.zero is not None:
             return "an analysis does not run on DeepSpeed"
         if not math.isfinite(norm):
@@ -371,20 +326,8 @@ class Watch(Notes):
             return "an analysis needs the optimizer: pass it to gradloc.Watch"
         return self.step.objection
 
-    def _counts(self) -> "_Counts":
-        """What all ranks have of the step."""
-        ranks, size, step = self.ranks, self.ranks.size, self.step
-        mine = [0.0] * len(_Counts._fields)
-        if step is not None and step.micro_batches:
-            is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
-            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.has_log_probs)]
-        everyones = [0.0] * (len(mine) * size)
-        everyones[ranks.rank :: size] = mine
-        counts = ranks.sum(everyones)
-        return _Counts(*(counts[first : first + size] for first in range(0, len(counts), size)))
-
-    def _policy(self, counts: "_Counts") -> Policy | None:
-        """The driver's of this step, on every rank; None where the step cannot be looked into."""
+    def _policy(self, counts: StepCounts) -> Policy | None:
+        """Get the driver's policy for this step, on every rank; None where the step cannot be looked into."""
         self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
         policy = (
             None
@@ -437,7 +380,7 @@ class Watch(Notes):
     # ---- what was learned
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, for the loop's checkpoint; on the first process all of it."""
+        """Return the learned state, for the loop's checkpoint; on the first process all of it."""
         return {"number": self.number, "driver": None if self.driver is None else self.driver.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -450,7 +393,7 @@ class Watch(Notes):
 
     @property
     def clip_limit(self) -> float:
-        """See :class:`~..loop.localizer.TrainerHandle`."""
+        """The norm that the loop clips to; inf: not clipped yet."""
         return self.clips.limit
 
     def clip(self) -> torch.Tensor:
@@ -458,7 +401,7 @@ class Watch(Notes):
         return self.clips.again(self.space)
 
     def save_weights(self, global_step: int) -> str | None:
-        """A loop keeps its own checkpoints."""
+        """Save nothing: a loop keeps its own checkpoints."""
         return None
 
     @property
@@ -467,7 +410,7 @@ class Watch(Notes):
         return "advantages" if self.step.has_advantages else "loss_weights"
 
     def view(self, by_rank: Sequence[Rows]) -> BatchView:
-        """All ranks' rows as one batch."""
+        """Join all ranks' rows to one batch."""
         return view_of(by_rank)
 
     def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
@@ -555,13 +498,13 @@ class Watch(Notes):
             self._listen_to_zero_grad()
 
     def _step_aside(self, error: Exception) -> None:
-        """After a failure of ours between a forward and its step: the run goes on without a watch."""
+        """Stop watching after a failure of ours between a forward and its step; the run goes on."""
         what = f"{type(error).__name__}: {error}"
         logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
         self.step = None
 
     def _take_engine(self, engine: Any) -> None:
-        """From here on DeepSpeed's engine runs the passes, and its optimizer's step is the one that is looked into."""
+        """Let DeepSpeed's engine run the passes from here on, and look into its optimizer's steps."""
         self.zero, reference = ZeroEngine(engine), weakref.ref(self)
         if why := self.zero.refusal():
             self._tell_once(f"{why}. Nothing is watched")
@@ -598,7 +541,7 @@ class Watch(Notes):
             self.tap.attach(module)
 
     def _listen_to_zero_grad(self) -> None:
-        """Where the loop drops a gradient, drop what was recorded of it."""
+        """Drop what was recorded of a gradient when the loop drops the gradient."""
         optimizer, reference = self.optimizer, weakref.ref(self)
         zero_grad = optimizer.zero_grad  # type: ignore[union-attr]
 
@@ -631,7 +574,7 @@ class Watch(Notes):
             self.clips.after_backward(self.space)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tap on the optimizer. Of a step with a closure the look follows the closure."""
+        """Look into a step before the optimizer takes it; in a step with a closure, after the closure."""
         if self.zero is not None or self.is_analysing or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
@@ -692,7 +635,7 @@ class Watch(Notes):
         return found
 
     def _settle_outer(self) -> None:
-        """Whether the model is shared over processes as a search needs it: asked at the first look."""
+        """Check at the first look that the model is shared over processes as a search needs it."""
         if self._num_looks > 1 or self.localizer is None:
             return
         outer = self.tap.outer
@@ -715,7 +658,7 @@ class Watch(Notes):
         self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
 
     def _drop_what_is_gone(self) -> None:
-        """Where no ``.grad`` is left, as after the model's own ``zero_grad``."""
+        """Drop what was recorded where no ``.grad`` remains, as after the model's own ``zero_grad``."""
         done = [each for each in self.tap.forwards if each.is_done]
         is_elsewhere = isinstance(self.tap.outer, FSDP1) or (
             isinstance(self.tap.outer, FSDPModule) and any(each.is_deferred for each in done)
@@ -741,8 +684,8 @@ def _to(reference: Any, name: str, *given: Any) -> Any:
 
 
 def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig | None:
-    """The effective ones; a loop has no checkpoint format, and nothing that could replay a bundle. A trainer's adapter
-    gives its own."""
+    """Return the effective settings; None: off. A loop has no checkpoint format, and nothing that could replay a
+    bundle. A trainer's adapter gives its own."""
     if isinstance(action, GradLocConfig):
         return action
     mode = {"mode": action} if isinstance(action, str) else action

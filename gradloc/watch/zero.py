@@ -61,7 +61,7 @@ class ZeroEngine:
 
     @property
     def clip_limit(self) -> float:
-        """What the optimizer's step clips the norm to; inf: it does not."""
+        """The norm that the optimizer's step clips to; inf: it does not clip."""
         return float(self.optimizer.clip_grad) or float("inf")
 
     # ---- the optimizer's step
@@ -133,7 +133,7 @@ class ZeroEngine:
 
     @contextmanager
     def whole(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """In here these modules' weights can be read on each process."""
+        """Context in which these modules' weights can be read on each process."""
         missing = [
             param
             for module in modules
@@ -204,14 +204,14 @@ class ZeroSpace(EngineSpace):
         self.zero.reset()
 
     def show(self) -> None:
-        """Let :meth:`current` be what the optimizer is about to take."""
+        """Load into ``.grad`` what the optimizer is about to take."""
         for ids, entries in zip(self._order, self.zero.hold(), strict=True):
             for each, entry in zip(ids, entries, strict=False):
                 param = self.params[self._places[each]]
                 param.grad = entry.view(-1)[: param.numel()]
 
     def give(self) -> None:
-        """Let the optimizer take what :meth:`current` is."""
+        """Write ``.grad`` where the optimizer's step reads it."""
         self.zero.give([[self.params[self._places[each]].grad for each in ids] for ids in self._order])
         super().clear()
 
