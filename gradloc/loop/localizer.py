@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spike's story on the ranks, in the order in which it happens.
+"""Handle a gradient spike on the ranks, in the order in which it happens; this file reads straight down.
 
-1. *Ride along* (``begin_update`` to ``after_backward``): keep what each micro-batch's forward and backward leave, its
-   log-probs, entropies and their coefficients. Nothing is communicated, and no device is waited for.
-2. *Is this norm a spike?* (``before_step``): all ranks hold it against the policy that the driver sent.
-3. *Set aside* what training had, so that it comes back bit for bit whatever follows, and *make room* for a search.
+1. *Ride along* (``begin_update`` to ``after_backward``): keep each micro-batch's log-probs, entropies and their
+   coefficients. Nothing is communicated, and no device is waited for.
+2. *Detect* (``before_step``): all ranks compare the norm with the policy that the driver sent.
+3. *Set aside* training's gradient, so that it comes back bit for bit whatever follows, and *make room* for a search.
 4. *Search* for the tokens, and certify the norm without them (``..search.find.localize``).
 5. *Decide* what becomes of the step (``..core.actions``).
-6. *Act*: put into ``.grad`` what the step is to take.
+6. *Act*: put the gradient that the step takes into ``.grad``.
 7. *Gather* what the ranks know of the event (``.gather``); the driver completes and writes it. The step is settled
    then, so a record that fails costs nothing but itself.
 
-Of the trainer this needs a step that can be replayed (``..core.step.TrainingStep``) and the actor's few powers. A
-failure in here is logged, counted and steps aside, on all ranks together.
+The trainer provides a step that can be replayed (``..core.step.TrainingStep``) and a ``TrainerHandle``. A failure in
+here is logged and counted, and training goes on, on all ranks together.
 """
 
 import logging
@@ -57,17 +57,17 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-_APART = 0.02  # of the norm: a masked gradient's may be off the certificate's by so much, beside its error's bound
+_MASK_TOLERANCE = 0.02  # of the norm: a masked gradient's may differ by more than the certificate's bound by this part
 _HEARTBEAT_S = 30.0  # between lines that say that a search goes on
 
 
 class TrainerHandle(Protocol):
-    """What the localizer may ask of the trainer's actor, beside replaying its step."""
+    """The interface to the trainer's actor, apart from the step that can be replayed."""
 
     clip_limit: float
-    """The norm that the gradient in ``.grad`` has been clipped to when a step is looked into; inf: not clipped yet."""
+    """The norm that the gradient in ``.grad`` is clipped to when a step is looked into; inf: not clipped yet."""
     optimizer: torch.optim.Optimizer
-    """Whose state may lie in the host's memory while a step is looked into."""
+    """The optimizer, whose state may be moved to the host's memory while a step is looked into."""
     is_unclipped: bool
     """Whether the gradient of a step that is looked into was put back as it was before clipping."""
     scales_loss: bool
@@ -80,6 +80,26 @@ class TrainerHandle(Protocol):
 
     def save_weights(self, global_step: int) -> str | None:
         """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
+
+
+@dataclass
+class Look:
+    """One spike, and the results of each stage of the look into it."""
+
+    policy: Policy
+    spike: Spike
+    norm: torch.Tensor
+    """The norm of the gradient that the step takes, before clipping."""
+    before: Gradient = field(init=False)
+    """The gradient that training had, clipped."""
+    room: SearchMemory = field(init=False)
+    limits: dict[str, Any] = field(init=False)
+    """The settings that the search is called with."""
+    step: HostStep = field(init=False)
+    finding: SearchResult = field(init=False)
+    squares: torch.Tensor = field(init=False)
+    """The spike's squared norm per parameter, as clipped."""
+    action: Action = field(init=False)
 
 
 class Localizer:
@@ -99,7 +119,7 @@ class Localizer:
         self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
         self.updates = Updates()
-        """What the optimizer's steps did."""
+        """The movement of the weights in the optimizer's steps."""
         self._keeper = ReferenceKeeper()
         self._policy: Policy | None = None
         self._space: GradientSpace
@@ -113,7 +133,7 @@ class Localizer:
         self.norms: list[float] = []
         """Before clipping: epochs x mini-batches, in order."""
         self.head_squares: list[torch.Tensor] = []
-        """Likewise, this process' part of the squared norm of the output head."""
+        """This process' part of the squared norm of the output head, for each of :attr:`norms`."""
         self.events: list[RawEvent] = []
         """The policy says how many there may be."""
         self.outcomes: list[Outcome] = []
@@ -121,7 +141,7 @@ class Localizer:
         self._first_step: TrainingStep | None = None
         self._coefficient = 0.0
 
-    # ---- the moments of an update, in order
+    # ---- 1. ride along: the moments of an update before its step
 
     def begin_update(self, policy: Policy | None, space: GradientSpace, are_all_here: bool = True) -> None:
         """Take the step's policy; None: nothing is looked into.
@@ -156,6 +176,8 @@ class Localizer:
         self._tracker.after_backward(self._space)
         self._keeper.after_backward(self._space)
 
+    # ---- 2. is this norm a spike?
+
     def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
 
@@ -165,7 +187,7 @@ class Localizer:
 
         Returns:
             The norm of the gradient that the step will take, before clipping: the same unless the action put another
-            gradient (or none) into ``.grad``. On the host, so that nobody has to read the device again.
+            gradient (or none) into ``.grad``. On the host, so that the device is read only once.
         """
         norm = float(grad_norm)
         self._policy = policy or self._policy
@@ -190,13 +212,218 @@ class Localizer:
         del self._step  # its micro-batches need not live until the next one
         return grad_norm
 
+    def _find_spike(self, policy: Policy, norm: float) -> Spike | None:
+        if self.num_failures >= _MAX_FAILURES:
+            return None
+        spike = policy.spike(norm, len(self.norms) - 1)
+        if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
+            return spike
+        # an overflow by the fp16 scaler's scale alone is its everyday business, and no spike
+        return spike if self._safely(self._has_finite_loss) is False else None
+
+    def _has_finite_loss(self) -> bool:
+        """Whether the loss is finite before it is scaled, on all ranks."""
+        step = self._step
+        is_finite = self.ranks.run_local_synced(
+            lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches))
+        )
+        return self.ranks.all(is_finite)
+
+    def _handle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
+        is_written = self._num_to_write < policy.max_events
+        action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
+        if action is None:
+            return self._look_into(policy, spike, grad_norm, is_written)
+        is_left = action.taken == "observe"  # nothing to agree on
+        acted = grad_norm if is_left else self._safely(lambda: self._act(action.taken, grad_norm, policy))
+        if acted is None:  # it failed, and the step is taken as it was
+            return grad_norm
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
+        return acted
+
+    # ---- 3. to 7. look into a spike: each stage on all ranks together, and true where the next may follow
+
+    def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
+        """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
+        self._num_searches += 1
+        self._num_to_write += is_written
+        look = Look(policy, spike, grad_norm)
+        if not self._safely(partial(self._set_aside, look)):
+            return grad_norm
+        is_decided = False
+        try:
+            is_decided = bool(
+                self._safely(partial(self._make_room, look)) and self._safely(partial(self._settle, look))
+            )
+            if not is_decided:
+                return grad_norm
+            look.before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+            if is_written:
+                lost = f"the step was decided before ({look.action.taken}), and its event is lost"
+                is_written = bool(self._safely(partial(self._gather, look), lost))
+        finally:
+            if not is_decided:  # it failed, on this rank or another, or Ctrl-C
+                self._space.put(look.before)
+            self._safely(partial(self._take_back, look))
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, look.action.taken, is_written))
+        return look.norm
+
+    def _set_aside(self, look: Look) -> bool:
+        """Keep the step's gradient, to be put back whatever happens, and foresee what a search needs of memory."""
+        look.before = self._space.take()
+        self._space.put(look.before)
+        casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
+        forward = self._step.forward_bytes() + casts
+        look.room = self.ranks.run_local_synced(
+            lambda: SearchMemory(self._space, self.powers.optimizer, self._peak.size, forward)
+        )
+        return True
+
+    def _make_room(self, look: Look) -> bool:
+        """Choose the plan by which the search runs; false where none fits into some rank's memory."""
+        room = look.room
+        memory = self.ranks.run_local_synced(room.memory)
+        mine = room.need.cheapest_plan(memory)
+        number, seconds = self.ranks.max([float(mine), self._step_seconds])
+        if number == len(PLANS):
+            why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
+            logger.error("gradloc: this spike is not searched: %s", why)
+            return False
+        plan = PLANS[int(number)]
+        self.ranks.run_local_synced(lambda: room.make(plan))
+        if plan.moves_optimizer:
+            how = "as configured" if plan.is_full else "by bisection only"
+            logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
+        search = self.settings.search
+        look.limits = {
+            "strategy": search.strategy if plan.is_full else "bisect",
+            "budget": self.settings.budget,
+            "max_culprits": search.max_culprits,
+            "max_steps": search.max_steps,
+            "update_seconds": seconds,
+            "reruns": self.settings.evidence.rerun,
+            "max_cures": search.max_cures,
+        }
+        return True
+
+    def _settle(self, look: Look) -> bool:
+        """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
+        look.step = HostStep(self._step, self._space.device, self.ranks.size)
+        look.finding = self._search(look)
+        look.squares = self._space.squares()  # while .grad still holds the spike
+        action = self._decide(look)
+        look.norm = self._act(action.taken, look.norm, look.policy, look.finding)
+        if action.taken == "mask" and (why := self._contradicted(look)):
+            action = replace(action, taken="skip", reason=why)
+            look.norm = self._act("skip", look.norm, look.policy)
+        look.action = action
+        return True
+
+    def _search(self, look: Look) -> SearchResult:
+        policy, step, space, ranks = look.policy, look.step, self._space, self.ranks
+        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
+        if increments is not None and len(increments) != step.num_micro_batches:
+            increments = None  # the gradient was reduced once, after the last micro-batch
+        clip_scale = self._clip_scale(look.spike.grad_norm)
+        again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
+        if again is None and not is_first and isinstance(self._step, LossReplay):
+            again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
+        factor = 1.0 / self._step.numerics.loss_scale
+        clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
+        has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
+        given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}
+        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
+            return localize(step, space, ranks, look.spike, clip_scale, increments, policy.typical, **given)
+
+    def _decide(self, look: Look) -> Action:
+        finding, spike = look.finding, look.spike
+        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
+        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
+        line = None if finding.healer is None else finding.healer.line
+        assert finding.certificate is not None  # a search ends with one
+        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
+
+    def _act(
+        self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
+    ) -> torch.Tensor:
+        """Put into ``.grad`` what the step is to take; returns its norm."""
+        if taken == "observe":
+            return grad_norm
+        if finding is None or taken not in ("mask", "heal"):
+            # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
+            zero = self.ranks.run_local_synced(lambda: torch.zeros((), device=self._space.device))
+            self._space.clear()
+            return zero
+        gradient, rng = self._space.take(), self._space.forward_state()
+        try:
+            prober = Prober(self._step, self._space, self.ranks)
+            if taken == "mask":
+                prober.compute_without(finding.tokens)
+            else:
+                name = finding.healer.name if finding.healer is not None else ""
+                prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
+            return self.ranks.run_collective(self.powers.clip)
+        except BaseException:  # also Ctrl-C
+            self._space.put(gradient)
+            raise
+        finally:
+            rng.restore()
+
+    def _contradicted(self, look: Look) -> str:
+        """Return why a masked gradient is not the certificate's; empty where it is."""
+        found, masked = look.finding.certificate, float(look.norm)
+        if found is None or found.norm_after is None:
+            return ""
+        allowed = (found.error_bound or 0.0) + _MASK_TOLERANCE * found.norm_after
+        (off,) = self.ranks.max([abs(masked - found.norm_after)])
+        if off <= allowed:
+            return ""
+        return (
+            f"masking is not possible: run without the culprits the norm is {masked:.4g}, and "
+            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
+        )
+
+    def _gather(self, look: Look) -> bool:
+        policy, settings = look.policy, self.settings
+        context = SpikeContext(
+            place=policy.place(len(self.norms) - 1),
+            spike=look.spike,
+            finding=look.finding,
+            step=look.step,
+            space=self._space,
+            ranks=self.ranks,
+            squares=look.squares.div_(self._clip_scale(look.spike.grad_norm) ** 2),
+            history=self._tracker.history(self._space, self.ranks),
+            action=look.action,
+            clip_limit=self.powers.clip_limit,
+            checkpoint=self.powers.save_weights(policy.global_step),
+            head_square=self.head_squares[-1],
+            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
+            budget=settings.budget,
+            keeps_all=settings.evidence.bundle == "full",
+        )
+        event = raw_event(context)
+        if event is not None:
+            self.events.append(event)
+        return True
+
+    @staticmethod
+    def _take_back(look: Look) -> None:
+        try:
+            look.room.close()
+        except Exception as error:
+            raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
+
+    # ---- after the step
+
     def end_update(self) -> None:
         """Let go of the update's parameters; what there is to report stays until the next."""
         self._tracker.end_update()
         del self._space
 
     def report(self, learned: Any = None) -> RankReport:
-        """What this process has to say of the last update.
+        """Make this process's report of the last update.
 
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
@@ -231,10 +458,10 @@ class Localizer:
             logger.warning("gradloc: there is no memory to read the coefficients of this step's log-probs")
         return self._coefficient
 
-    # ---- inside
+    # ---- whether training itself is sound
 
     def ask_replicas(self) -> None:
-        """Whether replicas are kept alike: how they are laid out, and, once a step was taken, whether they are."""
+        """Check that replicas are kept equal: by their layout, and, once a step was taken, by their weights."""
         problem = ""
         if self._num_updates == 1 and not self._space.are_summed:
             self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
@@ -258,221 +485,20 @@ class Localizer:
             if self.ranks.is_first:
                 logger.warning("gradloc: %s; the next norms show what that does", warning)
 
+    # ---- helpers
+
     def _clip_scale(self, norm: float) -> float:
-        """How torch and FSDP clip: the gradient in ``.grad`` is this times the true one."""
+        """Return the factor by which torch and FSDP have clipped the gradient in ``.grad``."""
         if self.powers.is_unclipped:
             return 1.0
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
-    def _find_spike(self, policy: Policy, norm: float) -> Spike | None:
-        if self.num_failures >= _MAX_FAILURES:
-            return None
-        spike = policy.spike(norm, len(self.norms) - 1)
-        if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
-            return spike
-        # an overflow by the fp16 scaler's scale alone is its everyday business, and no spike
-        return spike if self._safely(self._has_finite_loss) is False else None
-
-    def _has_finite_loss(self) -> bool:
-        """Whether the loss is finite before it is scaled, on all ranks."""
-        step = self._step
-        is_finite = self.ranks.run_local_synced(
-            lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches))
-        )
-        return self.ranks.all(is_finite)
-
-    def _handle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Act on the spike; look into it where an event may be written of it, or where the action needs to know."""
-        is_written = self._num_to_write < policy.max_events
-        action = None if is_written else decide_without_search(self.settings.action, spike, self._num_searches)
-        if action is None:
-            return self._look_into(policy, spike, grad_norm, is_written)
-        is_left = action.taken == "observe"  # nothing to agree on
-        acted = grad_norm if is_left else self._safely(lambda: self._act(action.taken, grad_norm, policy))
-        if acted is None:  # it failed, and the step is taken as it was
-            return grad_norm
-        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
-        return acted
-
-    def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
-        self._num_searches += 1
-        self._num_to_write += is_written
-        look = Look(policy, spike, grad_norm)
-        if not self._safely(partial(self._set_aside, look)):
-            return grad_norm
-        is_decided = False
-        try:
-            is_decided = bool(
-                self._safely(partial(self._make_room, look)) and self._safely(partial(self._settle, look))
-            )
-            if not is_decided:
-                return grad_norm
-            look.before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
-            if is_written:
-                lost = f"the step was decided before ({look.action.taken}), and its event is lost"
-                is_written = bool(self._safely(partial(self._gather, look), lost))
-        finally:
-            if not is_decided:  # it failed, on this rank or another, or Ctrl-C
-                self._space.put(look.before)
-            self._safely(partial(self._take_back, look))
-        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, look.action.taken, is_written))
-        return look.norm
-
-    # ---- the stages, each on all ranks together; true where the next may follow
-
-    def _set_aside(self, look: "Look") -> bool:
-        """Keep the step's gradient, to be put back whatever happens, and foresee what a search needs of memory."""
-        look.before = self._space.take()
-        self._space.put(look.before)
-        casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
-        forward = self._step.forward_bytes() + casts
-        look.room = self.ranks.run_local_synced(
-            lambda: SearchMemory(self._space, self.powers.optimizer, self._peak.size, forward)
-        )
-        return True
-
-    def _make_room(self, look: "Look") -> bool:
-        """Settle how the search runs; false where no way fits into some rank's memory."""
-        room = look.room
-        memory = self.ranks.run_local_synced(room.memory)
-        mine = room.need.cheapest_plan(memory)
-        number, seconds = self.ranks.max([float(mine), self._step_seconds])
-        if number == len(PLANS):
-            why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
-            logger.error("gradloc: this spike is not searched: %s", why)
-            return False
-        plan = PLANS[int(number)]
-        self.ranks.run_local_synced(lambda: room.make(plan))
-        if plan.moves_optimizer:
-            how = "as configured" if plan.is_full else "by bisection only"
-            logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
-        search = self.settings.search
-        look.limits = {
-            "strategy": search.strategy if plan.is_full else "bisect",
-            "budget": self.settings.budget,
-            "max_culprits": search.max_culprits,
-            "max_steps": search.max_steps,
-            "update_seconds": seconds,
-            "reruns": self.settings.evidence.rerun,
-            "max_cures": search.max_cures,
-        }
-        return True
-
-    def _settle(self, look: "Look") -> bool:
-        """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
-        look.step = HostStep(self._step, self._space.device, self.ranks.size)
-        look.finding = self._search(look)
-        look.squares = self._space.squares()  # while .grad still holds the spike
-        action = self._decide(look)
-        look.norm = self._act(action.taken, look.norm, look.policy, look.finding)
-        if action.taken == "mask" and (why := self._contradicted(look)):
-            action = replace(action, taken="skip", reason=why)
-            look.norm = self._act("skip", look.norm, look.policy)
-        look.action = action
-        return True
-
-    def _search(self, look: "Look") -> SearchResult:
-        policy, step, space, ranks = look.policy, look.step, self._space, self.ranks
-        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
-        if increments is not None and len(increments) != step.num_micro_batches:
-            increments = None  # the gradient was reduced once, after the last micro-batch
-        clip_scale = self._clip_scale(look.spike.grad_norm)
-        again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
-        if again is None and not is_first and isinstance(self._step, LossReplay):
-            again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
-        factor = 1.0 / self._step.numerics.loss_scale
-        clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
-        has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
-        given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}
-        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            return localize(step, space, ranks, look.spike, clip_scale, increments, policy.typical, **given)
-
-    def _decide(self, look: "Look") -> Action:
-        finding, spike = look.finding, look.spike
-        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
-        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
-        line = None if finding.healer is None else finding.healer.line
-        assert finding.certificate is not None  # a search ends with one
-        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
-
-    def _contradicted(self, look: "Look") -> str:
-        """Why a masked gradient is not the one that the certificate speaks of; empty where it is."""
-        found, masked = look.finding.certificate, float(look.norm)
-        if found is None or found.norm_after is None:
-            return ""
-        allowed = (found.error_bound or 0.0) + _APART * found.norm_after
-        (off,) = self.ranks.max([abs(masked - found.norm_after)])
-        if off <= allowed:
-            return ""
-        return (
-            f"masking is not possible: run without the culprits the norm is {masked:.4g}, and "
-            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
-        )
-
-    def _act(
-        self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
-    ) -> torch.Tensor:
-        """Put into ``.grad`` what the step is to take; returns its norm."""
-        if taken == "observe":
-            return grad_norm
-        if finding is None or taken not in ("mask", "heal"):
-            # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
-            zero = self.ranks.run_local_synced(lambda: torch.zeros((), device=self._space.device))
-            self._space.clear()
-            return zero
-        gradient, rng = self._space.take(), self._space.forward_state()
-        try:
-            prober = Prober(self._step, self._space, self.ranks)
-            if taken == "mask":
-                prober.compute_without(finding.tokens)
-            else:
-                name = finding.healer.name if finding.healer is not None else ""
-                prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
-            return self.ranks.run_collective(self.powers.clip)
-        except BaseException:  # also Ctrl-C
-            self._space.put(gradient)
-            raise
-        finally:
-            rng.restore()
-
-    def _gather(self, look: "Look") -> bool:
-        policy, settings = look.policy, self.settings
-        context = SpikeContext(
-            place=policy.place(len(self.norms) - 1),
-            spike=look.spike,
-            finding=look.finding,
-            step=look.step,
-            space=self._space,
-            ranks=self.ranks,
-            squares=look.squares.div_(self._clip_scale(look.spike.grad_norm) ** 2),
-            history=self._tracker.history(self._space, self.ranks),
-            action=look.action,
-            clip_limit=self.powers.clip_limit,
-            checkpoint=self.powers.save_weights(policy.global_step),
-            head_square=self.head_squares[-1],
-            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
-            budget=settings.budget,
-            keeps_all=settings.evidence.bundle == "full",
-        )
-        event = raw_event(context)
-        if event is not None:
-            self.events.append(event)
-        return True
-
-    @staticmethod
-    def _take_back(look: "Look") -> None:
-        try:
-            look.room.close()
-        except Exception as error:
-            raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
-
     def _safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
-        """What all ranks find out together; None, counted, where it failed in a way that all of them know of.
+        """Run a stage on all ranks; returns its result, or None where it failed, which is logged and counted.
 
         Args:
             joint: runs on all ranks.
-            taken: what the log says of the step, where it was acted on before.
+            taken: the log's words about the step, where it was acted on before.
         """
         try:
             return self.ranks.run_collective(joint)
@@ -496,26 +522,6 @@ class Localizer:
             return None
 
 
-@dataclass
-class Look:
-    """One spike, and what each stage of a look into it has found."""
-
-    policy: Policy
-    spike: Spike
-    norm: torch.Tensor
-    """Of the gradient that the step takes, before clipping."""
-    before: Gradient = field(init=False)
-    """The gradient that training had, clipped."""
-    room: SearchMemory = field(init=False)
-    limits: dict[str, Any] = field(init=False)
-    """What the search is called with."""
-    step: HostStep = field(init=False)
-    finding: SearchResult = field(init=False)
-    squares: torch.Tensor = field(init=False)
-    """The spike's squared norm per parameter, as clipped."""
-    action: Action = field(init=False)
-
-
 def _read(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return these scalars on the host, in a single read."""
     return torch.stack([each.to(scalars[0].device) for each in scalars]).cpu() if scalars else torch.zeros(0)
@@ -523,7 +529,7 @@ def _read(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """While this goes on the log says so every half minute, so that nobody takes the run for stuck."""
+    """Log every half minute that this goes on, so that the run does not look stuck."""
     started, is_over = time.perf_counter(), threading.Event()
 
     def say() -> None:
