@@ -110,7 +110,7 @@ class _Outlook:
     """:attr:`left` less three standard errors; 0 where shares are not trusted."""
 
 
-class _Sums(NamedTuple):
+class _CoefficientSums(NamedTuple):
     """Sums over tokens, of one rank or of all."""
 
     failed: float = 0.0
@@ -208,10 +208,10 @@ def _outlooks(
         return [number for option_sums in sums for number in option_sums]
 
     numbers = torch.tensor(ranks.sum(ranks.run_local_synced(local)), dtype=torch.float64).view(len(options), -1)
-    return [_outlook(_Sums(*row.tolist()), shares) for row in numbers]
+    return [_outlook(_CoefficientSums(*row.tolist()), shares) for row in numbers]
 
 
-def _outlook(sums: _Sums, shares: ShareMap | None) -> _Outlook | None:
+def _outlook(sums: _CoefficientSums, shares: ShareMap | None) -> _Outlook | None:
     if sums.failed:
         return None
     before = sums.square_before
@@ -235,9 +235,9 @@ def _records(step: HostStep, option: Candidate, groups: Groups | None) -> list[R
 def _sums(
     step: HostStep, under: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], shares: ShareMap | None
 ) -> list[float]:
-    """Return this rank's :class:`_Sums`. ``under``: of each micro-batch, the coefficients of log-probs and entropies
-    under the setting, (B, T)."""
-    sums = torch.tensor(_Sums(failed=float(not under)), dtype=torch.float64)
+    """Return this rank's :class:`_CoefficientSums`. ``under``: of each micro-batch, the coefficients of log-probs and
+    entropies under the setting, (B, T)."""
+    sums = torch.tensor(_CoefficientSums(failed=float(not under)), dtype=torch.float64)
     for index, coefficients in enumerate(under):
         mask, own = step.token_mask(index), step.recorded(index)
         before = (own.log_prob_coefficient, own.entropy_coefficient)
@@ -249,7 +249,7 @@ def _sums(
         left = 0.0 if shares is None else (shares.products[index][mask].double() * ratio).sum()
         bad = (~new.isfinite()).any(0)
         numbers = mask.sum(), changed.sum(), bad.sum(), new.square().sum(), old.square().sum(), left
-        sums += torch.tensor(_Sums(0.0, *map(float, numbers)), dtype=torch.float64)
+        sums += torch.tensor(_CoefficientSums(0.0, *map(float, numbers)), dtype=torch.float64)
     return sums.tolist()
 
 
