@@ -64,13 +64,13 @@ def tried(event: Event) -> list[str]:
     return [_outcome(cured) for cured in event.cures or () if cured.verdict != "healed"]
 
 
-def said_of(cured: Cured) -> str:
+def cure_text(cured: Cured) -> str:
     """What the setting does, as a sentence; its line where another version of GradLoc tried it."""
     return ACTIONS[cured.name].do if cured.name in ACTIONS else cured.line
 
 
 def _outcome(cured: Cured) -> str:
-    do = said_of(cured)
+    do = cure_text(cured)
     if cured.verdict == "no_change":
         return f"{do} It would change nothing here: no token's coefficient would be another."
     norm = "".join(bounded(cured.norm_after, cured.error_bound, 3))

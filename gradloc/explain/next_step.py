@@ -12,7 +12,7 @@ from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, CauseInfo
 from .culprits import again, group
-from .cures import healer, how_healed, said_of
+from .cures import healer, how_healed, cure_text
 from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
@@ -209,7 +209,7 @@ def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool =
         why, check = f"{found.why} {found.do}" if has_own_words else found.why, found.check
     stopgap = [*_lines("mask", evidence).values()] if event.certificate.verdict == "explained" else []
     meanwhile = {f"As a stopgap: {ACTIONS['mask'].do.lower()}": line for line in stopgap[:1]}
-    return NextStep(f"{said_of(cured)} {how_healed(event, cured)}", lines, why, check, meanwhile)
+    return NextStep(f"{cure_text(cured)} {how_healed(event, cured)}", lines, why, check, meanwhile)
 
 
 def _lines(name: str, evidence: Evidence) -> dict[str, str]:

@@ -470,10 +470,10 @@ class Localizer:
                 "set actor.fsdp_config.fsdp_size=-1"
             )
         elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
-            parted = self._safely(lambda: diverged_params(self._space, self.ranks))
-            if parted:
+            diverged = self._safely(lambda: diverged_params(self._space, self.ranks))
+            if diverged:
                 problem = (
-                    f"replicas hold other weights in {plural(len(parted), 'parameter')}, {parted[0]} first: a rank "
+                    f"replicas hold other weights in {plural(len(diverged), 'parameter')}, {diverged[0]} first: a rank "
                     "loaded others, skipped a step, or its gradients are not summed"
                 )
         if problem and self.ranks.is_first:

@@ -27,7 +27,7 @@ from ..explain.numbers import number
 from ..explain.story import verdict_sentences
 from ..keys import VERSIONS_KEY
 from ..mismatch import MismatchError, beyond_noise
-from ..notify.background import said_of
+from ..notify.background import error_text
 from ..record import (
     BatchStatistics,
     Culprit,
@@ -101,13 +101,13 @@ class EventWriter:
                     return event, ""
         except Exception as error:
             self._failed(step, error, "training goes on")
-            return event, said_of(error)
+            return event, error_text(error)
 
     def _failed(self, step: Any, error: Exception, then: str) -> None:
         self.num_failures += 1
         what = "gradloc: writing an event of step %s to %s failed (%s); %s"
         is_known = isinstance(error, OSError)  # such as a full disk, which needs no traceback
-        logger.error(what, step.global_step, self.store.root, said_of(error), then, exc_info=not is_known)
+        logger.error(what, step.global_step, self.store.root, error_text(error), then, exc_info=not is_known)
 
     def _keep(self, event: Event, raw: RawEvent, driver: "EventEnricher") -> Event:
         album = Album()

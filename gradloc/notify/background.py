@@ -11,7 +11,7 @@ from contextvars import copy_context
 logger = logging.getLogger(__name__)
 
 
-def said_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in one short line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
@@ -62,6 +62,6 @@ class Background:
             try:
                 job()
             except Exception as error:
-                logger.error("gradloc: %s failed (%s); training goes on", what, said_of(error))
+                logger.error("gradloc: %s failed (%s); training goes on", what, error_text(error))
             finally:
                 self._jobs.task_done()

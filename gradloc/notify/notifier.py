@@ -13,7 +13,7 @@ from typing import Any
 from ..record import Event
 from ..record.store import plain
 from .alerts import post, run_command
-from .background import Background, said_of
+from .background import Background, error_text
 from .config import NotifyConfig
 from .lines import announcement, not_written, opening_command
 from .trackers import ALERTS, FORMS, later_of, upload_folder
@@ -78,7 +78,7 @@ class Notifier:
         try:
             tell()
         except Exception as error:
-            logger.error("gradloc: telling %s failed (%s); training goes on", whom, said_of(error))
+            logger.error("gradloc: telling %s failed (%s); training goes on", whom, error_text(error))
 
     def _print(self, written: Written) -> None:
         for event, why in written:

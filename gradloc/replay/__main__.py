@@ -24,7 +24,7 @@ from ..core.ranks import Ranks
 from ..core.trigger import Spike, spike_kind
 from ..explain.numbers import bounded, number
 from ..explain.text import printable
-from ..notify.background import said_of
+from ..notify.background import error_text
 from ..record import SCHEMA_VERSION, Search, Trigger
 from ..record.files import write_whole
 from ..record.store import plain
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         if any(sign in repr(error) for sign in ("MemoryError", "allocate memory")):
             said = "The memory ran out: use a larger machine."
         elif not isinstance(error, ReplayError):
-            said = f"{args.bundle} cannot be replayed on {args.model}: {said_of(error)}."
+            said = f"{args.bundle} cannot be replayed on {args.model}: {error_text(error)}."
             logging.getLogger(__name__).debug("the error", exc_info=True)
         print(f"replay: {printable(said)}", file=sys.stderr)
         return 2

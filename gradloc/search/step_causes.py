@@ -42,7 +42,7 @@ _SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights d
 _NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
 _NUM_BEFORE = 3  # modules listed before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-_WAYS = ("forward", "backward")
+_DIRECTIONS = ("forward", "backward")
 _WITH_NORM = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -106,9 +106,9 @@ def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None
         task: the spike.
         reran: the spike run again; None if that was not asked for.
     """
-    parted = diverged_params(task.prober.space, task.prober.ranks)
-    if parted:
-        return _by_weights(task, "replicas_differ", parted, ("has", "have"), "other weights on some replicas")
+    diverged = diverged_params(task.prober.space, task.prober.ranks)
+    if diverged:
+        return _by_weights(task, "replicas_differ", diverged, ("has", "have"), "other weights on some replicas")
     if reran is not None and not reran.is_reproduced:
         return _result(task, "transient", _not_reproduced(task, {"rerun_norm": reran.norm}))
     if not math.isfinite(task.spike.grad_norm):
@@ -341,12 +341,12 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
         try:
             with sizes.of(prober.space.model):
                 prober.compute([(index, None)])
-            mine = ranks.run_local_synced(partial(sizes.first, _WAYS if broken else _WAYS[1:]))
+            mine = ranks.run_local_synced(partial(sizes.first, _DIRECTIONS if broken else _DIRECTIONS[1:]))
             found = [first for first in ranks.gather(mine) if first is not None]
         except PeerFailure:  # all ranks heard of it, and go on without
             break
         if found:
-            return min(found, key=lambda first: _WAYS.index(first.way)), index
+            return min(found, key=lambda first: _DIRECTIONS.index(first.way)), index
     return None, None
 
 
@@ -371,7 +371,7 @@ class _Sizes:
     """The largest |value| of every module's output and of its gradient, in the order of computation."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[str, torch.Tensor]]] = {way: [] for way in _WAYS}
+        self._found: dict[str, list[tuple[str, torch.Tensor]]] = {direction: [] for direction in _DIRECTIONS}
 
     @contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[None]:
@@ -384,15 +384,15 @@ class _Sizes:
             for hook in hooks:
                 hook.remove()
 
-    def first(self, ways: tuple[str, ...]) -> FirstNotFinite | None:
-        """The first on these ways that is not finite on this rank, with the last ones before it; None if all are."""
-        for way in ways:
-            found = self._found[way]
+    def first(self, directions: tuple[str, ...]) -> FirstNotFinite | None:
+        """The first in these directions that is not finite on this rank, with the last ones before it; None if all are."""
+        for direction in directions:
+            found = self._found[direction]
             values = torch.stack([size.float() for _, size in found]).tolist() if found else []
             at = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
             if at is not None:
                 before = {name: values[number] for number, (name, _) in enumerate(found[:at])}
-                return FirstNotFinite(found[at][0], way, dict(list(before.items())[-_NUM_BEFORE:]))
+                return FirstNotFinite(found[at][0], direction, dict(list(before.items())[-_NUM_BEFORE:]))
         return None
 
     def _note(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -405,8 +405,8 @@ class _Sizes:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._add, "backward", name))
 
-    def _add(self, way: str, name: str, tensor: torch.Tensor) -> None:
-        self._found[way].append((name, torch.linalg.vector_norm(tensor.detach(), math.inf)))
+    def _add(self, direction: str, name: str, tensor: torch.Tensor) -> None:
+        self._found[direction].append((name, torch.linalg.vector_norm(tensor.detach(), math.inf)))
 
 
 def _plain(name: str) -> str:
