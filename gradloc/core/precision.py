@@ -16,7 +16,7 @@ it gathered before, into the same tensors, and weights that are kept in half pre
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -385,9 +385,3 @@ def _add_shift(wide: torch.Tensor, weight: torch.nn.Parameter, shift: Shift | No
         part = along().to(wide.device, torch.float32)
         there = wide if wide.shape == part.shape else wide[: part.numel()].view(part.shape)
         there.add_(part, alpha=shift.step)
-
-
-def rounds_moves(params: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> bool:
-    """Return whether a move of these weights is rounded to half precision: their shards are kept in it."""
-    shifted = {id(weight) for weight in shifted_weights(module)}
-    return any(param.dtype in HALVES and id(param) not in shifted for param in params)

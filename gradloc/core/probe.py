@@ -18,7 +18,7 @@ import torch
 
 from .gradients import Gradient, GradientSpace
 from .host_step import HostStep
-from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit, rounds_moves
+from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 from .step import Outputs, Recorded, TrainingStep, run_backward, stack_rows
@@ -95,11 +95,9 @@ class Prober:
     @property
     def unit(self) -> float:
         """Unit roundoff of what a difference of two forwards goes through: products, and weights that are moved."""
-        dtype = self.step.numerics.dtype
-        if not self.is_wide:
-            return UNITS.get(dtype, UNITS[torch.float32])
-        forward = forward_unit(self.space.module)
-        return max(forward, UNITS[dtype]) if rounds_moves(self.space.params, self.space.module) else forward
+        if self.is_wide:  # weights in half precision are moved in float32, too
+            return forward_unit(self.space.module)
+        return UNITS.get(self.step.numerics.dtype, UNITS[torch.float32])
 
     def forward_for_difference(self, micro_batch: int) -> Outputs:
         """Run a forward at moved weights, in float32 where the model can.

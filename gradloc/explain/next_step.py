@@ -12,7 +12,7 @@ from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, CauseInfo
 from .culprits import again, group
-from .cures import healer, how_healed, cure_text
+from .cures import cure_text, healer, how_healed
 from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause

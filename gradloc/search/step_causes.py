@@ -385,7 +385,7 @@ class _Sizes:
                 hook.remove()
 
     def first(self, directions: tuple[str, ...]) -> FirstNotFinite | None:
-        """The first in these directions that is not finite on this rank, with the last ones before it; None if all are."""
+        """Return this rank's first value that is not finite, with the last ones before it; None if all are finite."""
         for direction in directions:
             found = self._found[direction]
             values = torch.stack([size.float() for _, size in found]).tolist() if found else []
