@@ -17,7 +17,7 @@ from ..record import History
 
 _MAD_TO_SIGMA = round(1 / NormalDist().inv_cdf(0.75), 4)  # of a normal distribution
 _SIGMA_FLOOR = 0.05  # log units: a run of nearly equal norms must not make a 1% wobble a spike
-LARGEST_EXPONENT = math.log(sys.float_info.max)  # exp() of more overflows; norms that scatter so far have no threshold
+LARGEST_EXPONENT = math.floor(math.log(sys.float_info.max))  # exp() of more overflows: no threshold
 _LEAST_STEPS = 4  # with fewer, nothing is known to be typical
 UNUSUAL = 3.0
 """Times what is typical: a factor that healthy batches do not reach. Normed advantages scatter by less."""
