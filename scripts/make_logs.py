@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what tools write themselves in tests/data/logs: a run of 60 steps that explodes at step 47.
+"""Write the logs in tests/data/logs with the tools themselves: a run of 60 steps that explodes at step 47.
 
-Consoles, tables and the lines of trainers that do not install on a laptop lie there as they are. Edit these by hand,
-and `answers.json`, which says what was planted in each file; a test holds the reader to it. Each part has its
-environment:
+Consoles, tables and the lines of trainers that do not install on a laptop are edited by hand, as is `answers.json`,
+which states what was planted in each file for a test. Each part has its environment:
 
     python scripts/make_logs.py verl tests/data/logs            # once with each verl: PYTHONPATH names it
     python scripts/make_logs.py trainer tests/data/logs         # transformers, torch, tensorboard
@@ -48,7 +47,7 @@ def story(kind: str = "explodes") -> list[tuple[int, dict[str, float]]]:
 
 
 def verl(out: Path) -> None:
-    """Every logger of the verl that is imported, told the same steps by its own ``Tracking``."""
+    """Log the same steps with every logger of the imported verl, through its ``Tracking``."""
     from importlib.metadata import version as installed
 
     from verl import __file__ as where

@@ -9,7 +9,7 @@
 #   scripts/test.sh slow       the others: more layouts and arms, benchmarks, real runs
 #   scripts/test.sh browser    opens the report in headless Chromium
 #   scripts/test.sh mutants    changes the code in many places and counts what the tests do not notice; --help says more
-#   scripts/test.sh trl        the tests on TRL, likewise
+#   scripts/test.sh trl        the tests on TRL, in their own environment
 #   scripts/test.sh trainers   other trainers by their own commands, each in an environment of its own
 #   scripts/test.sh newest     tests/watch and tests/recipes on the newest torch, transformers and accelerate
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
@@ -75,7 +75,7 @@ lint() {
 }
 
 # Two processes: a third takes longer to import all than it saves. conftest.py says which tests have to stay in one, and which begin. The ten
-# slowest come last. A test that hangs tells where, after LONGEST seconds, and fails; the others go on.
+# slowest come last. A test that hangs fails after LONGEST seconds, with its traceback; the others continue.
 tests() {
     "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder --durations=10 \
         -o faulthandler_timeout="${LONGEST:-900}" -o faulthandler_exit_on_timeout=true -m "$1" "${@:2}"
@@ -83,7 +83,7 @@ tests() {
 case $tier in
     lint) stage "lint" && lint ;;
     default)
-        stage "tests, and lint beside them"
+        stage "tests, and lint in parallel"
         said=$(mktemp)
         lint >"$said" 2>&1 &
         is_bad=0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Side-by-side measurements; each is one command, see docs/benchmarks.md."""
+"""Measurements, one command each; docs/benchmarks.md has the results."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for the price of a healthy step: verl's real worker, updated and timed.
+"""Update verl's real worker on a rank, and time or count the update.
 
-Built from the pieces that the tests run it with, verl 0.7's actor or verl 0.9's engine, around a model large enough
-that an update is not all interpreter.
+Built from the tests' parts: verl 0.7's actor or verl 0.9's engine, with a model large enough that the interpreter does
+not dominate an update.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ _found: dict[str, Any] = {}
 
 
 def is_engine() -> bool:
-    """Whether the installed verl is 0.9, which has engines; 0.7 is a tree on the path."""
+    """Return whether the installed verl is 0.9, which has engines; 0.7 is a tree on the path."""
     try:
         return importlib.metadata.version("verl").startswith("0.9.")
     except importlib.metadata.PackageNotFoundError:
@@ -36,13 +36,13 @@ def is_engine() -> bool:
 
 
 def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str] = ()) -> int:
-    """Build the trainer called ``name``, whose updates are timed; returns the weights of this rank.
+    """Build the trainer ``name`` with timed updates; return this rank's number of weights.
 
     Args:
-        name: of the variant.
-        overrides: that switch gradloc on; none leaves verl as it is.
-        folder: where model and events go.
-        settings: of verl's own.
+        name: the variant.
+        overrides: overrides that enable gradloc; empty for plain verl.
+        folder: folder of model and events.
+        settings: verl's own overrides.
     """
     with _sizes():
         made, owner, method, module = _built(overrides, folder, settings)
@@ -52,12 +52,12 @@ def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str
 
 
 def _sizes() -> Any:
-    """Of batch and model, in place of the tests'."""
+    """Replace the tests' sizes of batch and model."""
     return mock.patch.multiple(harness, NUM_RESPONSE=RESPONSE, VOCABULARY=_VOCABULARY, model_config=_config)
 
 
 def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[Any, Any, str, Any]:
-    """The trainer, whose method makes an update, that method, and the model."""
+    """Return the trainer, the owner and the name of its update method, and the model."""
     if is_engine():
         from tests.adapters.verl09 import harness as engine
 
@@ -73,15 +73,15 @@ def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[
 
 
 def update(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> dict[str, Any]:
-    """One update of a batch.
+    """Update on one batch.
 
     Args:
-        name: of a trainer that :func:`prepare` built.
-        seed: of the batch.
-        plant: row, response position and the advantage that makes that token a spike.
+        name: a trainer from :func:`prepare`.
+        seed: the batch's seed.
+        plant: row, response position and advantage of a token to plant.
 
     Returns:
-        ``seconds`` and ``cpu_seconds`` of the worker's update, ``spikes`` it saw.
+        ``seconds`` and ``cpu_seconds`` of the worker's update, and the number of ``spikes``.
     """
     with _sizes():
         batch = harness.make_batch(ROWS, seed)
@@ -94,11 +94,11 @@ def update(name: str, seed: int, plant: tuple[int, int, float] | None = None) ->
 
 
 def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> dict[str, Any]:
-    """The same, and what the update asks of the device on the path that a GPU takes, see :mod:`lab.benchmarks.counter`.
+    """Count what an update asks of the device on the code path of a GPU; see :mod:`lab.benchmarks.counter`.
 
     Returns:
-        ``ops``, ``reads`` (but the next two), ``reads_in_passes`` of the search, ``reads_in_losses`` asked for other
-        settings, ``reads_before_step``, ``collectives`` by name, ``bytes`` read, and the ``places`` that read.
+        ``ops``, ``reads`` without the next two, ``reads_in_passes`` of the search, ``reads_in_losses`` of cures,
+        ``reads_before_step``, ``collectives`` by name, ``bytes`` read, and the ``places`` that read.
     """
     counter, before = DeviceCounter(), {"behind": 0}
     optimizer = _optimizer(_trainers[name])
@@ -139,8 +139,9 @@ def _optimizer(trainer: Any) -> Any:
 
 @contextmanager
 def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
-    """gradloc reads gradients as it does on a GPU, and the counter knows its passes, and what ranks send each other by
-    verl's backend for the host; nothing where gradloc is not there.
+    """Make gradloc read gradients as on a GPU, and the counter attribute its passes, losses and host messages.
+
+    Does nothing without gradloc.
     """
     try:
         names = ("gradients", "tracker", "probe", "ranks", "step")
@@ -162,14 +163,14 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         for module in (gradients, tracker):
             stack.enter_context(mock.patch.object(module, "is_slow", lambda device: False))
         stack.enter_context(within("pass", probe.Prober, "_together"))
-        stack.enter_context(within("loss", step.LossReplay, "recorded_under"))  # verl's reads its metrics
+        stack.enter_context(within("loss", step.LossReplay, "recorded_under"))  # verl's loss reads its metrics
         for name in ("gather", "gather_first", "broadcast_from"):
             stack.enter_context(within("sent", ranks.Ranks, name))
         yield
 
 
 def _measured(update: Callable) -> Callable:
-    """The worker's update, with what it took noted."""
+    """Wrap the worker's update to record its time."""
 
     def run(*arguments: Any) -> Any:
         dist.barrier()

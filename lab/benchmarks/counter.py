@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a block of code asks of a device, on any machine: operations, reads by the host, collectives, bytes.
+"""Count what a block of code asks of a device, on any machine: operations, reads by the host, collectives, bytes.
 
-On a CPU every tensor lies in the host's memory. Here all of them count as the device's, but for those that would be the
-host's on a GPU, too: made without a device, copied by ``.cpu()``, or computed from such. What a batch holds counts as
-the device's, though a trainer moves some of it only later; that is alike with and without gradloc.
+On a CPU every tensor is in the host's memory. Here all count as the device's, except those that would be the host's on
+a GPU: made without a device, copied by ``.cpu()``, or computed from such tensors. A batch counts as the device's,
+though a trainer moves some of it later; that is the same with and without gradloc.
 """
 
 import os
@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 import gradloc
 
 PACKAGE = os.path.join(os.path.dirname(gradloc.__file__), "")
-"""Where our lines lie, whatever the folders above are called."""
+"""The package's folder."""
 
 __all__ = ["PACKAGE", "DeviceCounter"]
 
 _LIBRARIES = ("c10d", "_c10d_functional", "c10d_functional")
-_OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but no communication
+_OTHERS = ("wait_tensor", "_wrap_tensor_autograd")  # in the same libraries, but not communication
 _READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 _INDEXING = ("index", "index_put", "index_put_")
 _COPIES = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
@@ -37,7 +37,7 @@ _MOVES = (torch.Tensor.to, torch.Tensor.new_tensor)
 
 
 class DeviceCounter(TorchDispatchMode):
-    """Context that counts.
+    """A context manager that counts.
 
     ``ops``, ``reads`` and ``bytes`` are by phase, see :meth:`within`; ``collectives`` by their operator's name.
     """
@@ -49,7 +49,7 @@ class DeviceCounter(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
-        """Reads by the line of gradloc's that they come from."""
+        """Number of reads by line of gradloc."""
         self.phase = ""
         self._functions = _Functions(self)
 
@@ -64,7 +64,7 @@ class DeviceCounter(TorchDispatchMode):
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """What is counted in here is of this phase; the outermost one holds."""
+        """Count everything in this context under a phase; the outermost phase wins."""
         before, self.phase = self.phase, phase if phase == _ALIAS else self.phase or phase
         try:
             yield
@@ -72,7 +72,7 @@ class DeviceCounter(TorchDispatchMode):
             self.phase = before
 
     def read(self) -> None:
-        """Note that the host waits for a number of the device's."""
+        """Count a read: the host waits for a number from the device."""
         self.reads[self.phase] += 1
         frame = sys._getframe()
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
@@ -83,7 +83,7 @@ class DeviceCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor break it down: what it does comes back here
+            return NotImplemented  # let DTensor decompose it into operations that come back here
         given = kwargs or {}
         library, _, name = func.name().partition("::")
         if library in _LIBRARIES:
@@ -91,10 +91,10 @@ class DeviceCounter(TorchDispatchMode):
                 self.collectives[name] += 1
             return func(*args, **given)
         operands = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
-        # a number that an operation takes is made where its operands are
+        # the scalar operands of an operation are on its tensors' device
         is_host = all(map(_is_host, operands)) if operands else given.get("device") is None or name == "scalar_tensor"
         made = func(*args, **given)
-        if is_host or self.phase == _ALIAS or name == "lift_fresh":  # a number of the program's
+        if is_host or self.phase == _ALIAS or name == "lift_fresh":  # a constant of the program
             for leaf in tree_leaves(made):
                 _mark(leaf, True)
             return made
@@ -107,7 +107,7 @@ class DeviceCounter(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what makes no operation on a CPU: ``.cpu()``, ``.tolist()``, and where a tensor is said to be."""
+    """Intercept calls that are no operation on a CPU: ``.cpu()``, ``.tolist()``, and the device of a new tensor."""
 
     def __init__(self, counter: DeviceCounter):
         super().__init__()
@@ -128,7 +128,7 @@ class _Functions(TorchFunctionMode):
         return found
 
     def _alias(self, tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
-        """The same memory as another tensor, which lies elsewhere."""
+        """Return another tensor with the same memory, marked as on the host or not."""
         with self._counter.within(_ALIAS):
             other = tensor.detach()
         other.requires_grad_(tensor.requires_grad)

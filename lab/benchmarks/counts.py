@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update asks of the device with gradloc and without: operations, reads by the host, collectives, bytes.
+"""Count what an update asks of the device with gradloc and without: operations, reads, collectives, bytes.
 
     python -m lab.benchmarks.counts                  # the installed verl: 0.9 (its engine) or 0.7.0 (its actor)
     python -m lab.benchmarks.counts --tree ~/verl    # a patched checkout of 0.7
 
-Counted on a CPU, on the path that a GPU takes, see :mod:`lab.benchmarks.counter`. One update is
-two mini-batches of four micro-batches a rank, on two ranks; the spiking one has one token planted in the second
-mini-batch. Writes counts.json and counts.md; the exit code is 1 where a limit is broken.
+Counted on a CPU, on the code path of a GPU; see :mod:`lab.benchmarks.counter`. An update has two mini-batches of four
+micro-batches per rank, on two ranks; the spiking one has one token planted in the second mini-batch. Writes counts.json
+and counts.md; the exit code is 1 if a limit is exceeded.
 """
 
 import sys
@@ -30,7 +30,7 @@ PLANT = (13, 5, 1e4)
 """Row, response position and advantage."""
 MORE_OPS = 0.03
 MOST_READS = 60
-"""Of a spiking update in addition to its passes, and what verl's loss reads where a cure asks it."""
+"""Maximum reads of a spiking update in addition to its passes and to verl's loss in cures."""
 HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
 
 
@@ -39,7 +39,7 @@ def measure(worlds: dict[str, World], scratch: Path) -> Record:
 
     Args:
         worlds: ``unpatched`` and ``on``.
-        scratch: where models and events go.
+        scratch: folder of models and events.
     """
     updates = {}
     for name in ("unpatched", "on"):
@@ -56,7 +56,7 @@ def measure(worlds: dict[str, World], scratch: Path) -> Record:
 
 
 def broken(run: Record) -> list[str]:
-    """What is over its limit, a sentence each."""
+    """Return a sentence for each exceeded limit."""
     updates = run["updates"]
     plain, healthy, spiking = (updates[name] for name in ("healthy, unpatched", "healthy, on", "spiking, on"))
     over = []
@@ -75,7 +75,7 @@ def broken(run: Record) -> list[str]:
 
 
 def markdown(run: Record) -> str:
-    """A table: a line for each update."""
+    """Return a table with a row for each update."""
     rows: list[list[object]] = [HEAD]
     for name, counted in run["updates"].items():
         cells = [f"verl {run['verl']}, {name}", counted["ops"], counted["reads"], counted["reads_before_step"]]
@@ -86,7 +86,7 @@ def markdown(run: Record) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count, print a table, and say what is over its limit."""
+    """Count, print a table and the exceeded limits."""
     parsed = with_worlds(parser("counts", __doc__)).parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch, worlds(parsed.ranks, parsed.tree) as variants:
         run = measure(variants, Path(scratch))

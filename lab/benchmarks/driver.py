@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a healthy step costs verl's driver, in seconds of processor time, on a batch in memory.
+"""Measure the processor time of a healthy step on verl's driver, with a batch in memory.
 
     python -m lab.benchmarks.driver        # 4,096 rows of up to 32k tokens: half a minute, 4 GB
 
-verl 0.9's batch has no padding, 0.7's has. What the queue takes is no part of it: nothing more is fetched.
+verl 0.9's batch has no padding, 0.7's has. The queue is not included, since nothing more is fetched.
 """
 
 import time
@@ -19,7 +19,7 @@ ROLLOUTS = 16
 
 
 def measure(num_rows: int, longest: int) -> Record:
-    """Seconds of processor time of the driver's own work in one step, by trainer."""
+    """Return the driver's processor time in one step in seconds, by trainer."""
     drawn = torch.Generator().manual_seed(0)
     lengths = (torch.rand(num_rows, generator=drawn) ** 2 * (longest - 64) + 64).long()
     is_there = torch.arange(longest) < lengths.unsqueeze(1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of :mod:`lab.benchmarks.links` in verl 0.9's engine: does the event's ``fault`` name the right link?
+"""Plant the faults of :mod:`lab.benchmarks.links` in verl 0.9's engine: does the event name the right link?
 
     python -m lab.benchmarks.engine_links             # three fresh seeds of each; in verl 0.9's environment
 
 verl's own worker and trainer around a model of 60k parameters (tests/adapters/verl09/harness.py), FSDP2, one process.
-Each seed trains once; every fault continues from there, with weights, moments and what gradloc knows put back.
+Each seed trains once; every fault continues from there, with weights, moments and gradloc's state restored.
 """
 
 import copy
@@ -26,8 +26,8 @@ HEALTHY = 24
 _AFTER = 3
 
 
-class Kept:
-    """What a run is put back to: local weights, the optimizer's state, and what gradloc has learned."""
+class Snapshot:
+    """A snapshot of a run: local weights, the optimizer's and gradloc's state."""
 
     def __init__(self, made: Any):
         self.made, self.localizer = made, made.engine._watch.localizer
@@ -59,7 +59,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure(seed: int, folder: str) -> list[Record]:
-    """Return what the first event of each kind of fault says; called inside of a rank."""
+    """Return the judged first event of each kind of fault; called inside a rank."""
     from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer, plant, save_model, update_with
     from tests.world.events import read_events
 
@@ -74,7 +74,7 @@ def measure(seed: int, folder: str) -> list[Record]:
             kept.put_back()
         for step in range(0 if kept is None else HEALTHY - 1, HEALTHY + planted.steps + _AFTER):
             if kept is None and step == HEALTHY - 1:
-                kept = Kept(made)
+                kept = Snapshot(made)
             update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
         events = read_events(Path(folder, "events")) if Path(folder, "events", "events.jsonl").exists() else []
         own = [event for event in events if event["step"]["global_step"] > HEALTHY]
@@ -88,7 +88,7 @@ def main() -> int:
     from lab.experiments.verl09 import ENVIRONMENT
     from tests.world import World
 
-    os.environ.update(ENVIRONMENT)  # what its workers need on a machine without an accelerator
+    os.environ.update(ENVIRONMENT)  # for its workers on a machine without an accelerator
     made = parser("engine_links", __doc__)
     made.add_argument("--seeds", type=int, default=3, help="fresh seeds of each fault")
     made.add_argument("--seed", type=int, action="append", help="these seeds instead")

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a run in which something fails while a spike is looked into.
+"""Make something fail during the search of a spike, and record how the run continues or ends.
 
-    python -m lab.benchmarks.faults                       # every trainer installed here; goes on where it was stopped
+    python -m lab.benchmarks.faults                       # every installed trainer; resumes
     python -m lab.benchmarks.faults --trainer "TRL, DDP"  # one of them
-    python -m lab.benchmarks.faults --every 20            # each twentieth case
-    python -m lab.benchmarks.faults --pause 90            # a rank stops for 90 s, not for 3
+    python -m lab.benchmarks.faults --every 20            # every twentieth case
+    python -m lab.benchmarks.faults --pause 90            # a rank stops for 90 s instead of 3
     python -m lab.benchmarks.faults --table               # the page's table, from the record
 
-Each case is a real trainer on two ranks: one optimizer step with a planted spike, in whose search something fails, and
-a healthy one. Good is either of two ends. The run goes on with the step that its mode promises, the spike's own or the
-one without the token, and leaves those weights, bit for bit. Or all processes end, within a minute, with a sentence.
-Writes faults.json.
+Each case is a real trainer on two ranks: an optimizer step with a planted spike, during whose search something fails,
+and a healthy one. There are two good outcomes. Either the run continues with the step of its mode, with or without the
+token, and has exactly its weights. Or all processes end within a minute, with a sentence. Writes faults.json.
 """
 
 import errno
@@ -54,7 +53,7 @@ TRAINERS = {
     "verl 0.9, Megatron PP 2": "PP 2",
     "TRL, DDP": "",
 }
-"""And the layout of Megatron."""
+"""Trainer -> Megatron's layout."""
 PLACES = {
     "ride along": ("core.gradients", "GradientSpace.local_squares"),
     "set aside": ("loop.localizer", "Localizer._set_aside"),
@@ -71,12 +70,12 @@ PLACES = {
     "event's folder": ("record.store", "EventStore.write_folder"),
     "event's line": ("record.store", "EventStore.append"),
 }
-"""Where a search can be, in order, and what is called when it comes there."""
+"""Places of a search in order -> the function called there."""
 KINDS = {
     "SIGKILL": "to one process",
     "SIGTERM": "to one process",
     "a rank stands still": "SIGSTOP, and SIGCONT three seconds later",
-    "a rank stands still for 90 s": "likewise",
+    "a rank stands still for 90 s": "SIGCONT after 90 s",
     "dead tracker": "of four kinds",
     "device memory": "one allocation fails, at a place or by its number",
     "device memory, from here on": "a simulated device gives no more than what was taken",
@@ -84,12 +83,12 @@ KINDS = {
     "host memory": "a MemoryError",
     "late file system": "each write answers three seconds late",
 }
-"""What may fail, and how."""
+"""Kinds of fault -> explanation."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
 PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
-"""A rank or a disk stops for so long. All processes have to have ended by then; and how long a rank that failed waits
-for its peers here. The package's patience is longer, so cases have as much less time."""
+"""Seconds that a rank or a disk stops; seconds in which all processes must end; seconds that a failed rank waits for
+its peers, fewer than in the package, so that cases take less time."""
 _ACTOR = "actor_rollout_ref.actor"
 _ON = [f"{_ACTOR}.spike_detection=True", f"{_ACTOR}.grad_norm_threshold=640"]
 _PLANT = (6, 2, 1e4)
@@ -97,7 +96,7 @@ _PLANT = (6, 2, 1e4)
 
 @dataclass(frozen=True)
 class Fault:
-    """What fails, and where: on a ``rank`` (None: on both), when it comes to ``place`` for the ``number``-th time."""
+    """A fault on a ``rank`` (None: on both) when it reaches ``place`` for the ``number``-th time."""
 
     kind: str = ""
     place: str = ""
@@ -115,7 +114,7 @@ class Fault:
 
 
 class _Injection:
-    """Counts how often a rank comes to each place, and has the fault happen at one."""
+    """Count how often a rank reaches each place, and cause the fault at one."""
 
     def __init__(self, fault: Fault, folder: str, pause_s: float):
         self.fault, self.counts, self.is_on = fault, Counter[str](), False
@@ -124,7 +123,7 @@ class _Injection:
         self.card.on_allocation = lambda: self._is_searching and self.come("allocation")
 
     def come(self, place: str) -> None:
-        """This rank is there."""
+        """Count that this rank reached a place."""
         if not self.is_on:
             return
         self.counts[place] += 1
@@ -153,7 +152,7 @@ class _Injection:
 
     @contextmanager
     def at(self, places: dict[str, tuple[str, str]]) -> Iterator[None]:
-        """While each of these calls comes by here."""
+        """Context in which each of these calls is counted."""
         with ExitStack() as stack:
             for place, (module, path) in places.items():
                 *owners, name = path.split(".")
@@ -169,14 +168,14 @@ class _Injection:
                 if place not in SAVES or isinstance(args[1], str | os.PathLike):  # a tensor is pickled by torch.save
                     self.come(place)
                 return original(*args, **given)
-            ranks, local = args  # what a rank computes by itself, before all tell each other how it went
+            ranks, local = args  # the local computation, before the ranks exchange whether it failed
             return original(ranks, lambda: (self.come(place), local())[1])
 
         return coming
 
     @contextmanager
     def on_card(self) -> Iterator[None]:
-        """While all lies on the simulated device, and the allocations of a search, too, come by here."""
+        """Context in which tensors are on the simulated device and a search's allocations are counted."""
         from gradloc.loop.localizer import Localizer
 
         look_into = Localizer._look_into
@@ -193,10 +192,10 @@ class _Injection:
 
 
 def suffer(trainer: str, folder: str, fault: dict[str, Any], is_on: bool, pause_s: float, patience_s: float) -> Record:
-    """Train a rank through the fault. A process in which the trainer itself raises ends, as a trainer's does.
+    """Train a rank with the fault. The process ends if the trainer raises.
 
     Returns:
-        ``weights``, a hash of them and of the optimizer's state; ``counts`` of places; ``failures`` and ``events``.
+        ``weights``, a hash that includes the optimizer's state; ``counts`` of places; ``failures`` and ``events``.
     """
     os.makedirs(folder, exist_ok=True)
     said = os.open(f"{folder}/rank{dist.get_rank()}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -220,7 +219,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
     with ExitStack() as stack:
         if TRAINERS[name]:
             stack.enter_context(_megatron(TRAINERS[name]))
-        if fault.place in COPIES:  # as where memory is short
+        if fault.place in COPIES:  # as if memory were short
             places = PLACES | COPIES
             stack.enter_context(mock.patch("gradloc.core.forecast.MemoryNeed.cheapest_plan", lambda *_: 2))
         if fault.place in SAVES:
@@ -235,7 +234,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
         plant(batch, *_PLANT)
         stack.enter_context(injection.at(places))
         if fault.place == "the device is full" and dist.get_rank() == 0:
-            os.makedirs(dump_dir, exist_ok=True)  # TRL makes it at start
+            os.makedirs(dump_dir, exist_ok=True)  # TRL has made it already
             os.symlink("/dev/full", f"{dump_dir}/events.jsonl")
         driver = trainer.driver if is_on else None
         if fault.place == "a client that raises" and driver is not None:
@@ -252,7 +251,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
 
 @contextmanager
 def _megatron(layout: str) -> Iterator[None]:
-    """While a trainer is verl's Megatron engine, two processes in this layout."""
+    """Context in which the trainer is verl's Megatron engine with this layout of two processes."""
     from tests.adapters.verl09.megatron import conformance
     from tests.adapters.verl09.megatron.layouts import LAYOUTS
 
@@ -263,13 +262,13 @@ def _megatron(layout: str) -> Iterator[None]:
 
 
 def _tracker(place: str) -> list[str]:
-    """Settings of alerts that reach nobody."""
+    """Return settings of alerts that cannot be delivered."""
     notify = f"{_ACTOR}.gradloc.notify"
     if place == "a command that hangs":
         return [f"{notify}.command='sleep 600'", f"{notify}.timeout_s=5"]
     if place == "a client that raises":
         return []
-    listening = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
+    listening = socket.create_server(("127.0.0.1", 0))  # accepts the connection and never answers
     os.environ["GRADLOC_TEST_HOOK"] = f"http://127.0.0.1:{listening.getsockname()[1]}/"
     if place == "a webhook that refuses":
         listening.close()
@@ -282,14 +281,14 @@ def _tracker(place: str) -> list[str]:
 
 
 def installed() -> list[str]:
-    """The trainers that this environment has."""
+    """Return the trainers that are installed."""
     has_trl = importlib.util.find_spec("trl") is not None
     kind = "verl 0.9" if is_engine() else "TRL" if has_trl else "verl 0.7"
     return [name for name in TRAINERS if name.startswith(kind)]
 
 
 def world_of(trainer: str) -> World:
-    """Two ranks that have what this trainer needs."""
+    """Return two ranks for this trainer."""
     if trainer.startswith("verl 0.7"):
         from lab.experiments.environment import ensure_patched_copy
 
@@ -303,7 +302,7 @@ def world_of(trainer: str) -> World:
 
 
 def cases_of(counts: list[dict[str, int]]) -> list[Fault]:
-    """Every case of a trainer whose search comes to places so often, by rank."""
+    """Return every case of a trainer, given how often its search reaches each place, by rank."""
     found: list[Fault] = []
     for at, place in enumerate(PLACES):
         most = [of_rank.get(place, 0) for of_rank in counts]
@@ -330,7 +329,7 @@ def cases_of(counts: list[dict[str, int]]) -> list[Fault]:
 
 
 class Trial:
-    """A trainer's cases: the same ranks, until one is lost."""
+    """Run a trainer's cases on the same ranks, until one is lost."""
 
     def __init__(self, trainer: str, folder: Path, pause_s: float = PAUSE_S, patience_s: float = PATIENCE_S):
         self.trainer, self._folder, self._patience_s = trainer, folder, patience_s
@@ -339,7 +338,7 @@ class Trial:
         self._left: dict[tuple[bool, str], list[str]] = {}
 
     def outcome(self, fault: Fault) -> str:
-        """What became of the run, in words; BAD: neither of the two that are promised; "": nothing failed in it."""
+        """Return the outcome in words, with BAD if it is not one of the two good ones; "" if nothing failed."""
         found = self._run(fault)
         happened, fates = Path(f"{self._last}/happened"), {fate for fate, _ in found}
         if happened.exists():
@@ -363,7 +362,7 @@ class Trial:
         return f"all end, {self._sentence(fault)}"
 
     def _reference(self, place: str, is_on: bool = True) -> list[str]:
-        """What is left by a run in which nothing fails: without gradloc, or of the step without the token."""
+        """Return the result of a run without a fault: without gradloc, or of the step without the token."""
         if (is_on, place) not in self._left:
             self._left[is_on, place] = self._weights(self._run(Fault(place=place, number=0, mode="mask"), is_on))
         return self._left[is_on, place]
@@ -383,7 +382,7 @@ class Trial:
         return {int(path.stem[4:]): path.read_text(errors="replace") for path in paths}
 
     def _sentence(self, fault: Fault) -> str:
-        """Who said why, among those that were left."""
+        """Describe which of the remaining processes gave a reason."""
         logs = [log for rank, log in self._logs().items() if not fault.kind.startswith("SIG") or rank != fault.rank]
         if any("gradloc: this rank cannot go on in step with its peers" in log for log in logs):
             return "with gradloc's sentence"
@@ -398,7 +397,7 @@ class Trial:
 
 
 def markdown(record: Record) -> str:
-    """How often each kind of fault came to each outcome, by trainer, and where."""
+    """Return a table of outcomes by kind of fault and trainer, with their places."""
     groups: dict[tuple[str, str], Counter[str]] = {}
     places: dict[tuple[str, str], dict[str, None]] = {}
     for key, outcome in sorted(record["outcomes"].items()):
@@ -422,16 +421,16 @@ def markdown(record: Record) -> str:
 
 
 def _paused(fault: Fault, pause_s: float) -> Fault:
-    """The case by its name in the record, which says a pause that is not the usual one."""
+    """Return the case as named in the record, which states an unusual pause."""
     return fault if pause_s == PAUSE_S else replace(fault, kind=f"{fault.kind} for {pause_s:.0f} s")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the cases that the record has not yet, and print the table; the exit code is 1 where an outcome is bad."""
+    """Run the cases that are not in the record, and print the table; the exit code is 1 if an outcome is bad."""
     options = parser("faults", __doc__)
-    options.add_argument("--trainer", choices=TRAINERS, help="this one alone")
-    options.add_argument("--every", type=int, default=1, help="each so manieth case (%(default)s)")
-    options.add_argument("--kind", default="", help="what fails begins with this")
+    options.add_argument("--trainer", choices=TRAINERS, help="only this one")
+    options.add_argument("--every", type=int, default=1, help="every Nth case (%(default)s)")
+    options.add_argument("--kind", default="", help="kinds of fault that begin with this")
     options.add_argument("--pause", type=float, default=PAUSE_S, help="seconds of a stop (%(default)s)")
     options.add_argument("--table", action="store_true", help="print the record's table, and run nothing")
     parsed = options.parse_args(arguments)

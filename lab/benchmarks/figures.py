@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures again what the pages state, into lab/benchmarks/results/: `make figures`.
+"""Measure the figures of the pages again, into lab/benchmarks/results/: `make figures`.
 
-    python -m lab.benchmarks.figures             # what is of other sources than the present ones: hours on two cores
-    python -m lab.benchmarks.figures --list      # which records there are, and of which sources
+    python -m lab.benchmarks.figures             # records of other sources: hours on two cores
+    python -m lab.benchmarks.figures --list      # list the records and whether they are current
 
-A record that is of the present core and search is kept, so a run that was stopped goes on where it was. Nothing else
-should use the machine.
+A record of the present core and search is kept, so an interrupted run resumes. Nothing else should use the machine.
 """
 
 import argparse
@@ -31,16 +30,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def is_present(name: str) -> bool:
-    """Whether a record is of the present sources."""
+    """Return whether a record is of the present sources."""
     path = RESULTS / f"{name}.json"
     return path.is_file() and json.loads(path.read_text()).get("core_sha256") == digest()
 
 
 def measure(name: str) -> None:
-    """Make one record anew; the old one stays until it is there.
+    """Measure one record again; the old one is kept until then.
 
     Raises:
-        CalledProcessError: where a benchmark says that something does not hold.
+        CalledProcessError: if a benchmark reports a problem.
     """
     module, *arguments = COMMANDS[name]
     with tempfile.TemporaryDirectory() as out:
@@ -50,9 +49,9 @@ def measure(name: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is missing; the exit code is 1 where something did not hold."""
+    """Measure the missing records; the exit code is 1 if a benchmark reported a problem."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.figures", description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="say which records are of the present sources")
+    parser.add_argument("--list", action="store_true", help="list which records are of the present sources")
     parsed = parser.parse_args(arguments)
     missing = [name for name in COMMANDS if not is_present(name)]
     if parsed.list:
@@ -64,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             measure(name)
         except subprocess.CalledProcessError as error:
             failed.append(name)
-            print(f"{name} is as it was: {error}", file=sys.stderr)
+            print(f"{name} is not replaced: {error}", file=sys.stderr)
         progress.step(name)
     return 1 if failed else 0
 

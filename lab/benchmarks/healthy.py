@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a healthy step: verl's real worker unpatched, and with detection on.
+"""Measure the price of a healthy step: verl's real worker unpatched, and with detection on.
 
     python -m lab.benchmarks.healthy                        # 200 interleaved groups
     python -m lab.benchmarks.healthy --pairs 40 --tree ~/verl
 
 With verl 0.9 installed (`requirements/verl09.txt`), its engine; else verl 0.7.0's actor (`requirements/demo.txt`), also
-patched and off. On 0.9 off is verl's own engine, since ours is registered in a run that asks for it only. Every group
-updates the same batch in all variants, in random order, so that what else the machine does falls on all of them; ratios
-are taken within a group. The unpatched verl runs twice: what differs between its two is noise. Also counts every
-collective that one update enters.
+patched and off. On 0.9, off is verl's own engine, since ours is registered only in a run that enables it. Every group
+updates the same batch in all variants, in random order, so that other load affects all of them; ratios are within a
+group. The unpatched verl runs twice, which shows the noise. Also counts every collective of one update.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from tests.world import World
 
 SCHEMA_VERSION = 1
 ON = {True: ["+gradloc=on"], False: ["actor_rollout_ref.actor.spike_detection=True"]}
-"""By whether the installed verl has engines."""
+"""Whether the installed verl has engines -> overrides that enable gradloc."""
 AGAIN = "unpatched_again"
 _WARM_UP = 5
 
@@ -47,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_worlds(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The options that :func:`worlds` needs, added to a command line's."""
+    """Add the options of :func:`worlds` to a command line."""
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--tree", help="a patched verl checkout (default: the demo's own copy)")
     return options
@@ -55,7 +54,7 @@ def with_worlds(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 @contextmanager
 def worlds(size: int, tree: str | None) -> Iterator[dict[str, World]]:
-    """The variants, and the processes of so many ranks that run each; ``tree`` as :func:`trees` has it."""
+    """Yield variant -> its ``size`` ranks; ``tree`` is passed to :func:`trees`."""
     slow: dict[str, Any] = {"timeout_s": 1800}
     if is_engine():
         from lab.experiments.verl09 import ENVIRONMENT
@@ -70,12 +69,12 @@ def worlds(size: int, tree: str | None) -> Iterator[dict[str, World]]:
 
 
 def measure(worlds: dict[str, World], pairs: int, scratch: Path) -> Record:
-    """Interleaved updates; see the module.
+    """Measure interleaved updates; see the module.
 
     Args:
-        worlds: by variant.
-        pairs: groups to time.
-        scratch: where models and events go.
+        worlds: variant -> ranks.
+        pairs: number of groups to time.
+        scratch: folder of models and events.
     """
     for name, world in worlds.items():
         folder = scratch / name
@@ -129,19 +128,19 @@ def _groups(worlds: dict[str, World], pairs: int) -> tuple[list[dict[str, dict]]
 
 
 def spent(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Of an update: it lasts as long as its slowest rank; processor time is spent by all of them."""
+    """Return an update's wall time, that of its slowest rank, and the processor time of all ranks."""
     return {"seconds": max(r["seconds"] for r in ranks), "cpu_seconds": sum(r["cpu_seconds"] for r in ranks)}
 
 
 def _interval(values: list[float]) -> dict[str, float]:
-    """Median with its bootstrap 95% interval (percentiles of 2000 resamples)."""
+    """Return the median and its bootstrap 95% interval (percentiles of 2000 resamples)."""
     draw = random.Random(1)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(2000))
     return {"median": median(values), "low": medians[50], "high": medians[1949]}
 
 
 def markdown(run: Record) -> str:
-    """The ratios and the collectives as tables."""
+    """Return the ratios and the collectives as tables."""
     ratios = [["update", "wall time: median ratio (95%)", "processor time: median ratio (95%)"]]
     for label in run["ratios"]["seconds"]:
         ratios.append([label, *(_cell(run["ratios"][measure][label]) for measure in ("seconds", "cpu_seconds"))])
@@ -158,7 +157,7 @@ def _cell(interval: dict[str, float]) -> str:
 
 
 def trees(tree: str | None) -> tuple[Path, Path]:
-    """The unpatched verl 0.7.0, and a patched one: the named checkout, or the demo's."""
+    """Return the unpatched verl 0.7.0, and a patched one: the given checkout, or the demo's."""
     from lab.experiments import environment
     from patchkit.build import bases, ensure_base
 

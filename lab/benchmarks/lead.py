@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps before an explosion each rule of health warned, over logs of any trainers:
+"""Measure how many steps before an explosion each health rule warned, over logs of any trainers:
 
 python -m lab.benchmarks.lead LOG... [--json]
 """
@@ -26,30 +26,30 @@ from gradloc.report.runs.health import HealthConfig, judge
 from gradloc.report.runs.run import read_logs
 
 EXPLOSION = 10.0
-"""Times normal."""
+"""Norm of an explosion, in multiples of the normal one."""
 HORIZON = 20
 """Logged steps before an explosion in which a warning counts."""
 CHANCE = 0.05
-"""A rule leads where luck would do as well less often than this."""
+"""A rule leads if chance would do as well less often than this."""
 
 
 @dataclass
 class RuleLead:
-    """One rule over all runs."""
+    """A rule's warnings over all runs."""
 
     name: str
     ahead: list[int] = field(default_factory=list)
-    """For each explosion that it warned of, the steps from its first warning to the explosion."""
+    """Steps from the first warning to the explosion, for each explosion with a warning."""
     num_false: int = 0
-    """Stretches of fault that no explosion followed."""
+    """Number of stretches of warnings that no explosion followed."""
     num_steps: int = 0
-    """Steps that it judged."""
+    """Number of steps that it judged."""
     lucks: list[float] = field(default_factory=list)
-    """For each explosion, the share of its run's steps with a fault in the ``HORIZON`` steps before them."""
+    """Share of a run's steps with a warning in the ``HORIZON`` steps before them, for each explosion."""
 
     @property
     def leads(self) -> bool:
-        """Whether luck would warn of as many explosions in fewer than one of 20 cases."""
+        """Whether chance would warn of as many explosions in fewer than one of 20 cases."""
         n, p = len(self.lucks), mean(self.lucks or [0.0])
         by_luck = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(len(self.ahead), n + 1))
         return bool(self.ahead) and by_luck < CHANCE
@@ -64,7 +64,7 @@ class RuleLead:
 
     @property
     def row(self) -> list[str]:
-        """The rule as a row of the table: name, warned of, steps ahead (median, range), luck, false alarms, verdict."""
+        """The table's row: name, explosions warned of, steps ahead (median, range), chance, false alarms, verdict."""
         ahead = f"{median(self.ahead):g} ({min(self.ahead)} to {max(self.ahead)})" if self.ahead else "–"
         warned = f"{len(self.ahead)} of {len(self.lucks)}"
         false = f"{self.num_false} in {self.num_steps:,} steps"
@@ -72,7 +72,7 @@ class RuleLead:
 
 
 def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int, float]]]:
-    """Every rule's warnings beside what exploded; and for each explosion its run, first step, and times normal."""
+    """Return every rule's result, and (run, first step, multiple of normal) of each explosion."""
     rules = {name: RuleLead(name) for name in HealthConfig.rule_names()}
     onsets = []
     for run in runs:
@@ -85,7 +85,7 @@ def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int
 
 
 def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> None:
-    """Adds one segment. Places count logged steps, so that a log of every tenth step has the same horizon."""
+    """Add one segment. Positions count logged steps, so that a log of every tenth step has the same horizon."""
     metrics = surviving(segment)
     health = judge(metrics)
     place = {step: at for at, step in enumerate(metrics.steps)}
@@ -106,7 +106,7 @@ def _add(rules: dict[str, RuleLead], segment: Segment, onsets: list[int]) -> Non
 
 
 def _num_false(faults: list[int], begins: list[int]) -> int:
-    """Stretches of fault, at most a horizon apart, without an explosion in them or within a horizon after them."""
+    """Count stretches of warnings, at most a horizon apart, with no explosion during or within a horizon after."""
     stretches = np.split(faults, np.flatnonzero(np.diff(faults) > HORIZON) + 1) if faults else []
     return sum(not any(s[0] <= begin <= s[-1] + HORIZON for begin in begins) for s in stretches)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of each link of a step, planted in runs drawn from a seed: does the event's ``fault`` name the right one?
+"""Plant faults in each link of a step, in runs drawn from a seed: does the event name the right link?
 
     python -m lab.benchmarks.links                       # ten fresh seeds of each, about 25 minutes on two cores
     python -m lab.benchmarks.links --seeds 2 --model gpt
     python -m lab.benchmarks.links --seed 123 --fault second_moments
     python -m lab.benchmarks.links --healthy 10000       # early warnings in that many steps without a fault
 
-A run trains on the text of Python's own help pages. After a healthy beginning a fault is planted, at once or spread
-over ten steps; the first event is judged whose step is ordinary in the same run without the fault. Runs that never
-spike are counted apart. Writes links.json.
+A run trains on Python's help pages. After some healthy steps a fault is planted, at once or spread over ten steps. The
+first event whose step is ordinary in the same run without the fault is judged. Runs that never spike are counted
+separately. Writes links.json.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ FAULTS = {
     "norm_scale": "weights",
     "head_scale": "weights",
 }
-"""Each planted fault, and the link that it breaks."""
+"""Planted fault -> the link that it breaks."""
 HEALTHY = 48  # steps before the fault
 _SPREAD = 10  # steps that a gradual fault takes
 _AFTER = 4  # steps after it
@@ -81,7 +81,7 @@ class _Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A byte-level GPT of no library's."""
+    """A byte-level GPT in plain torch."""
 
     def __init__(self, width: int, depth: int, heads: int):
         super().__init__()
@@ -100,7 +100,7 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed draws."""
+    """The settings that a seed draws."""
 
     model: str
     seed: int
@@ -114,7 +114,7 @@ class Plan:
 
     @classmethod
     def of(cls, model: str, seed: int) -> "Plan":
-        """Draw it."""
+        """Draw the plan of a seed."""
         rng = random.Random(f"{model} {seed}")
         return cls(
             model,
@@ -130,15 +130,15 @@ class Plan:
 
 
 class Plant:
-    """A fault of a link behind the loss, in a model and its optimizer, sharded or not.
+    """Plant a fault after the loss, in a model or its optimizer, sharded or not.
 
     Args:
-        model: whose weights or gradients are at fault.
-        optimizer: with one group.
-        name: of the fault, among :data:`FAULTS`; "" for none.
-        is_gradual: whether it comes over ten steps.
+        model: the model whose weights or gradients are changed.
+        optimizer: an optimizer with one parameter group.
+        name: one of :data:`FAULTS`; "" for none.
+        is_gradual: whether the fault is spread over ten steps.
         seed: draws the parameter.
-        ends: what the names of the final norm's weight and of the head's end in.
+        ends: suffixes of the names of the final norm's and of the head's weight.
     """
 
     weight_factor, moment_factor = 20.0, 1e-6
@@ -156,19 +156,19 @@ class Plant:
         self.weights, picked = dict(model.named_parameters()), random.Random(seed)
         named = [each for each, param in self.weights.items() if param.dim() == 2 and "head" not in each]
         inner = [each for each in named if "blocks" in each or "layers" in each]
-        gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has flat ones alone
+        gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has only flat ones
         norm, head = (next((each for each in self.weights if each.endswith(end)), "") for end in ends)
         faulty = {"one_gradient": gradient, "flipped_weight": flipped, "norm_scale": norm, "head_scale": head}
         self.parameter = faulty.get(name, "")
-        """Its name; "" where no single one is at fault."""
+        """Name of the faulty parameter; "" if it is not a single one."""
 
     def part(self, step: int) -> float:
-        """Return how far the fault has come in a step, in (0, 1], counted from its first; 0 without."""
+        """Return the fraction of the fault in a step counted from its first, in (0, 1]; 0 without a fault."""
         return (step + 1) / self.steps if self.name and 0 <= step < self.steps else 0.0
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Change weights."""
+        """Change weights, if the fault is in them."""
         if self.name in ("norm_scale", "head_scale"):
             self.weights[self.parameter].mul_(self.weight_factor ** (1 / self.steps))
         if self.name == "flipped_weight":
@@ -177,7 +177,7 @@ class Plant:
 
     @torch.no_grad()
     def after_backward(self, part: float) -> None:
-        """Change gradients."""
+        """Change gradients, if the fault is in them."""
         if self.name == "one_gradient":
             self.weights[self.parameter].grad.mul_(200.0**part)
         if self.name == "all_gradients":
@@ -186,13 +186,13 @@ class Plant:
 
     @contextlib.contextmanager
     def optimizer_at_fault(self) -> Iterator[None]:
-        """Around a step of the optimizer: the next norm is the first that shows it."""
+        """Context of an optimizer step with a fault, which the next norm shows."""
         (group,), each = self.optimizer.param_groups, 1 / self.steps
         rate, decay = group["lr"], group["weight_decay"]
         if self.name == "learning_rate":
             group["lr"] = rate * (1 + 300.0 * each)
         if self.name == "weight_decay":
-            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign, and grow
+            group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign and grow
         for state in self.optimizer.state.values():
             if self.name == "second_moments":
                 state["exp_avg_sq"].mul_(self.moment_factor**each)
@@ -204,7 +204,7 @@ class Plant:
 
 
 class Run:
-    """One run: a model, its optimizer and its batches, with a fault from some step on."""
+    """A run: a model, its optimizer and its batches, with a fault from some step on."""
 
     def __init__(self, plan: Plan, fault: str = "", is_gradual: bool = False, folder: str = "", **given: Any):
         torch.manual_seed(plan.seed)
@@ -218,12 +218,12 @@ class Run:
         self.plant(fault, is_gradual)
 
     def plant(self, fault: str, is_gradual: bool) -> None:
-        """Plant this fault, which begins behind the healthy steps; "" for none."""
+        """Plant a fault that starts after the healthy steps; "" for none."""
         plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else _ENDS
         self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model to train. A subclass may wrap it, as in DDP."""
+        """Return the model to train; a subclass may wrap it, for instance in DDP."""
         return model
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -246,7 +246,7 @@ class Run:
         return self.fault.part(self.step - HEALTHY)
 
     def backward(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Leave the gradient of these micro-batches in ``.grad``."""
+        """Compute the gradient of these micro-batches into ``.grad``."""
         self.optimizer.zero_grad()
         for ids, weights in batches:
             given = self.model(ids[:, :-1])
@@ -255,7 +255,7 @@ class Run:
             (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
 
     def take(self) -> float:
-        """Take one step; returns the norm of its gradient."""
+        """Take one step; return its gradient norm."""
         part, fault = self._part(), self.fault
         if part:
             fault.before_forward()
@@ -281,16 +281,16 @@ def _model(plan: Plan) -> nn.Module:
 
 
 def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Record]:
-    """Return what the first event of each kind of fault says that the fault made.
+    """Return the judged first event of each kind of fault.
 
-    The healthy beginning is run once; each fault continues it in a process of its own, and so does the same run without
-    one. An event whose step has there over half of the way from an ordinary norm to its own, on a logarithmic scale, is
-    natural: its batch made it, and it is not judged.
+    The healthy steps run once; each fault continues from there in a child process, as does the run without a fault. An
+    event is natural, and not judged, if the same step without the fault has a norm over the geometric mean of the usual
+    norm and the event's.
 
     Args:
-        model: which.
+        model: one of :data:`MODELS`.
         seed: draws the run.
-        kinds: faults, and whether they come over ten steps.
+        kinds: faults, and whether they are spread over ten steps.
     """
     torch.set_num_threads(1)
     logging.getLogger("gradloc").setLevel(logging.ERROR)
@@ -329,7 +329,7 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
 
 
 def _in_a_child(function: Callable[[], Any]) -> Any:
-    """Return what this function returns, as JSON can hold it, called in a copy of this process."""
+    """Call a function in a forked process and return its result, which must be JSON."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -348,12 +348,12 @@ def _in_a_child(function: Callable[[], Any]) -> Any:
 
 
 def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record:
-    """Return whether the first of these events says what was planted."""
+    """Return whether the first of these events names the planted fault."""
     first = next(iter(events), None)
     if first is None:
         return {"at": "no spike", "right": None}
     found, truth = first["fault"], FAULTS[fault.name]
-    is_later = first["step"]["global_step"] > healthy + 2  # another update came between
+    is_later = first["step"]["global_step"] > healthy + 2  # another update was in between
     right = {truth, "weights"} if truth == "last_update" and (fault.steps > 1 or is_later) else {truth}
     return {
         "at": found["at"],
@@ -371,7 +371,7 @@ def _measured(cell: tuple[str, int, list[tuple[str, bool]]]) -> list[Record]:
 
 
 def warnings(model: str, seed: int, steps: int) -> list[Record]:
-    """Return how many early warnings a run without a fault gives."""
+    """Return the early warnings of a run without a fault."""
     torch.set_num_threads(1)
     heard: list[str] = []
     handler = logging.Handler()
@@ -415,7 +415,7 @@ def matrix(rows: list[Record]) -> str:
 
 
 def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
-    """Return the norms of an earlier batch and of the one that spikes, before the last update and after it."""
+    """Return the norms of an earlier and of the spiking batch, before and after the last update."""
     run = Run(Plan.of(model, seed))
     is_late = FAULTS[fault] == "last_update"  # the step after the fault spikes
     for _ in range(HEALTHY - 1 + is_late):
@@ -458,7 +458,7 @@ def picture(path: Path, seed: int = 11) -> None:
 
 
 def sentence(rows: list[Record]) -> str:
-    """Return what share is right."""
+    """Return a sentence on how many events are right."""
     judged = [row for row in rows if row["right"] is not None]
     named = [row for row in judged if row["named"] is not None]
     return (

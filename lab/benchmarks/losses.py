@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which log-ratio on each of verl's losses gives no finite gradient: on a token, and on padding.
+"""Find the log-ratio from which each of verl's losses has no finite gradient, on a token and on padding.
 
-    python -m lab.benchmarks.losses                  # of the verl that this Python imports, as a table in Markdown
+    python -m lab.benchmarks.losses                  # of the installed verl, as a Markdown table
 
-The function is verl's own, called with a batch of two responses of eight tokens; one position's log-prob is moved
-against the old one's (of a KL term: the reference's) by more and more, in both directions, under an advantage of 1 and
-of -1. What is looked at is the loss, and its gradient by every log-prob.
+verl's own function is called with a batch of two responses of eight tokens. The log-prob at one position is moved away
+from the old one (for a KL term: the reference) in growing steps in both directions, with advantages of 1 and -1. The
+loss and its gradient with respect to every log-prob are checked.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ ROWS, WIDTH = 2, 8
 TOKEN, PADDING = (0, 2), (0, 6)
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of log-probs, old log-probs, advantages and the response mask, (B, T) each."""
+"""(log-probs, old log-probs, advantages, response mask), (B, T) each -> loss."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss does at one position as the log-ratio there grows."""
+    """The behavior of a loss at one position as the log-ratio grows."""
 
     first_bad: float | None
-    """The smallest size of a log-ratio with a loss or a gradient that is not finite; None: none of those tried."""
+    """The smallest tried log-ratio with a loss or gradient that is not finite; None if there is none."""
     is_loss_finite: bool
-    """Whether the loss itself still was."""
+    """Whether the loss was still finite there."""
     largest: float
-    """Largest |d loss / d log_prob| over all that are finite; 1 / 10 is a token's weight in the mean."""
+    """Largest finite |d loss / d log_prob|; a token's weight in the mean is 1 / 10."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def rows() -> list[str]:
-    """The lines of the table, of the verl that is imported."""
+    """Return the lines of the table for the installed verl."""
     lines = [["loss", "on a token", "largest gradient there", "on padding"]]
     for name, loss in {**policy_losses(), **kl_losses()}.items():
         token, padding = sweep(loss, TOKEN), sweep(loss, PADDING)
@@ -61,7 +61,7 @@ def said(outcome: Outcome) -> str:
 
 
 def sweep(loss: Loss, place: tuple[int, int]) -> Outcome:
-    """Move the log-prob at ``place`` against the old one, and look at the loss and its gradient."""
+    """Move the log-prob at ``place`` away from the old one, and check the loss and its gradient."""
     bad: dict[float, bool] = {}
     largest = 0.0
     for size in LOG_RATIOS:
@@ -80,7 +80,7 @@ def sweep(loss: Loss, place: tuple[int, int]) -> Outcome:
 def gradient_of(
     loss: Loss, place: tuple[int, int], log_ratio: float, advantage: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and its gradient by every log-prob (B, T)."""
+    """Return the loss, and its gradient with respect to every log-prob (B, T)."""
     torch.manual_seed(0)  # clip_cov draws
     mask = (torch.arange(WIDTH) < 5).float().expand(ROWS, WIDTH)
     old = -2.0 - torch.rand(ROWS, WIDTH)
@@ -98,11 +98,11 @@ def gradient_of(
 
 
 def policy_losses() -> dict[str, Loss]:
-    """verl's own by name, with its actor's default settings; not what only passes on to another."""
+    """Return verl's policy losses by name, with its actor's default settings, without the one that calls another."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-    needed = {"dro_beta": 0.1} if "dro_beta" in PolicyLossConfig.__dataclass_fields__ else {}  # has no default
+    needed = {"dro_beta": 0.1} if "dro_beta" in PolicyLossConfig.__dataclass_fields__ else {}  # without a default
     config = FSDPActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(**needed)
     )
@@ -118,7 +118,7 @@ def policy_losses() -> dict[str, Loss]:
 
 
 def kl_losses() -> dict[str, Loss]:
-    """The KL terms of ``kl_loss_type``; the old log-probs stand for the reference's."""
+    """Return the KL terms of ``kl_loss_type``; the old log-probs are the reference's."""
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     def of(kind: str) -> Loss:

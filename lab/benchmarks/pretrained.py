@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct in the place of the bare decoder, and text for it. Needs transformers."""
+"""Use SmolLM2-135M-Instruct in place of the tests' decoder, with text for it. Needs transformers."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,10 @@ NAME = "smollm2"
 
 
 class Pretrained(torch.nn.Module):
-    """A pretrained decoder as :mod:`tests.toy_model` reads one: `blocks`, each with an `mlp`, a `head`, and logits.
+    """A pretrained decoder with the interface of :mod:`tests.toy_model`: `blocks` with an `mlp`, a `head`, logits.
 
     Args:
-        folder: what transformers loads it from, in float32.
+        folder: the model's folder; loaded in float32.
     """
 
     def __init__(self, folder: Path):
@@ -36,18 +36,18 @@ class Pretrained(torch.nn.Module):
         return self.inner.lm_head
 
     def forward(self, tokens: torch.Tensor, num_last: int, precise: bool = False) -> torch.Tensor:
-        """See :meth:`tests.toy_model.Decoder.forward`."""
+        """Return logits as :meth:`tests.toy_model.Decoder.forward` does."""
         hidden = self.inner.model(tokens, use_cache=False).last_hidden_state[:, -num_last:]
         return F.linear(hidden.float(), self.head.weight.float()) if precise else self.head(hidden)
 
 
 def folder(cache: Path) -> Path:
-    """The model's folder, fetched if need be."""
+    """Return the model's folder, which is fetched if need be."""
     return build.build(cache, lambda line: print(line, file=sys.stderr)) / "model"
 
 
 def text(model: Path) -> torch.Tensor:
-    """Python's language reference, which Python brings along, as the model's own token ids."""
+    """Return Python's language reference as token ids."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -56,14 +56,14 @@ def text(model: Path) -> torch.Tensor:
 
 
 def continued(model: Pretrained, source: torch.Tensor, rows: int, length: int, seed: int) -> Batch:
-    """Rows cut from text, each with a continuation that the model samples itself, token after token.
+    """Return rows cut from text, each with a continuation sampled from the model.
 
     Args:
         model: unsharded.
         source: token ids.
         rows: R.
-        length: T; no row ends before.
-        seed: fixes everything, the advantages too: one standard normal number per row.
+        length: T, the length of every continuation.
+        seed: seed of everything; advantages are one standard normal number per row.
     """
     torch.manual_seed(seed)
     starts = torch.randint(len(source) - NUM_PROMPT, (rows,))

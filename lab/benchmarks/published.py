@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published search, as published: the baseline of every comparison.
+"""The published search, the baseline of comparisons.
 
-Enumerate the micro-batches and follow the one with the largest norm; halve its ranks, then its
-tokens, always following the larger half; at last rebuild the gradient by running the step again.
-For one culprit that is M + 2 ceil(log2 W) + 2 ceil(log2 T) + M forward-backwards, 3 f each.
+Probe the micro-batches and follow the one with the largest norm; halve its ranks, then its tokens, always following the
+larger half; then recompute the gradient by running the step again. For one culprit that is
+M + 2 ceil(log2 W) + 2 ceil(log2 T) + M forward-backwards, 3 f each.
 
-The published rules stop where the larger half is under its threshold. Here the descent goes on, so
-that every cell has the cost of a whole search. Probes are the core's exact parts of the gradient
-(the published ones re-normalise the loss).
+The published rules stop if the larger half is under its threshold. Here the descent continues, so that the cost is that
+of a whole search. Probes are the core's exact parts of the gradient; the published ones re-normalise the loss.
 """
 
 from gradloc.core.probe import Prober
@@ -15,10 +14,10 @@ from gradloc.core.selection import Part, Token
 
 
 def descend(prober: Prober) -> tuple[Token, float]:
-    """One published search: the token that it ends on, and its norm. ``.grad`` holds the whole step's gradient again.
+    """Search once; return the token and its norm, and leave the whole step's gradient in ``.grad``.
 
     Args:
-        prober: of the step; ``.grad`` set aside.
+        prober: the step's prober, with ``.grad`` set aside.
     """
     total = prober.step.num_micro_batches
     parts = [Part(index, 0, prober.ranks.size) for index in range(total)]

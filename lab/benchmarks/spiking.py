@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a step that spikes: verl 0.7's real actor on a pretrained language model, with the search and without.
+"""Measure the price of a spiking step: verl 0.7's real actor on a pretrained model, with the search and without.
 
     python -m lab.benchmarks.spiking                              # SmolLM2-135M, two ranks of four micro-batches each
     python -m lab.benchmarks.spiking --case eight --dtype bfloat16 --times 3 --tree ~/verl
 
-An update with the search is the trainer's whole step of it: looking, the driver's part, and the event on disk. One
-without is the same update of the same batch with gradloc's hook set aside. Both in turn, and in both precisions, each
-with an actor and a healthy norm of its own; the weights are left as they are (lr 0), so that every repetition meets the
-same spike. `batch` keeps the history of scales that the healthy updates made; `batch_alone` has none.
-`published` is the search of `published.py` in the place of ours, without certificate or event, once
-and in float32. Writes spiking.json, anew after every case.
+An update with the search is the trainer's whole step: trigger, search, the driver's part, and the event on disk. An
+update without is the same update of the same batch with gradloc's hook removed. The two alternate, in both precisions,
+each with its own actor and healthy norm. The learning rate is 0, so every repetition has the same spike. `batch` keeps
+the history of scales of the healthy updates; `batch_alone` has none. `published` is the search of `published.py` in
+place of ours, without certificate or event, once and in float32. Writes spiking.json after every case.
 """
 
 import copy
@@ -40,33 +39,33 @@ SIZES = {"single": (10.0,), "thousandfold": (1000.0,), "eight": (10.0, 8.0, 7.0,
 """The planted tokens' gradient norms by case, in healthy norms; the other cases scale the whole batch."""
 _ANY = {"single": 2.0, "thousandfold": 2.0, "eight": 3.0, "batch": 1.5, "batch_alone": 2.0}
 LIMITS = {"float32": _ANY, "bfloat16": {**_ANY, "thousandfold": 2.3}}
-"""By precision and case: how many times as long as without the search an update may take."""
+"""Precision -> case -> maximum ratio of an update's time with and without the search."""
 _FIRST = "float32"  # where `published` is timed
 _PER_RANK = 8  # rows: four micro-batches of two
-_HEALTHY = 5  # updates that the running norm is judged by, and that tell what is typical
-_THRESHOLD = 4.0  # times the healthy norm: the least that the trigger ever asks for
+_HEALTHY = 5  # updates for the running norm and the typical scale
+_THRESHOLD = 4.0  # times the healthy norm: the trigger's minimum
 _SETTINGS = [
     "actor_rollout_ref.actor.spike_detection=True",
     "actor_rollout_ref.actor.optim.lr=0.0",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-    "actor_rollout_ref.actor.gradloc.search.max_cures=0",  # a pass each, where one is worth it
+    "actor_rollout_ref.actor.gradloc.search.max_cures=0",  # each would cost a pass
 ]
 _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""Ranks keep the memory that they free, as a card's allocator does. Else a search's backwards may take half as long
-again: a virtual machine's kernel takes up to 20 us for each new page of 4 KiB."""
+"""Make ranks keep freed memory, as a GPU's allocator does. A virtual machine's kernel takes up to 20 us for each new
+page of 4 KiB, which can make a search's backwards 1.5 times as slow."""
 _CLOCKS = ("seconds", "cpu_seconds")
 HEAD = ["spike", "computed in", "with / without the search: wall", "processor time", "at most", "seconds without"]
 HEAD += ["search (f)", "closure", "recall", "false", "verdict"]
 HEAD += ["published / without: wall", "processor time", "published (f)"]
 _trainers: dict[str, Any] = {}
-"""By precision."""
+"""Precision -> trainer."""
 
 
 # ---- on every rank
 
 
 def prepare(model: str, folder: str, dtype: str) -> None:
-    """verl's actor around the model of that folder, computing in this; events go to the other."""
+    """Build verl's actor with a model from a folder and a precision; events go to another folder."""
     inner = pretrained.Pretrained(Path(model)).inner
     size = f"actor_rollout_ref.actor.ppo_mini_batch_size={_PER_RANK * dist.get_world_size()}"
     precision = f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"
@@ -74,23 +73,23 @@ def prepare(model: str, folder: str, dtype: str) -> None:
 
 
 def watch(dtype: str, threshold: float, num_tokens: int) -> None:
-    """From now on a norm over this is a spike, of a step of so many tokens."""
+    """Set the threshold for steps with ``num_tokens`` tokens."""
     driver = _trainers[dtype].driver
     driver.trigger = replace(driver.trigger, tau=threshold * num_tokens**0.5)
 
 
 def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[str, Any]:
-    """One update.
+    """Update once.
 
     Args:
-        dtype: whose actor.
+        dtype: precision of the actor.
         batch: all ranks' rows.
         way: ``with`` the search, ``without``, or with the ``published`` one.
         is_alone: whether the driver has no history of scales.
 
     Returns:
-        ``seconds`` and ``cpu_seconds``, the ``norm``, and of the search ``search_seconds``, ``cost_f``, ``named`` (row,
-        position), ``verdict``, and where shares were measured ``closure`` and ``closure_error``.
+        ``seconds``, ``cpu_seconds`` and ``norm``; from the search ``search_seconds``, ``cost_f``, ``named`` as (row,
+        position), ``verdict``, and if shares were measured ``closure`` and ``closure_error``.
     """
     trainer, data = _trainers[dtype], _as_verls(batch)
     localizer, driver, spikes, kind = trainer.actor.gradloc.localizer, trainer.gradloc, trainer.driver, type(trainer)
@@ -112,7 +111,7 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
     result |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     trainer.actor.gradloc.localizer, trainer.gradloc, loop.localize = localizer, driver, search
     trainer.__class__ = kind
-    if math.isfinite(spikes.trigger.tau):  # only the healthy updates teach it what is usual
+    if math.isfinite(spikes.trigger.tau):  # it learns from the healthy updates only
         spikes.scale = scale
     result["norm"] = float(out["metrics"]["actor/grad_norm"][0][0])
     for event in out["events"]:
@@ -125,7 +124,7 @@ def update(dtype: str, batch: Batch, way: str, is_alone: bool = False) -> dict[s
 
 
 class _Done(Exception):
-    """The published search has been timed; the step is taken as it was."""
+    """Raised after the published search has been timed; the step is not changed."""
 
 
 def _published(result: dict[str, Any], step, space, ranks, *_: Any) -> None:
@@ -188,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     world: World, cases: list[str], dtypes: list[str], times: int, length: int, scratch: Path, out: Path
 ) -> dict[str, Any]:
-    """The record of the run; see the module."""
+    """Measure the cases and return the record; see the module."""
     path = pretrained.folder(REPO / ".gradloc")
     model, source = pretrained.Pretrained(path), pretrained.text(path)
     rows = _PER_RANK * world.size
@@ -215,9 +214,9 @@ def measure(
         planted = {dtype: plant(model, batches[-1], norms[dtype], SIZES.get(case)) for dtype in dtypes}
         result: dict[str, Any] = {dtype: {"with": [], "without": [], "published": []} for dtype in dtypes}
         ways = [(way, dtype) for _ in range(times) for dtype in dtypes for way in ("with", "without")]
-        for dtype in dtypes if number == 0 else ():  # a first search takes memory that the next ones have
+        for dtype in dtypes if number == 0 else ():  # the first search allocates memory
             _update(world, dtype=dtype, batch=planted[dtype][0], way="with")
-        if number == 0 and _FIRST in dtypes:  # what the published search costs does not depend on the spike
+        if number == 0 and _FIRST in dtypes:  # the published search's cost does not depend on the spike
             ways.append(("published", _FIRST))
         for way, dtype in ways:
             batch, is_alone = planted[dtype][0], case == "batch_alone"
@@ -231,7 +230,7 @@ def measure(
 
 
 def _update(world: World, **settings: Any) -> dict[str, Any]:
-    """The first rank's, the slowest one's seconds and the processor time of all."""
+    """Update on all ranks; return the first rank's result, with the slowest rank's time and all processor time."""
     result = world.run("lab.benchmarks.spiking.update", **settings)
     return {**result[0], **spent(result), "load": os.getloadavg()[0]}
 
@@ -264,7 +263,7 @@ def plant(
 
 
 def markdown(run: Record) -> str:
-    """A row for each case and precision."""
+    """Return a table with a row for each case and precision."""
     rows = [HEAD]
     for case in run["cases"]:
         dtype, first = case["dtype"], case["with"][0]
@@ -286,7 +285,7 @@ def _closure(result: dict[str, Any]) -> str:
 
 
 def ratio_of(case: dict[str, Any], way: str, clock: str = "seconds") -> float:
-    """How many times as long as without the search an update takes: the ratio of the medians."""
+    """Return the ratio of an update's median times with ``way`` and without the search."""
     return median(result[clock] for result in case[way]) / median(result[clock] for result in case["without"])
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificate where kernels do not repeat: the true norm against the stated one, cell by cell.
+"""Check the certificate with kernels that are not deterministic: the true norm against the stated one.
 
     python -m lab.benchmarks.unrepeatable
     python -m lab.benchmarks.unrepeatable --seeds 5
 
-A bare model on two gloo ranks. In every backward each attention output's gradient, and the embedding's, is rounded to
-bfloat16 and a share of its elements a unit off, fresh each time (tests/toy_model/noise.py); the truth is
-recomputed without.
-Writes unrepeatable.json and unrepeatable.md.
+A toy model on two gloo ranks. In every backward the gradients of each attention output and of the embedding are rounded
+to bfloat16, and a random share of their elements is off by one unit (tests/toy_model/noise.py). The truth is computed
+without noise. Writes unrepeatable.json and unrepeatable.md.
 """
 
 import itertools
@@ -34,7 +33,7 @@ HEAD = [
 
 
 def measure(seeds: int) -> list[Record]:
-    """One row for each cell and seed: what ``tests.toy_model.scenarios.certify_unrepeatable`` returns, and the cell."""
+    """Return a row for each cell and seed: the cell and its ``tests.toy_model.scenarios.certify_unrepeatable``."""
     values = itertools.product(LAYOUTS, DTYPES, SHARES, SIZES, range(seeds))
     cells = [dict(zip(KEYS, cell, strict=True)) for cell in values]
     rows = on_two_ranks("tests.toy_model.scenarios.certify_unrepeatable", cells)
@@ -42,7 +41,7 @@ def measure(seeds: int) -> list[Record]:
 
 
 def problems(row: Record) -> list[str]:
-    """What is wrong in one row; nothing where the certificate keeps its word."""
+    """Return what is wrong in a row; empty if the certificate holds."""
     sentences = []
     if not abs(row["norm_after"] - row["truth"]) <= row["error_bound"]:
         sentences.append("the true norm is outside of the bound")
@@ -54,7 +53,7 @@ def problems(row: Record) -> list[str]:
 
 
 def markdown(rows: list[Record]) -> str:
-    """A table: per share and size the worst over layouts, precisions and seeds."""
+    """Return a table with the worst over layouts, precisions and seeds for each share and size."""
     groups: dict[tuple[float, float], list[Record]] = {}
     for row in rows:
         groups.setdefault((row["share"], row["planted_size"]), []).append(row)
@@ -71,7 +70,7 @@ def markdown(rows: list[Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure all cells, print the table, and say what does not hold; returns the exit code."""
+    """Measure all cells, print the table and what does not hold; return the exit code."""
     options = parser("unrepeatable", __doc__)
     options.add_argument("--seeds", type=int, default=3, help="batches and noises per cell (%(default)s)")
     parsed = options.parse_args(arguments)

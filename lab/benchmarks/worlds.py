@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that nobody chose: a model, a loss, a layout and planted culprits, all drawn from a seed, and searched.
+"""Search random worlds: a model, a loss, a layout and planted culprits, all drawn from a seed.
 
     python -m lab.benchmarks.worlds                  # 200 fresh worlds, about ten minutes on two cores
     python -m lab.benchmarks.worlds --worlds 400 --precision bfloat16
     python -m lab.benchmarks.worlds --seed 123 --seed 456
     python -m lab.benchmarks.worlds --again          # those that failed before
 
-Seeds are new at each run; those that fail are kept in worlds-failed.json. The truth of each world comes from backwards
-of its own: every token's norm, and the norm without what was named. Writes worlds.json and worlds.md.
+Seeds are new in each run; failed ones are kept in worlds-failed.json. The truth comes from separate backwards: every
+token's norm, and the norm without the named tokens. Writes worlds.json and worlds.md.
 """
 
 import json
@@ -32,19 +32,19 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 FAILED = REPO / "lab" / "benchmarks" / "results" / "worlds-failed.json"
 SPIKE = 4.0  # the threshold, in healthy norms
 MAX_STEPS = 4.0
-_LIMIT_F = 10  # f that an update counts as at least, as search.max_steps has it
+_LIMIT_F = 10  # least f that an update counts as, as in search.max_steps
 _BITS = 40  # of a seed
 _PATIENCE_S = 900.0  # for a world of two ranks, on a busy machine
-_WITHIN = 0.75  # of a span's tokens: if these were planted, the others are a gap in it, or its end
-_MOST = 1 / 3  # of a batch's tokens that are planted: with more, the batch is at fault
+_WITHIN = 0.75  # share of a span's tokens that must be planted; the others are gaps
+_MOST = 1 / 3  # maximum share of a batch's tokens to plant; with more, the batch is at fault
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed draws."""
+    """The settings that a seed draws."""
 
     precision: str
-    """Of the passes."""
+    """Precision of the passes."""
     weights: str
     """Precision that the weights are kept in."""
     layout: str
@@ -61,12 +61,12 @@ class Plan:
     kl: float
     entropy: float
     by_token: bool
-    """Whether each token has an advantage of its own, or each row."""
+    """Whether advantages are per token, not per row."""
     is_tracked: bool
     """Whether the micro-batches' norms are known."""
     plant: str
     count: int
-    """Culprits; of a scaled batch 0."""
+    """Number of culprits; 0 for a scaled batch."""
 
 
 PLANTS = (
@@ -80,7 +80,7 @@ PLANTS = (
     *["overflow"],
     *["none"],
 )
-"""With repeats, for how often each is drawn."""
+"""Kinds of plant; repeated entries are drawn more often."""
 
 
 def plan_of(seed: int, precision: str | None = None) -> Plan:
@@ -121,11 +121,11 @@ def plan_of(seed: int, precision: str | None = None) -> Plan:
 
 
 def world(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
-    """Make the world of a seed, search it, and hold the finding against the truth; all its ranks call this together.
+    """Make the world of a seed, search it, and compare the result with the truth; all its ranks call this together.
 
     Args:
-        seed: of everything.
-        precision: of the passes, in place of the one that the seed draws.
+        seed: seed of everything.
+        precision: precision of the passes, in place of the drawn one.
         search: settings of :func:`~gradloc.search.find.localize`.
     """
     from gradloc.core.gradients import GradientSpace
@@ -223,7 +223,7 @@ def _model(plan: Plan, seed: int, like: torch.nn.Module | None = None) -> Any:
 
 
 def _train(model: torch.nn.Module, plan: Plan, seed: int) -> None:
-    """Teach the model a random walk whose next word is one of two."""
+    """Train the model on a random walk whose next word is one of two."""
     generator = torch.Generator().manual_seed(seed % 2**31 + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
@@ -259,7 +259,7 @@ def _batch(plan: Plan, model: Any, seed: int, draw: random.Random) -> Any:
 def _planted(
     plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random
 ) -> tuple[Any, set[tuple[int, int]]]:
-    """The batch with its culprits, and their places; of a scaled batch none."""
+    """Return the batch with its culprits, and their places; none for a scaled batch."""
     places = [tuple(place) for place in batch.mask.nonzero().tolist()]
     if plan.plant == "none":
         return batch, set()
@@ -288,7 +288,7 @@ def _planted(
 
 
 def _pair(plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random, places: list) -> tuple[Any, set]:
-    """Two rows alike, with a token in each whose gradients cancel but for a part."""
+    """Return a batch with two equal rows, in which two planted tokens' gradients partly cancel."""
     row, position = draw.choice(places)
     other = (row + 1 + draw.randrange(plan.rows - 1)) % plan.rows
     changed = {
@@ -307,7 +307,7 @@ def _pair(plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random
 
 
 def _norm_without(step: Any, space: Any, named: Any) -> float:
-    """The slow obvious way: every micro-batch's whole loss again, with the gradient of the others let through alone."""
+    """Compute the norm without the named tokens directly, by a backward of every micro-batch's masked loss."""
     kept_now = space.take()
     for index in range(step.num_micro_batches):
         kept, rows = torch.ones_like(step.token_mask(index)), step.rows(index)
@@ -325,7 +325,7 @@ def _norm_without(step: Any, space: Any, named: Any) -> float:
 
 
 def _alone(given: tuple[int, str | None, dict]) -> Record:
-    """A world of one rank, in this process."""
+    """Search a world of one rank in this process."""
     seed, precision, search = given
     torch.set_num_threads(1)
     if not dist.is_initialized():
@@ -335,7 +335,7 @@ def _alone(given: tuple[int, str | None, dict]) -> Record:
 
 
 def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
-    """:func:`world`, of which an error is a problem and no end."""
+    """Call :func:`world`; an error becomes a problem of the row."""
     try:
         return world(seed, precision, search)
     except Exception as error:
@@ -345,7 +345,7 @@ def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None
 
 
 def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str, Any] | None = None) -> list[Record]:
-    """Search the worlds of these seeds, those of one rank two at a time."""
+    """Search the worlds of these seeds; those of one rank run two at a time."""
     from tests.world import World
 
     alone = [seed for seed in seeds if plan_of(seed, precision).ranks == 1]
@@ -369,7 +369,7 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """A line for each precision and each kind of plant."""
+    """Return a table with a row for each precision and each kind of plant."""
 
     def line(name: str, group: Sequence[Record]) -> list[object]:
         spiked = [row for row in group if row["status"] != "no spike"]
@@ -387,7 +387,7 @@ def markdown(rows: Sequence[Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw seeds, search their worlds, print a table, and keep the seeds that fail; returns the exit code."""
+    """Draw seeds, search their worlds, print a table, and keep the failed seeds; return the exit code."""
     options = parser("worlds", __doc__)
     options.add_argument("--worlds", type=int, default=200)
     options.add_argument("--precision", choices=PRECISIONS, help="of all worlds (default: drawn)")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds on a GPU; `python -m lab.benchmarks.gpu`."""
+"""Check the search on a GPU: `python -m lab.benchmarks.gpu`."""

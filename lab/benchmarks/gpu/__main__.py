@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds on a GPU: repeatability, closure, certificate, recall, cost, memory, waits, on models of random weights.
+"""Check a GPU: repeatability, closure, certificate, recall, cost, memory and waits, on models of random weights.
 
     python -m lab.benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
-    python -m lab.benchmarks.gpu --first                      # all that is worth knowing first: 45 minutes at most
-    python -m lab.benchmarks.gpu --parts first                # three minutes: whether anything is wrong at all
+    python -m lab.benchmarks.gpu --first                      # the most important checks: 45 minutes at most
+    python -m lab.benchmarks.gpu --parts first                # three minutes: is anything wrong at all
     python -m lab.benchmarks.gpu --size 1.5B --tokens 32768
-    python -m lab.benchmarks.gpu --forecast                   # no GPU: what a search takes, by sizes alone
-    torchrun --nproc-per-node 8 -m lab.benchmarks.gpu         # the same step dealt out to eight
+    python -m lab.benchmarks.gpu --forecast                   # no GPU: a search's memory, from sizes only
+    torchrun --nproc-per-node 8 -m lab.benchmarks.gpu         # the same step on eight
     python -m lab.benchmarks.gpu --device cpu --size tiny --tokens 128
 
-Needs torch and this repository; flash-attn and transformers where they are installed. Every cell is written to gpu.json
-and gpu.md as soon as it is measured; one that fails is written, too, and the others go on. The exit code is 1 where a
-cell failed or says NO.
+Needs torch and this repository; uses flash-attn and transformers if installed. Every cell is written to gpu.json and
+gpu.md as soon as it is measured, also one that fails. The exit code is 1 if a cell failed or its check does not hold.
 """
 
 import argparse
@@ -40,9 +39,9 @@ from lab.benchmarks.run import REPO, as_typed, digest, parser, write
 from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
-"""In this order; the first ends in three minutes on a GPU."""
+"""Parts in order; the first takes three minutes on a GPU."""
 LIMIT = 45 * 60
-"""Seconds of the first session in all."""
+"""Maximum seconds of the first session."""
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("short answers", "--parts first --tokens 1024", {}),
@@ -53,11 +52,11 @@ STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("16k", "--parts cells --tokens 16384", {}),
     ("32k", "--parts cells --tokens 32768", {}),
 )
-"""Of the first session, what would end a run soonest first: what each is called, its arguments, its environment."""
+"""Steps of the first session as (name, arguments, environment), the most likely to end a run first."""
 
 
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A part's cells, each by its name and what measures it."""
+    """Yield a part's cells as (name, function that measures it)."""
     least = min(parsed.tokens)
     if part == "head":
         yield "head", lambda: cells.head_cell(parsed.size, device)
@@ -86,7 +85,7 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
 
 
 def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What a cell says, and its bench, which the first one makes."""
+    """Return a cell's facts; the first one makes the bench."""
     made = bench()
     with attended(made.attention, is_deterministic=False):
         return made.facts() | measure(made, *given)
@@ -136,15 +135,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def session(out: Path, given: Sequence[str] = (), limit: float = LIMIT) -> int:
-    """Run all steps of the first session; 1 if one said NO, failed, or found no time.
+    """Run all steps of the first session; return 1 if one failed, did not hold, or had no time.
 
-    Each is a run of this module in a process and a folder of its own, so that one that runs out of memory costs
-    the others nothing. A step that has its whole record is not run again: an interrupted session goes on.
+    Each step runs in a separate process and folder, so that running out of memory does not affect the others. A step
+    with a complete record is not run again: an interrupted session resumes.
 
     Args:
-        out: a folder for each step is made in it, named by its number.
-        given: arguments for every step, which win over its own.
-        limit: seconds for all of them together.
+        out: the parent of the steps' folders, which are named by their number.
+        given: arguments for every step, which override its own.
+        limit: seconds for all steps together.
     """
     started, codes = time.monotonic(), []
     for number, (name, arguments, variables) in enumerate(STEPS, 1):
@@ -166,7 +165,7 @@ def session(out: Path, given: Sequence[str] = (), limit: float = LIMIT) -> int:
 
 
 def _code_of(folder: Path) -> int | None:
-    """How a step ended that was run to its end before; None if there was none."""
+    """Return the exit code of a step that was completed before, or None."""
     try:
         run = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -178,7 +177,7 @@ def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         found = measure()
-    except Exception as error:  # the next cell may do
+    except Exception as error:  # the next cell may work
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}", "is_ok": False}
     return found | {"took_seconds": time.perf_counter() - started}
@@ -189,13 +188,13 @@ _SAID_ELSEWHERE = {"part", "cell", "model", "tokens", "is_ok", "took_seconds", "
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """The whole run as a table, with where it comes from."""
+    """Return the run as a table, with its origin."""
     about = f"{run['device']}, torch {run['versions']['torch']}, core `{run['core_sha256'][:8]}`: `{run['command']}`"
     return f"{about}\n\n{table([HEAD, *map(row_of, run['cells'])])}"
 
 
 def row_of(cell: dict[str, Any]) -> list[str]:
-    """A cell's row of the table."""
+    """Return a cell's row of the table."""
     facts = [f"{name} {_number(value)}" for name, value in cell.items() if name not in _SAID_ELSEWHERE]
     holds = {True: "yes", False: "NO", None: "-"}[cell["is_ok"]]
     values = [cell["part"], cell["cell"], cell.get("model", ""), cell.get("tokens", ""), holds]
@@ -209,13 +208,13 @@ def _number(value: Any) -> str:
 
 
 def _join(kind: str) -> torch.device:
-    """The device of this process, in a group of one or torchrun's; more processes than devices share them by gloo."""
+    """Join torchrun's group or a group of one, and return the device; processes may share devices over gloo."""
     rank, size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     is_shared = kind == "cpu" or size > torch.cuda.device_count()
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
     if kind == "cuda":
         torch.cuda.set_device(device)
-    backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"  # as verl's groups have it
+    backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"  # as in verl's groups
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -226,4 +225,4 @@ def _join(kind: str) -> torch.device:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a thread of gloo's that outlives the interpreter would abort a process that is done
+    os._exit(code)  # a thread of gloo that outlives the interpreter would abort the process

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kind of attention at one size: a healthy step, then planted spikes, each searched and held against the truth.
-
-And what else has to hold on a GPU: the read-out of a real model's head, no waiting for the device, two on one card.
-"""
+"""Cells of the GPU benchmark: a healthy step, planted spikes compared with the truth, memory, waits, two processes."""
 
 import subprocess
 import sys
@@ -46,28 +43,28 @@ PLANTS = {
     "three": (10.0, 6.0, 4.0),
     "eight": (8.0,) * 8,
 }
-"""Each culprit's own gradient norm, in multiples of the healthy step's."""
+"""Gradient norm of each culprit, in multiples of the healthy step's."""
 _NUM_MICRO_BATCHES = 4
-_THRESHOLD = 4.0  # times the healthy norm: the lowest that the trigger has
+_THRESHOLD = 4.0  # times the healthy norm: the trigger's minimum
 _LONGEST = 2048  # response tokens of a row
 
 
 def attentions(device: torch.device) -> list[str]:
-    """The kinds of attention that can run here."""
+    """Return the kinds of attention that can run on the device."""
     if device.type == "cpu":
         return ["sdpa", "varlen"]
     return ["sdpa", "sdpa_flash", *(["flash_attn", "varlen"] if find_spec("flash_attn") else [])]
 
 
 class Bench:
-    """A model, a batch and the healthy step over both, on every rank; the parts of the benchmark are measured on it.
+    """A model, a batch and the healthy step over both, on every rank.
 
     Args:
         size: a name in ``MODELS``.
         attention: one of :func:`attentions`.
         num_tokens: response tokens over all ranks.
-        dtype: of the computation; masters are float32.
-        device: of this rank.
+        dtype: dtype of the computation; master weights are float32.
+        device: this rank's device.
     """
 
     def __init__(self, size: str, attention: str, num_tokens: int, dtype: str, device: torch.device):
@@ -79,18 +76,20 @@ class Bench:
         self.batch = random_answers(model, num_tokens)
         layout = "fsdp2" if dist.is_initialized() else "plain"
         if device.type == "cuda" and dist.get_backend() == "gloo":
-            layout = "fsdp1"  # processes that share a card: FSDP2's reduce-scatter over gloo ends them (torch 2.11)
+            layout = "fsdp1"  # FSDP2's reduce-scatter over gloo crashes processes that share a card (torch 2.11)
         self.model = shard(model, layout, self.precision, device)
         self.space, self.ranks = GradientSpace(self.model), Ranks(device=device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)  # it takes its memory and moves nothing
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.0
+        )  # allocates its memory and changes no weight
         self.tracker, self.peak = NormTracker(8), StepPeak()
         with attended(attention, is_deterministic=False):
-            for _ in range(4):  # the first allocates; the tracker judges its cost by three
+            for _ in range(4):  # the first one allocates; the tracker measures its cost on three
                 self.step, self.seconds = _timed(device, self.update)
         self.healthy = self.space.norm()
 
     def update(self) -> ToyStep:
-        """A healthy step, its norms noted as in training."""
+        """Take a healthy step, with the norms tracked as in training."""
         self.space.clear()
         step = ToyStep(self.model, self.batch, _NUM_MICRO_BATCHES, self.precision)
         self.tracker.begin_update()
@@ -104,7 +103,7 @@ class Bench:
         return step
 
     def facts(self) -> dict[str, Any]:
-        """What every cell says of itself."""
+        """Return the facts that every cell has."""
         return {
             "model": f"{self.size} {self.dtype} x{self.ranks.size}",
             "attention": self.attention,
@@ -115,7 +114,7 @@ class Bench:
         }
 
     def spiked(self, plant: str) -> tuple[ToyStep, Spike, dict[Place, float]]:
-        """The step with this spike, trained: its gradient is in ``.grad``."""
+        """Train a step with this spike; its gradient is in ``.grad``."""
         planted = _planted(plant, self.step, self.batch, self.healthy, self.space, self.ranks)
         batch = self.batch.planted(planted)
         step = ToyStep(self.model, batch, _NUM_MICRO_BATCHES, self.precision)
@@ -125,7 +124,7 @@ class Bench:
         return step, Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens), planted
 
     def search(self, step: ToyStep, spike: Spike, plan: SearchPlan = PLANS[0]) -> tuple[SearchResult, dict[str, Any]]:
-        """Localize in one way; what was found, the seconds, and the peak of memory beside its forecast, in GiB."""
+        """Localize with a plan; return the result, the seconds, and the peak of memory and its forecast in GiB."""
         room = SearchMemory(self.space, self.optimizer, self.peak.size, step.forward_bytes())
         with peak_memory(self.device) as peak:
             room.make(plan)
@@ -143,12 +142,12 @@ class Bench:
         return finding, figures
 
     def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
-        """Where the culprits stand in the batch."""
+        """Return the culprits' places in the batch."""
         return {self.batch.place(token, self.ranks.size, _NUM_MICRO_BATCHES) for token in finding.tokens}
 
 
 def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
-    """One planted spike, searched: its norm has to be within the bound, its memory within the forecast."""
+    """Search one planted spike: the norm must be within its bound, the memory within the forecast."""
     step, spike, planted = bench.spiked(plant)
     finding, figures = bench.search(step, spike)
     named, certificate, shares = bench.named(step, finding), finding.certificate, finding.shares
@@ -176,8 +175,7 @@ def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
 
 
 def repeat_cell(bench: Bench) -> dict[str, Any]:
-    """How far two passes of the same micro-batch differ, relative to the pass, and a row alone from itself among
-    others; nothing has to hold."""
+    """Measure how much two passes of a micro-batch differ, and a row alone from itself among others; no check."""
     step, space = bench.step, bench.space
     space.clear()
     step.loss(0, None).backward()
@@ -197,7 +195,7 @@ def repeat_cell(bench: Bench) -> dict[str, Any]:
 
 
 def tracker_cell(bench: Bench) -> dict[str, Any]:
-    """Whether the tracker stays on, from a sample where a whole gradient takes too long, and what it costs."""
+    """Check that the tracker stays on, and measure its cost."""
     tracker = bench.tracker
     for _ in range(4):
         bench.update()
@@ -206,7 +204,7 @@ def tracker_cell(bench: Bench) -> dict[str, Any]:
 
 
 def room_cell(bench: Bench, number: int) -> dict[str, Any]:
-    """A spike searched in one of the ways that save memory: the same verdict, the optimizer's state as it was."""
+    """Search a spike with a plan that saves memory: same verdict, unchanged optimizer state."""
     step, spike, planted = bench.spiked("three")
     values = [value for state in bench.optimizer.state.values() for value in state.values()]
     before = [value.clone() for value in values]
@@ -223,7 +221,7 @@ def room_cell(bench: Bench, number: int) -> dict[str, Any]:
 
 
 def mask_cell(bench: Bench) -> dict[str, Any]:
-    """The step without the culprits, taken twice: how far the two differ, where two backwards of it may, too."""
+    """Compute the step without the culprits twice: they may differ only as two backwards do."""
     repeats = repeat_cell(bench)["backward_difference"]
     step, spike, planted = bench.spiked("three")
     prober = Prober(step, bench.space, bench.ranks)
@@ -240,7 +238,7 @@ def mask_cell(bench: Bench) -> dict[str, Any]:
 
 
 def syncs_cell(bench: Bench) -> dict[str, Any]:
-    """Where a healthy update and a search wait for the device; a healthy update may wait nowhere in gradloc."""
+    """Find where a healthy update and a search wait for the device; a healthy update must not in gradloc."""
     step, spike, _ = bench.spiked("three")
     bench.space.clear()
     healthy = _waits(bench.device, bench.update)
@@ -251,7 +249,7 @@ def syncs_cell(bench: Bench) -> dict[str, Any]:
 
 
 def _waits(device: torch.device, work: Any) -> dict[str, int]:
-    """Lines of gradloc that wait for the device, and how often: by torch's own warnings, or by counting on a CPU."""
+    """Count the lines that wait for the device, by torch's warnings, or by the counter on a CPU."""
     if device.type != "cuda":
         with DeviceCounter() as counter:
             work()
@@ -273,7 +271,7 @@ def _waits(device: torch.device, work: Any) -> dict[str, int]:
 
 
 def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dict[str, Any]:
-    """The first part by two processes on this one device, over gloo: agreement, sharding and gathers are real."""
+    """Run the first part in two processes on this device, over gloo, with real collectives."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "lab.benchmarks.gpu", "--device", device.type, "--size", size, "--parts", "first"]
     command += ["--tokens", str(num_tokens), "--out", str(out / "two")]
@@ -282,7 +280,7 @@ def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dic
         try:
             _, errors = ranks.communicate(timeout=600)
         finally:
-            ranks.terminate()  # torchrun ends its processes, too
+            ranks.terminate()  # torchrun ends its processes as well
     said = errors.strip().splitlines()[-20:] if ranks.returncode else []
     return {"exit_code": ranks.returncode, "said": said, "is_ok": ranks.returncode == 0}
 
@@ -297,9 +295,9 @@ def _norm_of(bench: Bench, step: ToyStep, selected: Callable[[int], torch.Tensor
 
 
 def _planted(plant: str, step: ToyStep, batch: Batch, healthy: float, space: GradientSpace, ranks: Ranks) -> dict:
-    """Places spread over the rows, with the advantage that gives each the norm it is to have; every rank the same.
+    """Return places spread over the rows, with the advantage that gives each its norm; the same on every rank.
 
-    A token that a model of random weights is sure of has no gradient: its row's next one takes its place.
+    A token that the random model is sure of has no gradient, so the row's next token is used.
     """
     sizes, rows = PLANTS[plant], len(batch.labels)
     found: dict[Place, float] = {}
@@ -325,7 +323,7 @@ def _mask(places: set[Place], step: ToyStep, index: int) -> torch.Tensor:
 
 @torch.no_grad()
 def random_answers(model: Decoder, num_tokens: int) -> Batch:
-    """Rows of random prompts and of answers drawn from the model at every position, row by row; advantages by row.
+    """Return rows of random prompts, with answers sampled from the model at every position; advantages by row.
 
     Args:
         model: unsharded, on its device.
@@ -353,7 +351,7 @@ def random_answers(model: Decoder, num_tokens: int) -> Batch:
 
 @contextmanager
 def attended(attention: str, is_deterministic: bool) -> Iterator[None]:
-    """Context in which the blocks attend in this way; ``is_deterministic``: with kernels that repeat, all of them."""
+    """Context in which blocks use this attention; ``is_deterministic`` selects deterministic kernels everywhere."""
     own, was = Block.attend, torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(is_deterministic)
     try:
@@ -382,7 +380,7 @@ def _flash(is_deterministic: bool) -> Callable:
 
 
 def _varlen(is_deterministic: bool) -> Callable:
-    """Rows end to end, as verl packs them; on a CPU, which has no such kernel, one after the other."""
+    """Attend packed rows, as verl does; on a CPU, which has no such kernel, one row at a time."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows, heads, length, width = q.shape

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training and a search take of a card of 80 GB and of its node: a table from the search's own forecast.
+"""Print the memory of training and of a search on cards of 80 GB, from the search's forecast.
 
     python -m lab.benchmarks.gpu --forecast
 
-Float32 masters, gradients and Adam, dealt out by FSDP2 over all GPUs; gradient checkpointing, bfloat16.
+Float32 master weights, gradients and Adam, sharded by FSDP2 over all GPUs; gradient checkpointing, bfloat16.
 """
 
 import itertools
@@ -13,24 +13,24 @@ from gradloc.core.forecast import MODELS, PLANS, Forecast, Layout, Load, Model, 
 from lab.output import table
 
 CARD = 79.6 * 2**30
-"""What an H100 of 80 GB has, in bytes."""
+"""Memory of an H100 of 80 GB, in bytes."""
 GPUS = (1, 8, 64, 512)
 HEAD = ["model", "GPUs", "training", "all on the device", "Adam's state on the host", "copies, too"]
 HEAD += ["of a node's memory", "seconds to pin and move it"]
 
 
 def forecast_of(model: Model, gpus: int, tokens: int) -> Forecast:
-    """Of one of so many cards; ``tokens`` of a micro-batch on each."""
+    """Return the forecast for each of ``gpus`` cards, with ``tokens`` in a micro-batch."""
     return forecast(model, Layout(gpus, shards=gpus), Load(tokens))
 
 
 def markdown(tokens: Sequence[int]) -> str:
-    """A table for each size of a micro-batch, in GiB of a card, where training fits."""
+    """Return a table for each size of a micro-batch, in GiB per card, where training fits."""
     return "\n\n".join(f"Micro-batches of {each:,} tokens:\n\n{table([HEAD, *_rows(each)])}" for each in tokens)
 
 
 def _rows(tokens: int) -> Iterator[list[str]]:
-    """The last two columns are of the second and third way."""
+    """Yield the rows; the last two columns are for the second and third plan."""
     moving = PLANS[1:3]
     for model, gpus in itertools.product(MODELS.values(), GPUS):
         need = forecast_of(model, gpus, tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device is asked for measurements: its peak of memory (a CPU's: of the process), and to be done."""
+"""Measure a device's peak of memory (on a CPU: the process's), and wait for the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,10 +11,10 @@ _KIB_PER_MIB = 1024
 
 
 class Peak:
-    """Filled when the measurement ends."""
+    """The result, set when the measurement ends."""
 
     extra_mib: float | None = None
-    """Peak above what was in use at the start; None where the system does not tell."""
+    """Peak above the use at the start in MiB; None if unknown."""
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.extra_mib = (torch.cuda.max_memory_allocated(device) - start) / 2**20
         return
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: start the high-water mark anew
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the high-water mark
     start = _status("VmRSS")
     yield peak
     end = _status("VmHWM")
@@ -44,6 +44,6 @@ def _status(key: str) -> int | None:
 
 
 def wait(device: torch.device) -> None:
-    """Until it has done what it was asked."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disagreements with a known cause, made by real forwards, and how often ``gradloc.mismatch`` names it."""
+"""Measure how often ``gradloc.mismatch`` names a known cause of log-prob mismatch, from real forwards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often ``gradloc.mismatch`` names a known fault:
+"""Measure how often ``gradloc.mismatch`` names a known fault:
 
 python -m lab.benchmarks.mismatch.tiny TINY
 python -m lab.benchmarks.mismatch.forwards TINY POOL.npz --seed 20 --text-rate 2e-3 --policy-rate 1.5e-4
@@ -18,7 +18,7 @@ from .cases import KINDS, Maker
 
 
 def confusion(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """By true kind, how many batches got which name."""
+    """Return true kind -> name -> number of batches."""
     found = {}
     for kind in KINDS:
         made = [Maker(pools[case % len(pools)], seed + case) for case in range(cases)]
@@ -27,7 +27,7 @@ def confusion(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, i
 
 
 def pairs(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """By true pair, how many batches got which names."""
+    """Return true pair -> names -> number of batches."""
     found: dict[str, Counter] = {}
     for case in range(cases):
         rows, true = Maker(pools[case % len(pools)], seed + case).two()
@@ -36,7 +36,7 @@ def pairs(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, int]]
 
 
 def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Of pairs: named as the two, not told, one of the two, and others."""
+    """Count the pairs named as both, as "cannot tell", as one of the two, and otherwise."""
     counts = Counter()
     for true, names in found.items():
         for name, count in names.items():
@@ -47,7 +47,7 @@ def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
 
 
 def clean(pool: Path, cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """By the types of the two forwards, how many batches without a fault got which name."""
+    """Return precisions of the two forwards -> name -> number of batches without a fault."""
     pairs = {
         "float32, two kernels": ("f32_eager_main_1", "f32_main_1"),
         "bfloat16, decode with a cache and whole rows": ("rollout_main_1", "bf16_main_1"),
@@ -66,13 +66,13 @@ def clean(pool: Path, cases: int, seed: int) -> dict[str, dict[str, int]]:
 
 
 def kinds_table() -> list[str]:
-    """The table of the kinds, of docs/mismatch.md."""
+    """Return the table of the kinds for docs/mismatch.md."""
     rows = [f"| {name.replace('_', ' ')} | {k.shows} | {k.helps} | {k.threads} |" for name, k in TABLE.items()]
     return ["| kind | fingerprint | what helps | public threads |", "| --- | --- | --- | --- |", *rows]
 
 
 def markdown(record: dict) -> list[str]:
-    """The table of docs/mismatch.md."""
+    """Return the table of results for docs/mismatch.md."""
     names = [*KINDS]
     lines = ["| true kind | named right | otherwise named |", "| --- | --- | --- |"]
     for kind in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches with a known disagreement, put together from a pool of real forwards."""
+"""Make batches with a known mismatch from a pool of real forwards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ import numpy as np
 
 from gradloc.mismatch import Columns, columns
 
-SHORTEST = 40  # tokens of a row
+SHORTEST = 40  # minimum tokens of a row
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Rows:
     known: dict = field(default_factory=dict)
 
     def columns(self, **more) -> Columns:
-        """The same as the package's own `Columns`."""
+        """Return the rows as the package's `Columns`."""
         return columns(self.b, self.a, self.mask, **{"ids": self.ids, **self.known, **more})
 
 
 @cache
 def load(pool: Path | str) -> dict[str, np.ndarray]:
-    """A pool's columns by name, read once."""
+    """Return a pool's columns by name; the file is read once."""
     with np.load(pool) as found:
         return {name: found[name] for name in found.files}
 
 
 class Maker:
-    """Makes cases of one pool, by name."""
+    """Makes the cases of a pool, one method for each kind."""
 
     def __init__(self, pool: Path | str, seed: int, rows: int = 44):
         self.pool = load(pool)
@@ -45,7 +45,7 @@ class Maker:
 
     def healthy(self, engine: str = "rollout_main_1", trainer: str = "", ids: str = "ids_main",
                 in_order: bool = False) -> Rows:  # fmt: skip
-        """Rows of the pool in an order of chance, cut to lengths of chance."""
+        """Return rows of the pool in random order, cut to random lengths."""
         trainer = trainer or str(self.random.choice(["bf16_main_1", "f32_main_1"]))
         if trainer not in self.pool:
             trainer = "bf16_main_1"
@@ -130,7 +130,7 @@ class Maker:
         return replace(rows, b=np.maximum(rows.b, np.log(least)))
 
     def two(self) -> tuple[Rows, set[str]]:
-        """Two kinds at once, and their names."""
+        """Return a batch with two kinds at once, and their names."""
         pairs: list[tuple[str, str, Callable[[], Rows]]] = [
             ("temperature", "shift", lambda: self.shift(self.temperature())),
             ("temperature", "tail", lambda: self.tail(self.temperature())),

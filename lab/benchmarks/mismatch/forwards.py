@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of the same tokens by a rollout engine and by trainers of which each has one fault, from real forwards.
+"""Compute log-probs of the same tokens by a rollout engine and by trainers with one fault each, in real forwards.
 
     python -m lab.benchmarks.mismatch.forwards MODEL_FOLDER POOL.npz --seed 0
 
-The rollout is a decode with a cache in bfloat16. At each place it also draws a token from its distribution at other
-temperatures, and it knows which tokens top_p, top_k and min_p would have kept: those that they keep are draws of the
-truncated sampler. A trainer is one forward over the whole rows. Needs torch and transformers.
+The rollout decodes with a cache in bfloat16. At each position it also samples a token at other temperatures, and it
+records which tokens top_p, top_k and min_p would keep: those are samples of the truncated sampler. A trainer is one
+forward over whole rows. Needs torch and transformers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def kept_by(probs: torch.Tensor, ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each sampler that cuts: the mass that it keeps, and whether it keeps the token drawn; (R,) of (R, V), (R,)."""
+    """Return truncation -> (kept mass, whether the sampled token is kept), (R,) each; probs (R, V), ids (R,)."""
     found, ordered = {}, probs.sort(dim=-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     drawn = probs.gather(-1, ids[:, None])
@@ -47,7 +47,7 @@ def kept_by(probs: torch.Tensor, ids: torch.Tensor) -> dict[str, tuple[torch.Ten
 
 
 class Pool:
-    """Rows of one seed: R rows of P prompt tokens, padded on the left, and T sampled ones."""
+    """The rows of one seed: R rows of P prompt tokens, padded on the left, and T sampled ones."""
 
     def __init__(self, folder: str, seed: int):
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ class Pool:
         self.prompts = [prompt for prompt in prompts for _ in range(SAMPLES)]
         self.rows: list[list[int]] = []
         self.drawn: dict[str, torch.Tensor] = {}
-        """Ids (R, T): the sampled ones, and those of other temperatures and of another cache."""
+        """Ids (R, T): the sampled ones, those at other temperatures, and those of another cache."""
         self.columns: dict[str, torch.Tensor] = {}
         """(R, T) each."""
 
@@ -74,7 +74,7 @@ class Pool:
         return [ids for ids in found if len(ids) == 160]
 
     def save(self, target: Path) -> None:
-        """Writes all columns."""
+        """Write all columns."""
         lengths = [len(prompt) for prompt in self.prompts]
         ids = {f"ids_{name}": value.numpy().astype(np.int32) for name, value in self.drawn.items()}
         columns = {name: value.numpy().astype(np.float32) for name, value in self.columns.items()}
@@ -82,20 +82,20 @@ class Pool:
         np.savez_compressed(target, group=group, prompt_length=lengths, **ids, **columns)
 
     def load(self, weights: Weights, dtype: torch.dtype = torch.bfloat16) -> None:
-        """From now on the model has these, and computes in this."""
+        """Set the model's weights and dtype."""
         self.model.to(torch.float32).load_state_dict(weights)
         self.model.to(dtype)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """While the model attends by another kernel."""
+        """Context in which the model uses another attention kernel."""
         self.model.set_attn_implementation("eager")
         yield
         self.model.set_attn_implementation("sdpa")
 
     @torch.no_grad()
     def rollout(self) -> None:
-        """Decodes with a cache, in bfloat16; keeps what it drew and its log-probs."""
+        """Decode with a cache in bfloat16; store the samples and their log-probs."""
         model = self.model.to(torch.bfloat16)
         given, mask = left_pad(self.prompts, 0).values()
         cache, kept = None, {}
@@ -137,14 +137,14 @@ class Pool:
         is_padded: bool = False,
         batch: int = 8,
     ) -> None:
-        """One forward of the model as it is over whole rows; keeps its log-probs of what was drawn.
+        """Run one forward of the model over whole rows; store its log-probs of the samples.
 
         Args:
-            name: what the columns' begin with.
-            drawn: of these ids.
-            cut: what the trainer sees of a prompt.
-            pack: rows that are laid end to end and see one another.
-            is_padded: whether rows are padded on the left, four times as far as they need, and see it.
+            name: prefix of the columns' names.
+            drawn: key of the ids.
+            cut: returns the part of a prompt that the trainer sees.
+            pack: number of rows that are packed and attend to one another.
+            is_padded: whether rows have four times the needed padding on the left, and attend to it.
             batch: rows, or packs, of a forward.
         """
         laid, logits = [], []
@@ -172,7 +172,7 @@ class Pool:
 
     @torch.no_grad()
     def stale_prefix(self, old: Weights) -> None:
-        """A rollout whose prompts' cache was made by other weights; it draws tokens of its own."""
+        """Decode with a prompt cache from other weights; sample other tokens."""
         now = {name: value.clone() for name, value in self.model.state_dict().items()}
         ids, log_probs = [], []
         for prompt, row in zip(self.prompts, self.rows, strict=True):
@@ -187,7 +187,7 @@ class Pool:
 
     @torch.no_grad()
     def tools(self) -> None:
-        """Rows in which a tool's text stands in the middle, as the engine and as the trainer read them."""
+        """Compute rows with a tool's text in the middle, as read by the engine and by the trainer."""
         rows, marks = [list(row) for row in self.rows], torch.zeros(len(self.rows), TOKENS)
         for number, (row, prompt) in enumerate(zip(rows, self.prompts, strict=True)):
             at, size = self.draw.randrange(8, TOKENS - 16), self.draw.randrange(3, 9)
@@ -202,7 +202,7 @@ class Pool:
 
     @torch.no_grad()
     def split(self) -> None:
-        """The engine's log-probs of rows in which some tokens were two, before their text was tokenized anew."""
+        """Return the engine's log-probs of rows in which some tokens were two before re-tokenization."""
         vocabulary, rows = self.tokenizer.get_vocab(), []
         for row, prompt in zip(self.rows, self.prompts, strict=True):
             made, left = list(row[: len(prompt)]), self.draw.randrange(2, 4)
@@ -219,7 +219,7 @@ class Pool:
             self.columns["split_rollout"] = self._alone(rows, 3)
 
     def _alone(self, rows: list[list[int]], batch: int) -> torch.Tensor:
-        """Log-probs (R, T) of the last T tokens of each row."""
+        """Return log-probs (R, T) of the last T tokens of each row."""
         found = []
         for at in range(0, len(rows), batch):
             part = rows[at : at + batch]
@@ -229,7 +229,7 @@ class Pool:
         return torch.stack(found)
 
     def routed(self) -> None:
-        """A trainer that sends a few tokens through another block of the network: an expert chosen otherwise."""
+        """Context in which a few tokens pass through another block, as if another expert were chosen."""
         layers, hooks = self.model.model.layers, []
         chosen: dict[str, torch.Tensor] = {}
         first = len(layers) // 4
@@ -237,7 +237,7 @@ class Pool:
             other = layers[(layer + len(layers) // 2) % len(layers)].mlp
 
             def hook(_, given, made, other=other, is_first=layer == first):
-                if is_first:  # the same tokens in all layers: a choice of experts changes those after it
+                if is_first:  # the same tokens in all layers, since a choice of experts changes later ones
                     chosen["mask"] = torch.rand(made.shape[:-1]) < ROUTED
                 return torch.where(chosen["mask"][..., None], other.forward(given[0]), made)
 
@@ -247,7 +247,7 @@ class Pool:
             each.remove()
 
     def updated(self, steps: int, rate: float, is_text: bool) -> Weights:
-        """What a few steps of Adam change: on the standard library, or by advantages of +1 and -1 on it."""
+        """Return the change of weights by a few steps of Adam on the standard library, with advantages or not."""
         model = self.model.to(torch.float32)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         adam = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
@@ -274,7 +274,7 @@ def right_padded(rows: list[list[int]]) -> torch.Tensor:
 
 
 def moved(whole: Weights, delta: Weights, scale: float, first_layer: int = 0) -> Weights:
-    """Weights with a part of an update; what is in no layer counts as in the first."""
+    """Return weights with a part of an update; parameters outside of layers count as in the first."""
     layers = {name: int(name.split(".")[2]) if ".layers." in name else 0 for name in whole}
     return {n: value + (scale * delta[n] if layers[n] >= first_layer else 0) for n, value in whole.items()}
 

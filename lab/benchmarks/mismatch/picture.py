@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each kind's fingerprint, of one batch: python -m lab.benchmarks.mismatch.picture POOL.npz docs/mismatch.png."""
+"""Draw each kind's fingerprint in one batch: python -m lab.benchmarks.mismatch.picture POOL.npz docs/mismatch.png."""
 
 import sys
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rule flags which steps: generated and real series of gradient norms through several rules."""
+"""Compare trigger rules on generated and real series of gradient norms."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trigger's rule beside others, on generated and on real series of gradient norms.
+"""Compare the trigger's rule with others on generated and real series of gradient norms.
 
     python -m lab.benchmarks.trigger --out runs/benchmarks/trigger
-    python -m lab.benchmarks.trigger --series FOLDER     # with any real series, JSON of `series: [[step, norm], ...]`
+    python -m lab.benchmarks.trigger --series FOLDER     # with other real series, JSON of `series: [[step, norm], ...]`
 
 Needs numpy; about ten minutes on one core. Writes trigger.json (every number, the seeds) and trigger.md.
 """
@@ -25,11 +25,11 @@ from lab.output import table
 
 GROWTHS = (1.25, 1.5, 2.0)
 MINI_BATCHES = (1, 4, 8, 16)
-FIRST = 64  # steps before the first planted spike, as many as the slowest rule's warm-up
-RATE = 0.02  # of steps that get a spike
+FIRST = 64  # steps before the first planted spike: the slowest rule's warm-up
+RATE = 0.02  # share of steps with a spike
 SIZES = (3, 10, 100)
-CAP = 10.0  # what counts as a spike on a real series, and as a collapse, in multiples of the level
-BACK = 1.5  # a threshold is back when it is within this factor of what it was
+CAP = 10.0  # spike on a real series, and collapse, in multiples of the level
+BACK = 1.5  # factor within which a threshold counts as restored
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(num_seeds: int, files: list[Path], command: str) -> dict[str, Any]:
-    """The whole record: every rule on every series.
+    """Run every rule on every series and return the record.
 
     Args:
-        num_seeds: generated series of each kind, seeds 0, 1, ...
+        num_seeds: number of generated series of each kind, with seeds 0, 1, ...
         files: real series.
         command: for the record.
     """
@@ -86,7 +86,7 @@ def _real(path: Path) -> dict[str, Any]:
 
 
 def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
-    """The threshold that stood before each norm; NaN where there was none. Both (steps, mini-batches)."""
+    """Return the threshold before each norm, NaN if there was none; both (steps, mini-batches)."""
     found = np.full(norms.shape, np.nan)
     for step, row in enumerate(norms.tolist()):
         for position, norm in enumerate(row):
@@ -99,9 +99,9 @@ def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
 
 
 def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict[str, Any]:
-    """False flags on the healthy series, misses on the same with spikes planted; medians and means over seeds.
+    """Return false flags on healthy series, and misses with planted spikes: median, mean and worst over seeds.
 
-    A false flag is a flagged mini-batch; they are counted per 1,000 trainer steps.
+    False flags are flagged mini-batches per 1,000 trainer steps.
     """
     flags, misses = [], {size: [] for size in SIZES}
     for seed in seeds:
@@ -118,11 +118,11 @@ def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequen
 
 
 def score_collapse(growth: float, size: int, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict:
-    """How a rule lives through a collapse.
+    """Measure how a rule reacts to a collapse.
 
-    ``unseen`` is the percentage of the collapse's norms over CAP times the healthy level that it does not flag,
-    ``blind`` of those without any threshold, ``back`` the steps after which every position's threshold is what it was
-    before (its median of 64 steps, within BACK); NUM_AFTER + 1 when it never is.
+    ``unseen`` is the percentage of the collapse's norms over CAP times the healthy level that are not flagged,
+    ``blind`` of those without a threshold, ``back`` the number of steps until every position's threshold is within BACK
+    of its earlier median of 64 steps; NUM_AFTER + 1 if it never is.
     """
     first, last = series.NUM_HEALTHY, series.NUM_HEALTHY + series.GROWING
     unseen, blind, back = [], [], []
@@ -140,8 +140,8 @@ def score_collapse(growth: float, size: int, number: int, make: Callable[[], Rul
 
 
 def score_real(norms: Sequence[float], make: Callable[[], Rule]) -> dict[str, int]:
-    """Of one real series: norms over CAP times the median of the 64 before them, how many of those were not flagged,
-    all other steps, how many of those were."""
+    """Count a real series' norms over CAP times the median of the 64 before, and the missed ones; and all other
+    steps, and the flagged ones."""
     found = thresholds(make(), np.array(norms)[:, None])[:, 0]
     counted = {"over": 0, "missed": 0, "others": 0, "flagged": 0}
     for step, (norm, threshold) in enumerate(zip(norms, found, strict=True)):
@@ -163,7 +163,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """All tables of a run's record."""
+    """Return all tables of a record."""
     rules, healthy = run["rules"], run["healthy"]
     parts = []
     if run["real"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules that are compared. Each is asked for a threshold before every norm and told the norm after it."""
+"""The rules to compare. Each returns a threshold before every norm and observes the norm after it."""
 
 import math
 from collections import deque
@@ -10,22 +10,22 @@ from gradloc.core.trigger import AdaptiveThreshold
 
 
 class Rule:
-    """What the benchmark asks of a rule."""
+    """The interface of a rule."""
 
     def threshold(self, position: int) -> float | None:
-        """For the next norm, which is at this mini-batch position; None while the rule has none."""
+        """Return the threshold for the next norm, at this mini-batch position; None if there is none yet."""
         raise NotImplementedError
 
     def observe(self, norm: float) -> None:
-        """The next norm in order."""
+        """Observe the next norm."""
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """A trainer step is over."""
+        """End a trainer step."""
 
 
 class Adaptive(Rule):
-    """This project's rule, by its public interface."""
+    """This project's rule."""
 
     def __init__(self, **settings: float):
         self._rule = AdaptiveThreshold(**settings)
@@ -43,7 +43,7 @@ class Adaptive(Rule):
 
 
 class Pooled(Rule):
-    """The rule before it: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
+    """The previous rule: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
 
     def __init__(self):
         self._history, self._norms = NormHistory(window=128, warmup=16, num_deviations=6.0), []
@@ -94,7 +94,7 @@ class ZClip(Rule):
 
 class SkipStep(Rule):
     """OLMo's skip-step optimizer (arXiv 2501.00656): mean + 6 standard deviations of the last 128 norms, once 64 are
-    known. Only its test of the norm; the one of the loss has no part here."""
+    known. Only its test of the norm, without the one of the loss."""
 
     def __init__(self, window: int = 128, num_deviations: float = 6.0):
         self._norms: deque[float] = deque(maxlen=window)
@@ -113,7 +113,7 @@ class SkipStep(Rule):
 
 
 class Multiple(Rule):
-    """Ten times the median of the last 64 norms, spikes among them."""
+    """Ten times the median of the last 64 norms, including spikes."""
 
     def __init__(self, factor: float = 10.0, window: int = 64, warmup: int = 16):
         self._factor, self._warmup = factor, warmup

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated series of gradient norms: each kind of healthy run that a trigger has to live with, and collapses.
+"""Generate series of gradient norms: kinds of healthy run, and collapses.
 
 A series is an array (trainer steps, mini-batches of a step) of healthy norms around 1. Noise is lognormal with
-``SIGMA`` unless said otherwise. A kind that has steps without advantages also says which steps have some: a spike is
+``SIGMA`` unless said otherwise. A kind with steps without advantages marks the steps that have some: spikes are
 planted on those only, since ten times almost nothing is no spike.
 """
 
@@ -22,7 +22,7 @@ GROWING = 40  # steps that a collapse grows for
 
 @dataclass(frozen=True)
 class Series:
-    """Healthy norms, and where a spike can be planted."""
+    """Healthy norms, and the steps on which a spike can be planted."""
 
     norms: np.ndarray
     """(steps, mini-batches), positive."""
@@ -31,7 +31,7 @@ class Series:
 
 
 Maker = Callable[[np.random.Generator], Series]
-"""What makes one kind of series."""
+"""A function that generates one kind of series."""
 _STEP = np.arange(STEPS)[:, None]
 
 
@@ -44,7 +44,7 @@ def _plain(factors: Callable[[np.random.Generator], np.ndarray]) -> Maker:
 
 
 def _shaped(shape: np.ndarray) -> Maker:
-    """Noise around norms (steps or 1, mini-batches)."""
+    """Return a maker of noise around norms (steps or 1, mini-batches)."""
     return _plain(lambda rng: _noise(rng, size=shape.shape[1]) * shape)
 
 
@@ -88,11 +88,11 @@ HEALTHY: dict[str, Maker] = {
     "60% of steps x 0.1": _two_kinds(0.6, 0.1),
     "80% of steps x 0.01": _two_kinds(0.8, 0.01),
 }
-"""Each kind by its name."""
+"""Kind -> its maker."""
 
 
 def collapse(rng: np.random.Generator, growth: float, size: int) -> np.ndarray:
-    """A healthy level, growth by a factor a step, and the healthy level again.
+    """Generate a healthy level, growth by a factor per step, and the healthy level again.
 
     Returns:
         Norms (NUM_HEALTHY + GROWING + NUM_AFTER, size).
@@ -105,13 +105,13 @@ def plant(series: Series, rng: np.random.Generator, rate: float, first: int) -> 
     """Multiply single norms by 3, 10 and 100.
 
     Args:
-        series: is left as it is.
-        rng: says where.
-        rate: share of the steps that get a spike, each at one mini-batch.
+        series: the healthy series, which is not changed.
+        rng: draws the places.
+        rate: share of the steps with a spike, each at one mini-batch.
         first: no spike before this step.
 
     Returns:
-        The norms, and the factor of each (1 where nothing was planted), both (steps, mini-batches).
+        The norms, and the factor of each (1 without a plant), both (steps, mini-batches).
     """
     num_steps, size = series.norms.shape
     factors = np.ones((num_steps, size))
