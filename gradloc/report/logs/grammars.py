@@ -17,15 +17,16 @@ NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
-_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)(?:\s*/\s*\d+)?\]?"
+_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)(?:\s*/\s*(?P<total>\d+))?\]?"
 _HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update|episode)\b(?:\(\w+\))?{_STEP}"
+    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
+    r"|^\s*\[(\d{1,15})\] (?=[a-z_]+ [-\d])"  # [73] loss 2.0 / kl 0.1
     r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
     r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
     re.IGNORECASE,
@@ -45,9 +46,11 @@ _PAIRS = re.compile(
     # no sign between: the name is known, or the line's parts are set apart
     r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost))"
     rf"\]?\s+(?:is\s+)?({NUMBER})(?![\w.]*\d)"
-    rf"|[|,;]\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|$|ms\b|s\b|%))",
+    rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
+_PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
+"""Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 
@@ -75,8 +78,9 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
         name, value = (found[found.lastindex - 1], found[found.lastindex])
         if name.count("(") > name.count(")"):  # behind a bracket that it does not close
             name = name.rpartition("(")[2]
-        # a name as data.py:31 is where a line was printed
-        if not name.endswith(".py") and (name := name.strip(" |,-(")):
+        elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
+            name = name.partition(")")[2]
+        if not _PLACE.fullmatch(f"{name}:{value}") and (name := name.strip(" |,-(")):
             made[intern(name)] = as_float(value)
     return made | norms
 
@@ -94,12 +98,16 @@ _HEADLINE = re.compile(
     r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))(?:\s*/\s*\d+)?\W*$",
     re.IGNORECASE,
 )
+_ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
+"""A line that is a name and a number."""
 _EPOCH_ALONE = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})(?:/\d+)?\b|^\s*(\d{1,9}) (?=[A-Za-z]\w* ?[:=])", re.IGNORECASE)
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
     re.IGNORECASE,
 )
+_STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
+_LOSS_COLUMN = re.compile(r"loss|rmse_", re.IGNORECASE)
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
 _BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
@@ -382,6 +390,8 @@ class Labelled(Grammar):
         """
         self.is_late = False
         """Whether the first epoch of such lines may be any."""
+        self._placed: set[str] = set()
+        """The processes whose lines say a place in an epoch, as ``[2][50/391]``: others may say the run's step."""
         self._above: str | None = None
         """The process of the line above, where one that is indented may say more of its step."""
 
@@ -397,12 +407,11 @@ class Labelled(Grammar):
         if not head:
             return False
         values = pairs(line, head.end())
-        if not any(map(is_norm, values)):
-            if _NOT_TRAINING.search(line, 0, head.end()):
-                return False
-            before = pairs(line, 0, head.start())
-            is_last = not any(map(_OF_TRAINING.search, values))
-            values |= before if is_last or any(map(is_norm, before)) else {}
+        is_other = _NOT_TRAINING.search(line, 0, head.end()) is not None
+        if is_other and not any(map(is_norm, values)):
+            return False
+        if not is_other:
+            values = pairs(line, 0, head.start()) | values
         if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
         if " | Grad. Norm:" in line:
@@ -413,9 +422,12 @@ class Labelled(Grammar):
             epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
             values["epoch"] = float(epoch)
             self.lengths[process][len(self.rows[process])] = int(length or 0)
+            self._placed.add(process)
             return self.add(process, int(place), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
+        if "epoch" in values and (length := head.groupdict().get("total")):
+            self.lengths[process][len(self.rows[process])] = int(length)
         step = next(filter(None, head.groups())).replace(",", "")
         if step[-1] in "KMkm":  # 31K means a thousand steps
             self.is_late = True
@@ -441,6 +453,12 @@ class Labelled(Grammar):
         said = ""
         for process, lengths in self.lengths.items():
             rows, known = self.rows[process], [*lengths.values()]
+            if process not in self._placed:
+                begins_anew = any(
+                    b[0] <= a[0] and b[1].get("epoch", 0) > a[1].get("epoch", 0) for a, b in pairwise(rows)
+                )
+                if len(known) < len(rows) or not begins_anew:
+                    continue
             if len(known) < len(rows):
                 is_kept = 2 * len(known) > len(rows)
                 rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
@@ -489,15 +507,24 @@ class Headed(Blocks):
 
     title = "headlines of steps and values below"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_by_step = False
+        """Whether the last headline said a step, not an epoch."""
+
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
-            if head[1] or not self._process:  # epochs within an iteration are none of their own
+            if head[1] or not self.is_by_step:  # epochs within an iteration are none of their own
                 self._step[""], self._is_fresh = int(head[1] or head[2]), True
-                self._process = "iterations" if head[1] else ""
+                self.is_by_step = bool(head[1])
             return False
         values = pairs(line) if self.is_open else {}
-        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
-        return is_wanted and self.below(process, self._step[""], values)
+        if any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+            return self.below(process, self._step[""], values)
+        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(line) else []
+        if rows and rows[-1][0] == self._step[""]:
+            rows[-1][1].update(values | rows[-1][1])
+        return bool(rows)
 
 
 class ConsoleTable(Grammar):
@@ -508,6 +535,7 @@ class ConsoleTable(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self._names: list[str] = []
+        self._step_at = 0
 
     @property
     def is_open(self) -> bool:
@@ -516,13 +544,18 @@ class ConsoleTable(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         cells = line.split()
-        if len(cells) > 2 and cells[0].lower() in ("epoch", "step", "iter", "iteration") and "loss" in line:
-            self._names = cells if all(number(cell) is None for cell in cells) else []
+        if len(cells) > 2 and cells[0].lower() in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
+            wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
+            self._names = wide if len(wide) > 2 else cells
+            if any(number(name) is not None for name in self._names):
+                self._names = []
+            self._step_at = self._names.index("#") if "#" in self._names else 0
             return bool(self._names)
         if len(cells) < len(self._names) or not self._names:
             return False
-        step = as_step(number(cells[0]))
-        known = {name: number(cell.rstrip(":")) for name, cell in zip(self._names[1:], cells[1:], strict=False)}
+        step = as_step(number(cells[self._step_at]))
+        known = {name: number(cell.rstrip(":")) for name, cell in zip(self._names, cells, strict=False)}
+        known.pop(self._names[self._step_at])
         values = {intern(name): value for name, value in known.items() if value is not None}
         return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
 

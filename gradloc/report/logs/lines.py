@@ -39,11 +39,12 @@ from .source import Source
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(
-    r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]?(\d+)\]|\brank[=:] ?(\d+)\b", re.IGNORECASE
+    r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]*(\d+)\]|\brank[=:] ?(\d+)\b|\[\d+,(\d+)\]<std",
+    re.IGNORECASE,
 )
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _SPELLED = re.compile(  # the letter comes first, and as a set: only that is scanned for
-    r"[gG](?i:(?<!max_g)(?<!clip_g)(?:rad(?:ient)?[ _.]*norm|norm)"
+    r"[gG](?i:(?<!max_g)(?<!clip_g)(?!\w*(?:clip|limit|thresh))(?:rad(?:ient)?[ _.]*norm|norm)"
     rf"[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{NUMBER})"
 )
 _SKIPPED = re.compile(
@@ -55,11 +56,12 @@ _SKIPPED = re.compile(
 _SCALE = re.compile(
     rf"scale\D{{0,3}}(?: to)?:? *({NUMBER}), reducing to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
 )
+_ABORTED = re.compile(r"diverged with loss|\bnan loss (?:encountered|during)|\bloss is \S+ stop", re.IGNORECASE)
 _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite")
+_OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "topping")
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _MOST_SKIPS = 10_000
@@ -99,6 +101,10 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or "it/" in line
             or "poch" in line
             or "pisode" in line
+            or "eward" in line
+            or headed.is_by_step
+            and ": " in line
+            or "LOSS" in line
             or "_STEP" in line
             or "Cost" in line
             or columns.is_open
@@ -140,7 +146,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         )
     skips = skipped.found_in(best)
     if not any(best.rows.values()):
-        if not skips:
+        if all(skip.is_aborted for skip in skips):
             return []
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
         best.is_counted = any(skip.step is None for skip in skips)
@@ -199,7 +205,8 @@ class _Skipped:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
         is_end = _AT_MINIMUM.search(line) is not None
         skipped = _SKIPPED.search(line)
-        if not (is_end or skipped) or len(self._found) > _MOST_SKIPS:
+        is_aborted = taken is None and _ABORTED.search(line) is not None
+        if not (is_end or skipped or is_aborted) or len(self._found) > _MOST_SKIPS:
             return
         drawn, scale = DRAWN.search(line), _SCALE.search(line)
         before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
@@ -211,9 +218,11 @@ class _Skipped:
             scale=as_float(after) if after else None,
             is_lost=_LOST.search(line) is not None,
             is_end=is_end,
+            is_aborted=is_aborted and not skipped,
         )
         places = [grammar.last for grammar in self._grammars]
-        times = self._seen[(skip, *places)]
+        # of one overflow, each rank has its line: the bar may have gone on between them
+        times = self._seen[(replace(skip, step=None) if scale and process else skip, *places)]
         times[process] += 1
         is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
         if is_new and (times[process] == 1 or not (scale or is_end)):  # a scale falls each time

@@ -12,7 +12,7 @@ from .recording import MAX, MEAN
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
     "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
-    "n_updates total_steps total_timesteps _step".split()
+    "n_updates total_train_updates total_steps total_timesteps _step".split()
 )
 """What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
@@ -20,12 +20,12 @@ its own."""
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
     "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
-    "actor/entropy": "entropy entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
+    "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
     "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
-    "lm_loss_value xent cost",
+    "lm_loss_value xent cost rmse_trn",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
     "response_length/mean": "response_length response_len_mean response_length_mean completion_length "
     "completions_mean_length mean_generation_length mean_gen_tokens_per_sample",
@@ -43,7 +43,7 @@ ALIASES = {
 LOSS = "actor/pg_loss"
 _LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)")
 _NO_LOSS = re.compile(
-    r"\b(?:eval|val|valid|validation|test)|aux|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
+    r"\b(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
 )
 """Names of losses that belong to an evaluation or to one part of the model."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
@@ -195,6 +195,17 @@ def listed(names: Iterable[str], most: int = 12) -> str:
     names = [name for name in names if not name.startswith("_")]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest if names else "none"
+
+
+def is_training_loss(name: str) -> bool:
+    """Return whether a metric is a loss of training, or of a part of the model.
+
+    >>> is_training_loss("Mean value_function loss"), is_training_loss("eval/loss"), is_training_loss("loss_scale")
+    (True, False, False)
+    """
+    plain = _plain(name)
+    is_other = plain.startswith(("eval", "val_", "valid", "test")) or "scale" in plain
+    return not is_other and (_LOSS.search(plain) is not None or plain == "value")
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:

@@ -17,11 +17,23 @@ from ...explain.advice import is_trl, sampling_cut
 from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
 from ...explain.text import plural
+from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from .health import ranges
-from .signals import EFFECTS, Sign, begins, findings, interval, loss_of, lost_loss, sound_loss, trainer_class
+from .signals import (
+    EFFECTS,
+    Sign,
+    begins,
+    findings,
+    interval,
+    loss_of,
+    lost_loss,
+    minor_skips,
+    sound_loss,
+    trainer_class,
+)
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
@@ -74,7 +86,8 @@ class Diagnosis:
         names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
-        skips = [plural(len(self.run.skips), "line") + " of skipped steps"] if self.run.skips else []
+        num_skips = sum(not skip.is_aborted for skip in self.run.skips)
+        skips = [f"{plural(num_skips, 'line')} of skipped steps"] if num_skips else []
         if skips and not own:
             return f"Judged from {skips[0]}."
         if not own:
@@ -98,7 +111,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         missing = missing_norm(run.parts[-1], run.name)
         made = Diagnosis(run, missing, limits=[*_unseen(run), *_overwritten(run)])
         counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
-        made.is_judged = bool(beyond) or max(counts) >= SHORT
+        made.is_judged = bool(beyond) or max(counts) > HealthConfig().warmup
         if beyond:
             made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
             _say(made, beyond)
@@ -112,7 +125,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     explosions.sort(key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times), reverse=True)
     warmup = int((settings or {}).get("warmup", 16))
     limits = dict.fromkeys(limit for steps in judged for limit in _warmup(steps, warmup))
-    limits.update(dict.fromkeys(_unseen(run)))
+    limits.update(dict.fromkeys([*_unseen(run), *minor_skips(run)]))
     if cut := sampling_cut(run.config, run.trainer):
         limits[cut] = None
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])

@@ -13,6 +13,7 @@ from statistics import median
 from ...explain.numbers import number
 from ...explain.text import plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
+from ..logs.names import is_training_loss
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun
 from .health import ranges
@@ -126,19 +127,30 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """What is wrong with a run beyond single norms, the surest first."""
     metrics = run.metrics
-    found = [*_not_finite(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
-    return [finding for finding in found if finding is not None]
+    found = [*_not_finite(run), _aborted(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
+    return [finding for finding in found if finding is not None and finding.kind]
+
+
+def minor_skips(run: LoggedRun) -> list[str]:
+    """That a few steps were skipped, as fp16's scaler does while it finds its scale; empty where none were."""
+    skips = _skipped(run)
+    return [f"{skips.sentence} {skips.advice}"] if skips is not None and not skips.kind else []
 
 
 def _not_finite(run: LoggedRun) -> Iterator[Sign]:
     metrics = run.metrics
-    for title, names, *_ in (EFFECTS[-1], *EFFECTS[:-1]):
+    known = {name for _, names, *_ in EFFECTS for name in names} | {*metrics.called.values()}
+    others = [("loss", (name,)) for name in metrics.own_names if name not in known and is_training_loss(name)]
+    others.sort(key=lambda other: next((s for s, v in metrics.logged(other[1][0]) if not math.isfinite(v)), math.inf))
+    is_lost = False
+    for title, names, *_ in (EFFECTS[-1], *EFFECTS[:-1], *others):
         kept = [name for name in names if metrics.logged(name)]
         name = next((name for name in kept if len(metrics.known(name)) < len(metrics.logged(name))), "")
         logged = metrics.logged(name)
         lost = [step for step, value in logged if not math.isfinite(value)]
-        if not lost:
+        if not lost or is_lost and title == "loss":
             continue
+        is_lost |= title == "loss"
         own, value = metrics.called.get(name, name), next(v for _, v in logged if not math.isfinite(v))
         before = [(step, known) for step, known in logged if step < lost[0]]
         was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
@@ -157,6 +169,15 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         )
 
 
+def _aborted(run: LoggedRun) -> Sign | None:
+    """That the trainer ended the run over a loss that is not in its rows."""
+    steps = [skip.step for skip in run.skips if skip.is_aborted]
+    if not steps or any(not math.isfinite(value) for _, value in loss_of(run.metrics)[1]):
+        return None
+    sentence = f"The trainer ended the run because its loss was not finite, after step {steps[0]}."
+    return Sign("unfinite", sentence, "", steps[0], run.metrics.steps[-1] + 1)
+
+
 def _repeats(title: str, begin: str) -> str:
     """What to do where something is so from a log's first row on."""
     if begin == "late":
@@ -171,8 +192,8 @@ def _repeats(title: str, begin: str) -> str:
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
-    """Steps that the trainer says it skipped."""
-    skips = run.skips
+    """Steps that the trainer says it skipped; without a kind where they are few, and no fault."""
+    skips = [skip for skip in run.skips if not skip.is_aborted]
     name = next(
         (own for own in run.metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps")), ""
     )
@@ -202,7 +223,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
             advice = "A few are how the scaler finds its scale: nothing to do, unless they go on."
         else:
             advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
-        return Sign("skipped", sentence, advice, first) if is_end or count >= 3 or not run.metrics.norms else None
+        is_fault = is_end or count >= 3 or not run.metrics.norms
+        return Sign("skipped" if is_fault else "", sentence, advice, first)
     norms = run.metrics.norms
     span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."

@@ -120,7 +120,9 @@ KINDS = {
 LEVEL = 3.0
 """Norms that stay above so many times what was normal are a new level."""
 LASTING = 8
-"""Values that a level or a growth lasts at least."""
+"""Values that a level lasts at least."""
+RISING = 5
+"""Values over which norms grow at least."""
 GROWTH = 10.0
 """Norms that grow so many times, without a step of their own, have grown."""
 
@@ -211,15 +213,13 @@ def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
         return replace(explosion, kind="lost")
     if explosion.is_start:
         return replace(explosion, kind="start")
-    if not after:
-        return replace(explosion, kind="end")
     typical = explosion.peak.typical  # while norms stay high, the rule goes on calling them spikes
     stretch = after[:30]
     if typical and len(stretch) >= LASTING:
         level = median(stretch[-LASTING:])
         if level > LEVEL * typical and min(stretch) > typical:
             return replace(explosion, kind="level", level=level)
-    return explosion
+    return replace(explosion, kind="end") if not after or last is judged[-1] else explosion
 
 
 def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
@@ -237,7 +237,7 @@ def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
     low = min(smooth[: top + 1])
     rise = smooth[top] - low
     onset = max(at for at in range(top + 1) if smooth[at] <= low + 0.1 * rise)
-    if rise < math.log2(GROWTH) or top - onset < LASTING or median(smooth[top:]) < smooth[top] - 1:
+    if rise < math.log2(GROWTH) or top - onset < RISING or median(smooth[top:]) < smooth[top] - 1:
         return None
     x, y = [known[at].step for at in range(onset, top + 1)], smooth[onset : top + 1]
     slope, intercept = linear_regression(x, y)

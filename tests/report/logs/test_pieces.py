@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of a piece of a log the right steps, norm and kind are said, and no advice that it does not bear."""
+"""Each piece of a log gets the right steps, norm and kind, and no advice that it does not support."""
 
 import json
 import math
@@ -48,6 +48,7 @@ def is_right(path, right):
         assert right["rule"] in [finding.worst.name for finding in health.findings]
     assert right.get("says", "") in about and right.get("advice", "") in said.advice
     assert right.get("health", "") in headline
+    assert right.get("limit", "") in " ".join(said.limits)
     assert "unsaid" not in right or right["unsaid"] not in about
     assert len(steps) > 10 or "No fault" not in headline
 
