@@ -22,7 +22,8 @@ _HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}"
+    rf"\b(?:(?:global|train|training)[_ ])?"
+    rf"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |

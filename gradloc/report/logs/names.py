@@ -20,7 +20,8 @@ its own."""
 ALIASES = {
     "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
     "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
-    "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy approx_entropy entropy_avg",
+    "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy "
+    "approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
@@ -43,7 +44,8 @@ ALIASES = {
 LOSS = "actor/pg_loss"
 _LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)")
 _NO_LOSS = re.compile(
-    r"\b(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
+    r"\b(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
+    r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
 )
 """Names of losses that belong to an evaluation or to one part of the model."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
