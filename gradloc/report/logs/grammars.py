@@ -13,7 +13,7 @@ from .recording import Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
-NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
+NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|nan(?:\.0)?|inf(?:inity)?)"
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
@@ -23,7 +23,8 @@ _HEADED_BY_STEP = re.compile(
 )
 _HEADED = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?"
-    rf"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}"
+    r"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?: count)?(?=\W{0,3}\d+\s*/))\b"
+    rf"(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
@@ -96,7 +97,9 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
 )
 _HEADLINE = re.compile(
-    r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))(?:\s*/\s*\d+)?\W*$",
+    r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))"
+    r"(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
+    r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$",  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
     re.IGNORECASE,
 )
 _ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
@@ -111,7 +114,7 @@ _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
 _LOSS_COLUMN = re.compile(r"loss|rmse_", re.IGNORECASE)
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
-_BAR = re.compile(r"(\d{1,15})/\d+ \[[\d:]+<[^\],]*,\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
+_BAR = re.compile(r"(\d{1,15})(?:/\d+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 
 
@@ -393,6 +396,8 @@ class Labelled(Grammar):
         """Whether the first epoch of such lines may be any."""
         self._placed: set[str] = set()
         """The processes whose lines say a place in an epoch, as ``[2][50/391]``: others may say the run's step."""
+        self._epoch: float | None = None
+        """The epoch that a line of its own said last."""
         self._above: str | None = None
         """The process of the line above, where one that is indented may say more of its step."""
 
@@ -406,6 +411,8 @@ class Labelled(Grammar):
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
         head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
         if not head:
+            if "poch" in line and (epoch := _EPOCH.search(line)) and not _NOT_TRAINING.search(line):
+                self._epoch = float(epoch[1])
             return False
         values = pairs(line, head.end())
         is_other = _NOT_TRAINING.search(line, 0, head.end()) is not None
@@ -427,7 +434,10 @@ class Labelled(Grammar):
             return self.add(process, int(place), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
-        if "epoch" in values and (length := head.groupdict().get("total")):
+        length = head.groupdict().get("total")
+        if length and self._epoch is not None:
+            values.setdefault("epoch", self._epoch)
+        if length and "epoch" in values:
             self.lengths[process][len(self.rows[process])] = int(length)
         step = next(filter(None, head.groups())).replace(",", "")
         if step[-1] in "KMkm":  # 31K means a thousand steps
@@ -515,9 +525,9 @@ class Headed(Blocks):
 
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
-            if head[1] or not self.is_by_step:  # epochs within an iteration are none of their own
-                self._step[""], self._is_fresh = int(head[1] or head[2]), True
-                self.is_by_step = bool(head[1])
+            if head[1] or head[3] or not self.is_by_step:  # epochs within an iteration are none of their own
+                self._step[""], self._is_fresh = int(next(filter(None, head.groups()))), True
+                self.is_by_step = head[2] is None
             return False
         values = pairs(line) if self.is_open else {}
         if any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
@@ -562,7 +572,8 @@ class ConsoleTable(Grammar):
 
 
 def as_float(text: str) -> float:
-    return float(text.replace(",", ""))
+    """Return a number with commas in its thousands, or Lightning's ``nan.0``."""
+    return math.nan if text[:3].lower() == "nan" else float(text.replace(",", ""))
 
 
 class Bar(Grammar):
@@ -575,14 +586,16 @@ class Bar(Grammar):
         values = {}
         if bar is not None:  # behind the bar, or as its description
             values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
-        if bar is None or not any(is_norm(name) or "loss" in name for name in values):
+        if bar is None or not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
+        step = step_of(values)
+        step = int(bar[1]) if step is None else step
         if epoch := _EPOCH.search(line, 0, bar.start()):
             values.setdefault("epoch", float(epoch[1]))
         rows = self.rows[process]
-        is_drawn_again = rows and rows[-1][0] == int(bar[1]) and rows[-1][1].get("epoch") == values.get("epoch")
+        is_drawn_again = rows and rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
         if is_drawn_again:  # the last one has the step's own values
             rows[-1][1].update(values)
             self.num_drawn += sum(map(is_norm, values))
             return True
-        return self.add(process, int(bar[1]), values)
+        return self.add(process, step, values)

@@ -56,7 +56,11 @@ _SKIPPED = re.compile(
 _SCALE = re.compile(
     rf"scale\D{{0,3}}(?: to)?:? *({NUMBER}), reducing to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
 )
-_ABORTED = re.compile(r"diverged with loss|\bnan loss (?:encountered|during)|\bloss is \S+ stop", re.IGNORECASE)
+_NAN_LOSS = re.compile(
+    r"diverged with loss|\bnan loss (?:encountered|during|detected|with)"
+    r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop",
+    re.IGNORECASE,
+)
 _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
@@ -105,6 +109,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or headed.is_by_step
             and ": " in line
             or "LOSS" in line
+            or line[-1:] == "]"
+            and ":[" in line
             or "_STEP" in line
             or "Cost" in line
             or columns.is_open
@@ -146,7 +152,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         )
     skips = skipped.found_in(best)
     if not any(best.rows.values()):
-        if all(skip.is_aborted for skip in skips):
+        if all(skip.is_nan_loss for skip in skips):
             return []
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
         best.is_counted = any(skip.step is None for skip in skips)
@@ -205,8 +211,8 @@ class _Skipped:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
         is_end = _AT_MINIMUM.search(line) is not None
         skipped = _SKIPPED.search(line)
-        is_aborted = taken is None and _ABORTED.search(line) is not None
-        if not (is_end or skipped or is_aborted) or len(self._found) > _MOST_SKIPS:
+        is_nan = taken is None and _NAN_LOSS.search(line) is not None
+        if not (is_end or skipped or is_nan) or len(self._found) > _MOST_SKIPS:
             return
         drawn, scale = DRAWN.search(line), _SCALE.search(line)
         before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
@@ -218,7 +224,7 @@ class _Skipped:
             scale=as_float(after) if after else None,
             is_lost=_LOST.search(line) is not None,
             is_end=is_end,
-            is_aborted=is_aborted and not skipped,
+            is_nan_loss=is_nan and not skipped,
         )
         places = [grammar.last for grammar in self._grammars]
         # of one overflow, each rank has its line: the bar may have gone on between them

@@ -12,13 +12,13 @@ from .recording import MAX, MEAN
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
     "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
-    "n_updates total_train_updates total_steps total_timesteps _step".split()
+    "n_updates total_train_updates counters/updates env_step total_steps total_timesteps _step".split()
 )
 """What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
 
 ALIASES = {
-    "critic/score/mean": "reward reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
+    "critic/score/mean": "reward rew reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
     "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
     "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy "
     "approx_entropy entropy_avg",
@@ -42,7 +42,7 @@ ALIASES = {
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
 LOSS = "actor/pg_loss"
-_LOSS = re.compile(r"(?:^|_)(?:loss|crossentropy|cross_entropy|nll|xent)(?:_|$)")
+_LOSS = re.compile(r"(?:^|_)(?:loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)")
 _NO_LOSS = re.compile(
     r"\b(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"

@@ -32,8 +32,8 @@ class Skip:
     """Whether a norm that is not finite is given as the reason."""
     is_end: bool = False
     """Whether the loss scale can fall no further."""
-    is_aborted: bool = False
-    """Whether the trainer ended the run there, because the loss was NaN."""
+    is_nan_loss: bool = False
+    """Whether the line says that the loss was NaN, and not that the step was skipped."""
 
 
 @dataclass

@@ -86,7 +86,7 @@ class Diagnosis:
         names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
-        num_skips = sum(not skip.is_aborted for skip in self.run.skips)
+        num_skips = sum(not skip.is_nan_loss for skip in self.run.skips)
         skips = [f"{plural(num_skips, 'line')} of skipped steps"] if num_skips else []
         if skips and not own:
             return f"Judged from {skips[0]}."
@@ -369,9 +369,9 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run)} held. Continue{end}", on
     if is_first and begin != "late" and worst.kind == "lost":
-        start = "It is so from the first row on" if begin else "If this log begins with the run"
+        start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
         return (
-            f"{start}, so a restart with the same settings will repeat it. Look at the precision, the learning rate, "
+            f"{start} a restart with the same settings will repeat it. Look at the precision, the learning rate, "
             "and the first batch's data and labels."
         ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)

@@ -127,7 +127,7 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """What is wrong with a run beyond single norms, the surest first."""
     metrics = run.metrics
-    found = [*_not_finite(run), _aborted(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
+    found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -169,13 +169,13 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         )
 
 
-def _aborted(run: LoggedRun) -> Sign | None:
-    """That the trainer ended the run over a loss that is not in its rows."""
-    steps = [skip.step for skip in run.skips if skip.is_aborted]
+def _reported(run: LoggedRun) -> Sign | None:
+    """That the trainer says of a loss that it is NaN, where no row has it."""
+    steps = [skip.step for skip in run.skips if skip.is_nan_loss and skip.step is not None]
     if not steps or any(not math.isfinite(value) for _, value in loss_of(run.metrics)[1]):
         return None
-    sentence = f"The trainer ended the run because its loss was not finite, after step {steps[0]}."
-    return Sign("unfinite", sentence, "", steps[0], run.metrics.steps[-1] + 1)
+    sentence = f"The trainer says that its loss was not finite, {'after' if len({*steps}) == 1 else 'first after'} step"
+    return Sign("unfinite", f"{sentence} {steps[0]}.", "", steps[0], steps[0] + 1)
 
 
 def _repeats(title: str, begin: str) -> str:
@@ -187,13 +187,13 @@ def _repeats(title: str, begin: str) -> str:
         if title == "loss"
         else f"how {title} is computed"
     )
-    start = "It is so from the first row on" if begin else "Where this log begins with the run"
-    return f"{start}, so a restart with the same settings will repeat it. Look at {what}."
+    start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
+    return f"{start} a restart with the same settings will repeat it. Look at {what}."
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
     """Steps that the trainer says it skipped; without a kind where they are few, and no fault."""
-    skips = [skip for skip in run.skips if not skip.is_aborted]
+    skips = [skip for skip in run.skips if not skip.is_nan_loss]
     name = next(
         (own for own in run.metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps")), ""
     )
@@ -301,6 +301,8 @@ def _collapse(metrics: Metrics) -> Sign | None:
                 best = abs(now - was), at, was, now
         if best is not None:
             _, at, was, now = best
+            while now > was and rise and at > _AROUND and values[at - 1] > rise * was:
+                at -= 1  # the largest change need not be the first
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
