@@ -84,12 +84,10 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     last, taken = "", None
     num_bad = num_seen = 0
     for line in _joined(unwrapped(source.lines() if lines is None else lines)):
-        if "\x1b" in line or "[0m" in line:
-            line = _COLOUR.sub("", line)
         if line:
             last, taken = line, None
         if config.is_open or "{'" in line:
-            config.take(line)
+            config.take(_COLOUR.sub("", line))
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
         if not (  # a quick look: a line that no grammar wants costs no more
@@ -121,6 +119,8 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
             continue  # most lines of a long log end here: this is as fast as it gets
+        if "\x1b" in line or "[0m" in line:
+            line = _COLOUR.sub("", line)
         if "orm" in line:
             num_seen += len(_SPELLED.findall(line))
         line, process = _stripped(line)
@@ -162,7 +162,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
     is_cut = lines is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
-        notes += _drop_cut_value(best, last)
+        notes += _drop_cut_value(best, _COLOUR.sub("", last))
     made = [
         Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)
         for process, rows in best.rows.items()
@@ -284,11 +284,9 @@ class _Config:
 
     def __init__(self) -> None:
         self.settings: dict = {}
+        self.is_open = False
+        """Whether the lines to come are of it."""
         self._parts: list[str] = []
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._parts)
 
     def take(self, line: str) -> None:
         if not self.is_open and (self.settings or not _CONFIG_BEGINS.search(line)):
@@ -300,6 +298,7 @@ class _Config:
         elif whole and whole.count("{") <= whole.count("}"):
             self._parts = []
             self.settings = flat(_evaluated(whole))
+        self.is_open = bool(self._parts)
 
 
 # ---- by a pattern of one's own
