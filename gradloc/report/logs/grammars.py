@@ -337,15 +337,11 @@ class Blocks(Grammar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._step: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
+        """The step of each process' last headline."""
         self._process = ""
-        """The step of the last headline, which the lines below it may not repeat."""
+        """The process of the last headline, which the lines below it may not repeat."""
         self._is_fresh = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there was a headline."""
-        return bool(self._step)
 
     @property
     def is_mixed(self) -> bool:
@@ -365,14 +361,14 @@ class Blocks(Grammar):
     def take(self, line: str, process: str) -> bool:
         if head := _BLOCK.search(line):
             self._process, self._is_fresh = process, True
-            self._step[process] = int(next(filter(None, head.groups())))
+            self.steps[process] = int(next(filter(None, head.groups())))
             others = "Composer's log" if "[batch=" in line else "OLMo's log"
             self.title = (
                 "AReaL's log" if head[2] else others if head[3] else "blocks of lines" if head[4] else self.title
             )
             return True
         process = process or self._process
-        step = self._step.get(process)
+        step = self.steps.get(process)
         if step is None:
             return False
         values = {name: as_float(value) for name, value in _CELL.findall(line)}
@@ -526,14 +522,14 @@ class Headed(Blocks):
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
             if head[1] or head[3] or not self.is_by_step:  # epochs within an iteration are none of their own
-                self._step[""], self._is_fresh = int(next(filter(None, head.groups()))), True
+                self.steps[""], self._is_fresh = int(next(filter(None, head.groups()))), True
                 self.is_by_step = head[2] is None
             return False
-        values = pairs(line) if self.is_open else {}
+        values = pairs(line) if self.steps else {}
         if any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
-            return self.below(process, self._step[""], values)
+            return self.below(process, self.steps[""], values)
         rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(line) else []
-        if rows and rows[-1][0] == self._step[""]:
+        if rows and rows[-1][0] == self.steps[""]:
             rows[-1][1].update(values | rows[-1][1])
         return bool(rows)
 
@@ -545,28 +541,24 @@ class ConsoleTable(Grammar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: list[str] = []
+        self.names: list[str] = []
+        """The last head."""
         self._step_at = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there was a head."""
-        return bool(self._names)
 
     def take(self, line: str, process: str) -> bool:
         cells = line.split()
         if len(cells) > 2 and cells[0].lower() in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
             wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
-            self._names = wide if len(wide) > 2 else cells
-            if any(number(name) is not None for name in self._names):
-                self._names = []
-            self._step_at = self._names.index("#") if "#" in self._names else 0
-            return bool(self._names)
-        if len(cells) < len(self._names) or not self._names:
+            self.names = wide if len(wide) > 2 else cells
+            if any(number(name) is not None for name in self.names):
+                self.names = []
+            self._step_at = self.names.index("#") if "#" in self.names else 0
+            return bool(self.names)
+        if len(cells) < len(self.names) or not self.names:
             return False
         step = as_step(number(cells[self._step_at]))
-        known = {name: number(cell.rstrip(":")) for name, cell in zip(self._names, cells, strict=False)}
-        known.pop(self._names[self._step_at])
+        known = {name: number(cell.rstrip(":")) for name, cell in zip(self.names, cells, strict=False)}
+        known.pop(self.names[self._step_at])
         values = {intern(name): value for name, value in known.items() if value is not None}
         return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
 

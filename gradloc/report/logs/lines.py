@@ -98,7 +98,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             or "│" in line
             or "orm" in line
             or "oss" in line
-            or blocks.is_open
+            or blocks.steps
             and line[:1].isspace()
             or "it/" in line
             or "poch" in line
@@ -111,7 +111,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             and ":[" in line
             or "_STEP" in line
             or "Cost" in line
-            or columns.is_open
+            or columns.names
             or "[batch" in line
             or "- " in line
             and _WRAPPED.search(line)

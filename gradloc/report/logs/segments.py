@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -267,7 +267,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     together.
     """
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
-    counts = Counter(chain.from_iterable(values for _, values in rows[:MANY]))
+    counts = Counter(name for _, values in rows[:MANY] for name in values)
     own = {name: count for name, count in counts.items() if not _is_bookkeeping(name)}
     main = {name for name, count in own.items() if 2 * count > max(own.values())}
 
