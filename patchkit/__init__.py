@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the code of apply_patch.py and make_patch.sh. A bare Python 3.10 does; a URL needs requests."""
+"""The code of apply_patch.py and make_patch.sh. Needs only Python 3.10, and requests for a URL."""
 
 import os
 

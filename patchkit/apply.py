@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts GradLoc's patch, or one that is named, on a verl tree, or takes it off again.
+"""Apply GradLoc's patch, or a given one, to a verl tree, or remove it.
 
-Nothing is changed unless the content of every file that the patch touches is known, and then all of it or nothing. Exit
-codes: 0 done, or already so; 1 the tree's state; 2 wrong usage; 3 a patch, its checksum or a download is not what it
-should be; 4 the disk failed, all was put back; 5 not all, run again; 6 another run is at work; 7 no server.
+Files are changed only if the content of every file of the patch is known, and then all or none. Exit codes: 0 done, or
+nothing to do; 1 the tree's state; 2 wrong usage; 3 a wrong patch, checksum or download; 4 the disk failed, all was
+restored; 5 not all was restored, run again; 6 another run is active; 7 no server.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CRLF = "its line ends were turned into CRLF (core.autocrlf); its text is right"
 
 @dataclass(frozen=True)
 class Edition:
-    """Holds a patch: its name, verl, place, bytes and sections, and the files before it, if they are known."""
+    """A patch: its name, verl, place, bytes and sections, and the files before it, if known."""
 
     name: str
     base: str | None
@@ -39,7 +39,7 @@ class Edition:
 
 
 def load(folder: Path) -> list[Edition]:
-    """Return the patches of the folder, each verified by the manifest before a byte of it is used."""
+    """Return the patches of the folder, each verified by the manifest."""
     try:
         document, editions = json.loads(read_regular(folder / "manifest.json", 2**16)), []
         for entry in document["patches"] or [{}]:
@@ -55,10 +55,10 @@ def load(folder: Path) -> list[Edition]:
 
 @dataclass
 class Survey:
-    """Measures a checkout against a patch; ``other`` names another one that is on the tree.
+    """The state of a checkout relative to a patch; ``other`` names another patch on the tree.
 
-    ``sides`` has each file's contents before and after the patch, ``strangers`` why what is there is neither,
-    ``unpatched`` the files that are as before, ``lacking`` those that are gone; ``row`` is the line of ``STATES`` that
+    ``sides`` has each file's contents before and after the patch, ``strangers`` the files that are neither and why,
+    ``unpatched`` the files before the patch, ``lacking`` the missing ones; ``row`` is the entry of ``STATES`` that
     holds.
     """
 
@@ -112,7 +112,7 @@ STATES: tuple[tuple[str, str, Callable[[Survey], object]], ...] = (
 
 
 def diagnose(tree: Survey) -> Refusal:
-    """Make the refusal of a tree that the patch can be neither put on nor taken off."""
+    """Make the refusal of a tree that the patch can be neither applied to nor removed from."""
     (state, reason, _), root, why = tree.row, tree.checkout.root, tree.strangers
     names = [*(why or tree.unpatched or tree.files)]
     words: dict[str, Any] = {"n": len(names), "all": len(tree.files), "first": names[0], "names": " ".join(names)}
@@ -132,9 +132,9 @@ def _listed(why: dict[str, str]) -> list[dict[str, str]]:
 
 
 def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Survey:
-    """Measure the checkout against the edition that fits it best, as it is once an interrupted run is undone.
+    """Return the state of the checkout relative to the edition that fits best, after undoing an interrupted run.
 
-    Where another patch is on, that one is measured, or named, if they are what ``is_wanted``.
+    If another patch is applied, that one is measured, or named, if it ``is_wanted``.
     """
     root = checkout.root
     back = {path: FileState(now) for path, (now, _) in trees.interrupted(root).items()}
@@ -147,7 +147,7 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
     best = min(map(measured, editions), key=lambda one: (bool(one.strangers), not one.is_base, len(one.strangers)))
     if patch and all(patch != edition.patch for edition in editions) and best.row[0] != "APPLIED":
         there = measured(Edition(f"sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch)))
-        if len(there.unpatched) + len(there.strangers) < len(there.files):  # else it was taken off by other means
+        if len(there.unpatched) + len(there.strangers) < len(there.files):  # else it was removed by other means
             return replace(best, other=there.edition.name) if is_wanted else there
     return best
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds patches/ from verl_overrides/, after taking a patched tree's edits into it where one is named.
+"""Build patches/ from verl_overrides/, after copying the edits of a patched tree, if given, into it.
 
-A folder for each verl that there is a patch for: ``base.json`` names the commit and the archive's sha256, a
-``NAME.patch`` is the diff of one of verl's files, any other file is new. The first folder's patch is gradloc.patch.
+Each supported verl has a folder: ``base.json`` names the commit and the archive's sha256, a ``NAME.patch`` is the diff
+of one of verl's files, any other file is new. The first folder's patch is gradloc.patch.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Applies-To: verl {tag}, commit {commit}
 
 @dataclass(frozen=True)
 class Base:
-    """Names a verl that there is a patch for: its folder of overrides, and what ``base.json`` says."""
+    """A supported verl: its folder of overrides, and the content of ``base.json``."""
 
     folder: Path
     commit: str
@@ -92,7 +92,7 @@ def _fetch(name: str, folder: str) -> Path:
 
 
 def seam(path: str, before: bytes | None, after: bytes, context: int = PATCH_CONTEXT) -> str:
-    """Return the section that turns ``before`` into ``after``, or adds it: as git writes it, on every machine."""
+    """Return the section that turns ``before`` into ``after``, or adds it, in git's format."""
     lines = list(difflib.unified_diff(split((before or b"").decode()), split(after.decode()), n=context))
     head, old = f"index {blob_id(before or b'')}..{blob_id(after)} 100644\n", f"a/{path}"
     if before is None:
@@ -101,7 +101,7 @@ def seam(path: str, before: bytes | None, after: bytes, context: int = PATCH_CON
 
 
 def check_text(path: str, data: bytes) -> bytes:
-    """Return ``data``, a file that verl is to have; refuse what a patch must not carry."""
+    """Return ``data``, the content of a file for verl; refuse what a patch must not contain."""
     text = data.decode("utf-8", "replace")
     if text.encode() != data or text[-1:] != "\n" or hidden_character(text) or not is_safe(path):
         raise Refusal("build-text", path=path, hidden=hidden_character(text) or "no line")
@@ -109,7 +109,7 @@ def check_text(path: str, data: bytes) -> bytes:
 
 
 def results(base: Base, tree: Path) -> dict[str, bytes]:
-    """Return what the sources make of the base's files, and of those that it gets, by path."""
+    """Return path -> content of the patched and the new files."""
     made: dict[str, bytes] = {}
     for place in sorted(path for path in base.folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
         made[place.relative_to(base.folder).as_posix()] = place.read_bytes()
@@ -121,7 +121,7 @@ def results(base: Base, tree: Path) -> dict[str, bytes]:
 
 
 def compose(overrides: Path, version: str) -> dict[str, bytes]:
-    """Return what patches/ must hold, by name."""
+    """Return name -> content of the files in patches/."""
     files, entries = dict[str, bytes](), list[dict[str, str]]()
     for base in bases(overrides).values():
         made = results(base, tree := ensure_base(base))

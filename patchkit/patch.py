@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gets a patch, ours or another's, verifies its sha256, reads what git has written, applies it at its exact lines."""
+"""Fetch a patch, verify its sha256, parse git's format, and apply it at its exact lines."""
 
 import contextlib
 import errno
@@ -65,7 +65,7 @@ def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """Holds one file's section: path, blob ids (or how they begin) before (None: a new file) and after, hunks."""
+    """One file's section: path, blob ids or their prefixes before (None: a new file) and after, hunks."""
 
     path: str
     before: str | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends every error as one refusal, worded in refusals.txt: what and where, why probably, the next command."""
+"""Turn every error into a refusal, worded in refusals.txt: what and where, the probable cause, the next command."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ REFUSALS = {row[0]: row[1:] for line in _TABLE.splitlines() if line[0] != "#" fo
 
 
 class Refusal(Exception):
-    """Ends a command with an exit code; ``data`` has the words of its row, and ``expected``, ``found``, ``lines``."""
+    """An error that ends a command with an exit code; ``data`` fills its row: ``expected``, ``found``, ``lines``."""
 
     def __init__(self, reason: str, **data: Any) -> None:
         code, what, cause, next_ = REFUSALS[reason]
@@ -33,7 +33,7 @@ class Refusal(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command line; its errors are refusals."""
+    """A parser of the command line whose errors are refusals."""
 
     def error(self, message: str) -> NoReturn:
         raise Refusal("usage", message=message, prog=self.prog)
@@ -47,12 +47,12 @@ def capped(lines: Iterable[str]) -> list[str]:
 
 
 def quoted(path: Any) -> str:
-    """Return a path as a shell takes it."""
+    """Return a path quoted for a shell."""
     return shlex.quote(str(path))
 
 
 def program() -> str:
-    """Return how the user started the applier, so that the next command can be typed as it is shown."""
+    """Return how the user started the applier, for the next command to show."""
     started = Path(sys.argv[0])
     if started.name == "gradloc-patch":
         return started.name
@@ -60,7 +60,7 @@ def program() -> str:
 
 
 def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
-    """Run ``work`` and return its exit code, or print the refusal that it ended in and return its code."""
+    """Run ``work`` and return its exit code; print a refusal and return its code."""
     for stream in (sys.stdout, sys.stderr):  # a path need not be printable
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -87,13 +87,13 @@ def guarded(work: Callable[[], int | None], arguments: list[str]) -> int:
 
 
 def disk_failed(error: OSError) -> Refusal:
-    """Make the refusal for a disk that failed before anything was changed, or with all of it put back."""
+    """Make the refusal for a disk that failed before any change, or with all changes undone."""
     where = f" at {error.filename}" if error.filename else ""
     return Refusal("disk-failed", where=where, found=error.strerror)
 
 
 def say(text: str, is_error: bool = False) -> None:
-    """Print ``text``. What was done is done: a reader that has gone or a full disk behind it is no failure."""
+    """Print ``text``; a closed pipe or a full disk is not a failure, since the work is done."""
     stream = sys.stderr if is_error else sys.stdout
     try:
         print(text, file=stream, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a target and swaps its files as one, whatever fails or is killed when. Git is not run, no link is followed.
+"""Read a target and replace its files atomically, also if the process is killed. Runs no git, follows no link.
 
 The state folder gets ``run``, made whole: the files to be in ``then``, those that they replace in ``now``, a journal of
 their digests. Then each file is moved in. While ``run`` is there, the next run moves the old ones back. What is applied
@@ -34,7 +34,7 @@ Changes = Mapping[str, tuple[bytes | None, bytes | None]]  # contents now and th
 
 @dataclass(frozen=True)
 class Checkout:
-    """Names a target: its root (with ``verl/`` in it) and what verl says it is."""
+    """A target: its root, which contains ``verl/``, and verl's version."""
 
     root: Path
     version: str
@@ -46,11 +46,11 @@ class Checkout:
 
     @property
     def command(self) -> str:
-        """How this tool is run on the target again."""
+        """Command that runs this tool on the target again."""
         return f"{program()} {'--installed' if self.kind == 'package' else f'--repo {quoted(self.root)}'}"
 
     def unfinished(self) -> str | None:
-        """Return git's mark of an operation that is under way in the checkout, if any."""
+        """Return git's marker of an unfinished operation in the checkout, if any."""
         named = re.fullmatch(r"gitdir: (.+)", read_text(self.root / ".git"))
         folder = self.root / (named[1] if named else ".git")
         return next((name for name in _UNFINISHED if (folder / name).exists()), None)
@@ -92,7 +92,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class FileState:
-    """Holds a file's content, None where there is no file, or a sentence of what is in the way."""
+    """A file's content, None if there is no file, or a sentence on what is in its place."""
 
     content: bytes | None
     obstacle: str | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pictures in examples/: the demo's report, made-up runs of 30 events, of one that a setting heals, of none.
+"""Make the pictures in examples/: the demo's report, and made-up runs with 30 events, one healed event, and none.
 
     python scripts/example_pictures.py [FOLDER]
 
@@ -27,11 +27,11 @@ from tests.report.long_run import write_long_run  # noqa: E402
 
 SIZES = {"": (1440, 900), "-400": (400, 850)}
 COLOURS = 96
-"""Of a picture's palette: the page has few, and the files stay small."""
+"""Colors of a picture's palette; the page has few, so the files stay small."""
 
 
 def main(out: Path) -> int:
-    """Takes the pictures; returns the exit code."""
+    """Take the pictures; return the exit code."""
     problem = shots.missing()
     if problem:
         print(f"example_pictures: {problem}.", file=sys.stderr)
@@ -52,7 +52,7 @@ def main(out: Path) -> int:
                     path = out / f"{name}{suffix}{'-dark' if is_dark else ''}.png"
                     driver.get("about:blank")
                     shots.show(driver, html, width, height, is_dark, scale=1.0 if width > 600 else 1.5)
-                    time.sleep(0.5)  # the curve is drawn when its place has its size
+                    time.sleep(0.5)  # the curve is drawn once its element has a size
                     shots.capture(driver, path)
                     picture = Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
                     picture.save(path, optimize=True)

@@ -73,7 +73,7 @@ def _causes_of(cure: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages as they are to be."""
+    """Return the text of each page."""
     rules = []
     for rule in RULES:
         action = ACTIONS[rule.do[0]]

@@ -28,7 +28,7 @@ QUIET_WANDB |= {"WANDB_MODE": "offline", "WANDB_CONSOLE": "off"}
 
 
 def row(step: int, boom: int | None, rng: random.Random) -> dict[str, float]:
-    """A step's metrics by verl's names; from ``boom`` on the policy breaks."""
+    """Return a step's metrics by verl's names; from ``boom`` on the policy breaks."""
     since = step - boom if boom is not None and step > boom else 0
     return {
         NORM: 903.0 if step == boom else round(0.488 * math.exp(rng.gauss(0, 0.12)), 5),
@@ -39,7 +39,7 @@ def row(step: int, boom: int | None, rng: random.Random) -> dict[str, float]:
 
 
 def story(kind: str = "explodes") -> list[tuple[int, dict[str, float]]]:
-    """The rows, as logged, of a run that ``explodes``, stays ``calm`` or is ``resumed`` before its explosion."""
+    """Return the logged rows of a run that ``explodes``, stays ``calm`` or is ``resumed`` before its explosion."""
     rng = random.Random(kind)
     if kind == "resumed":
         return [(s, row(s, BOOM, rng)) for s in range(1, 53)] + [(s, row(s, None, rng)) for s in range(41, 61)]
@@ -72,7 +72,7 @@ def verl(out: Path) -> None:
 
 
 def trainer(out: Path) -> None:
-    """A Hugging Face Trainer whose gradient norms are the story's: the loss is norm x weight, the weight one number."""
+    """Run a Hugging Face Trainer with the run's gradient norms: the loss is norm x weight, with a single weight."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -117,7 +117,7 @@ def trainer(out: Path) -> None:
 
 
 def boards(out: Path) -> None:
-    """TensorBoard's own writer: several runs under a folder, a run that was resumed, TensorFlow 2's way of scalars."""
+    """Write with TensorBoard: several runs in a folder, a resumed run, and TensorFlow 2's scalars."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.scalar import summary_v2
@@ -142,7 +142,7 @@ def boards(out: Path) -> None:
 
 
 def trackers(out: Path) -> None:
-    """W&B offline, MLflow's two stores, SwanLab and trackio, each with a run that explodes and one that does not."""
+    """Write with W&B offline, MLflow's two stores, SwanLab and trackio: a run that explodes, and a calm one."""
     import mlflow
     import swanlab
     import wandb
@@ -159,7 +159,7 @@ def trackers(out: Path) -> None:
     folder = out / "trackers"
     (folder / "resumed").mkdir(parents=True)
     rows = story("resumed")
-    for part in (rows[:52], rows[52:]):  # what verl does that is started again: another local run of the same name
+    for part in (rows[:52], rows[52:]):  # as a restarted verl does: another local run of the same name
         log(wandb, part, name="again", dir=str(folder / "resumed"))
     for name, kind in RUNS.items():
         rows = story(kind)
@@ -181,7 +181,7 @@ NO_METRICS = ("requirements.txt", "wandb-metadata.json", "swanlab-metadata.json"
 
 
 def _thin(folder: Path) -> None:
-    """Take away what is no metric, and the empty pages of databases."""
+    """Remove all but metrics, and the empty pages of databases."""
     import sqlite3
 
     for path in sorted(folder.rglob("*"), reverse=True):

@@ -38,7 +38,7 @@ NUMBER = {
 
 
 def schema_of(kind: type) -> dict[str, Any]:
-    """The JSON Schema of a file that holds one object of this dataclass."""
+    """Return the JSON Schema of a file with one object of this dataclass."""
     maker = _Maker()
     body = maker.object(kind)
     defs = {"number": NUMBER, **dict(sorted(maker.defs.items()))}
@@ -46,12 +46,12 @@ def schema_of(kind: type) -> dict[str, Any]:
 
 
 def text_of(schema: dict[str, Any]) -> str:
-    """As it is committed."""
+    """Return the text to commit."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 class _Maker:
-    """Collects the classes that it comes across in ``defs``."""
+    """Translate types to schemas; collect classes in ``defs``."""
 
     def __init__(self):
         self.defs: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class _Maker:
             return {"type": "object", **values}
         if dataclasses.is_dataclass(hint):
             if hint.__name__ not in self.defs:
-                self.defs[hint.__name__] = {}  # before its fields, which may come back to it
+                self.defs[hint.__name__] = {}  # before its fields, which may refer to it
                 self.defs[hint.__name__] = self.object(hint)
             return {"$ref": f"#/$defs/{hint.__name__}"}
         if hint is float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a picture of a report with a headless Chromium, for the README and for looking at it.
+"""Take a picture of a report with a headless Chromium, for the README.
 
     python scripts/screenshot_report.py report.html picture.png [--dark] [--width 390]
 
@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing() -> str | None:
-    """What a browser session lacks on this machine, as a sentence; None when it has everything."""
+    """Return a sentence on what this machine lacks for a browser session, or None."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -36,9 +36,9 @@ def missing() -> str | None:
 
 
 def install() -> None:
-    """Install the browser from the distribution's packages, where that can be done: root and apt.
+    """Install the browser with apt, if this is root on a system with apt.
 
-    Elsewhere, or when it fails, nothing happens, and `missing` says what is not there.
+    Otherwise, or if it fails, do nothing; `missing` returns what is lacking.
     """
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -50,7 +50,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def browser() -> Iterator:
-    """A headless Chromium with a profile of its own, and its console and network logs kept."""
+    """Start a headless Chromium with a separate profile, and with its console and network logs."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -68,25 +68,25 @@ def browser() -> Iterator:
 
 
 def show(driver, page: Path, width: int, height: int, is_dark: bool, fragment: str = "", scale: float = 1.5) -> None:
-    """Open a report at a size in CSS pixels, each drawn as ``scale`` x ``scale`` of the screen's, and in a theme."""
+    """Open a report at a size in CSS pixels of ``scale`` x ``scale`` screen pixels, in a theme."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600},
     )
     scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-    motion = {"name": "prefers-reduced-motion", "value": "reduce"}  # a picture cannot wait for it
+    motion = {"name": "prefers-reduced-motion", "value": "reduce"}  # a picture does not wait for it
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, motion]})
     driver.get(page.resolve().as_uri() + fragment)
 
 
 def capture(driver, out: Path) -> None:
-    """Write what the browser shows as PNG."""
+    """Save the browser's view as PNG."""
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     out.write_bytes(base64.b64decode(shot["data"]))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("picture", type=Path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs needs to make a site of files that a forge shows as well: a menu, and links that leave docs/.
+"""Hooks for mkdocs, whose sources are also shown on a forge: a menu, and links to files outside of docs/.
 
 The menu is docs/README.md: its headings, and the pages that its tables link. A link to a file of the repository
 outside of docs/ leads to a copy of it in the site, under ``repo/``.
@@ -19,30 +19,30 @@ LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
 def _linked(path: str) -> Iterator[str]:
-    """The files that a page links, from the repository's root; addresses are left out."""
+    """Return the files that a page links, from the repository's root, without URLs."""
     for _, target, _ in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
         if "://" not in target and not target.startswith("mailto:"):
             yield _file(path, target)
 
 
 def _file(page: str, target: str) -> str:
-    """The file that a page's link means; a folder means its README."""
+    """Return the file of a page's link; a folder means its README."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     return posixpath.join(path, "README.md") if (ROOT / path).is_dir() else path
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository is in the site's sources."""
+    """Return the path of a repository's file in the site's sources."""
     return path.removeprefix("docs/") if path.startswith("docs/") else f"repo/{path}"
 
 
 def _origin(place: str) -> str:
-    """The file of the repository behind a place in the site's sources."""
+    """Return the repository's file for a path in the site's sources."""
     return place.removeprefix("repo/") if place.startswith("repo/") else f"docs/{place}"
 
 
 def on_config(config: Any) -> Any:
-    """The menu: the headings of the index, each page under the last one that links it, by its name there."""
+    """Return the menu: the index's headings, with each page under the last heading that links it."""
     sections: dict[str, dict[str, str]] = {}
     for part in re.split(r"^## ", (ROOT / "docs/README.md").read_text(encoding="utf-8"), flags=re.M)[1:]:
         named = re.findall(r"\[([^]]+)" + LINK.pattern, part)
@@ -55,7 +55,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the files outside of docs/ that pages link, and those that these link in turn."""
+    """Add the files outside of docs/ that pages link, and those that these link in turn."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()] + ["CONTRIBUTING.md"]
     seen: set[str] = set()
     while waiting:
@@ -71,7 +71,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links as they are between the site's sources."""
+    """Rewrite links to the paths in the site's sources."""
     place = page.file.src_uri
 
     def moved(link: re.Match[str]) -> str:

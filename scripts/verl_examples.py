@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts verl's own example scripts that can switch GradLoc on, and why the others cannot.
+"""Count verl's example scripts that can enable GradLoc, and the reasons of the others.
 
     git clone https://github.com/verl-project/verl && git -C verl checkout COMMIT
     python scripts/verl_examples.py verl
 
-Reads every PPO script under `examples/`: what it sets, not what it says in comments. Standard library only.
+Reads the settings of every PPO script under `examples/`, without comments. Standard library only.
 """
 
 import argparse
@@ -26,24 +26,24 @@ REASONS = {
     "an engine that verl itself does not bring (`fsdp_turbo`, `mlite`)": rf"{_SETS}fsdp_turbo|actor=mlite_actor",
     "distillation's losses on logits (`loss_mode=forward_kl_topk`)": r"distillation_loss\.loss_mode=forward_kl_topk",
 }
-"""What keeps a run from switching it on, and how a script asks for it; the first that fits counts."""
+"""Reason against GradLoc -> the setting of a script; the first match counts."""
 
 
 def expanded(text: str) -> str:
-    """The same with the script's own variables at their defaults: the last one given."""
+    """Replace the script's variables by their defaults, the last one given."""
     given = re.findall(r"^\s*(?:export )?(\w+)=['\"]?(?:\$\{\w+:-)?([\w.-]+)", text, re.MULTILINE)
     defaults = dict(given)
     return re.sub(r"\$\{?(\w+)\}?", lambda name: defaults.get(name[1], name[0]), text)
 
 
 def reason(text: str) -> str | None:
-    """Why this script's run would be refused; None where it would not."""
+    """Return why a script's run would be refused, or None."""
     set_here = expanded("\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
     return next((name for name, asks in REASONS.items() if re.search(asks, set_here, re.IGNORECASE)), None)
 
 
 def count(checkout: Path) -> dict[str | None, list[str]]:
-    """The PPO scripts under a checkout's `examples/`, by their reason; under None those that can."""
+    """Return reason -> PPO scripts under a checkout's `examples/`; None for those that can."""
     found = defaultdict(list)
     for path in sorted((checkout / "examples").rglob("*")):
         if path.suffix in SUFFIXES and "main_ppo" in (text := path.read_text(encoding="utf-8")):
@@ -52,7 +52,7 @@ def count(checkout: Path) -> dict[str | None, list[str]]:
 
 
 def table(found: dict[str | None, list[str]]) -> str:
-    """As docs/compatibility.md has it."""
+    """Return the table of docs/compatibility.md."""
     total, can = sum(map(len, found.values())), len(found.get(None, []))
     refused = sorted(((len(scripts), name) for name, scripts in found.items() if name), reverse=True)
     lines = [f"| of {total} scripts | |", "| ---: | --- |", f"| {can} | can switch it on |"]

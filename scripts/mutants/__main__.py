@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutation testing: which changes of the code would the tests not notice?
+"""Find changes of the code that the tests do not notice (mutation testing).
 
-    make mutants                                            # the sample; a run that was stopped goes on
-    .gradloc/venv/bin/python scripts/mutants --again        # only those that lived
+    make mutants                                            # the sample; resumes
+    .gradloc/venv/bin/python scripts/mutants --again        # only the survivors
 
-A script of our own, since the kept tools start Python and torch anew for each mutant (cosmic-ray), or rewrite every
-function, which tests that read sources or start ranks do not bear (mutmut); neither draws a sample by a seed. Here one
-process that has torch is forked for each mutant. The fork runs the tests that reach the changed lines, the room's own
-and quick ones first, until one fails. Which test reaches which line is traced once, and again where either changes.
+Maintained tools do not fit: cosmic-ray starts Python and torch for each mutant, mutmut rewrites every function, which
+breaks tests that read sources or start ranks, and neither samples by a seed. Here a process with torch is forked for
+each mutant. The fork runs the tests that reach the changed lines, the room's own and quick ones first, until one fails.
+The lines of each test are traced once, and again after changes.
 """
 
 import argparse
@@ -43,10 +43,10 @@ TESTS += [
 ]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
 MOST_SECONDS = 20.0
-"""Of tests for one mutant, by what they usually take."""
+"""Seconds of tests for one mutant, by their usual time."""
 
 Tests = dict[str, tuple[float, dict[str, list[int]]]]
-"""Each test's seconds, and the lines that it reaches, by file."""
+"""Each test's seconds, and file -> lines that it reaches."""
 
 
 def files_in(folders: list[str], pattern: str) -> list[str]:
@@ -68,12 +68,12 @@ def is_fresh(digests: dict[str, str]) -> bool:
 
 
 def traced(folders: list[Path]) -> Tests:
-    """Every test; files of tests that changed, or whose sources did, are traced anew."""
+    """Return every test; trace changed test files, and those whose sources changed, again."""
     kept = STATE / "lines.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
     names = files_in([f"tests/{name}" for name in TESTS], "test_*.py")
     known = {name: known[name] for name in names if name in known and is_fresh(known[name]["of"])}
-    stale = sorted(set(names) - known.keys(), key=lambda name: -(ROOT / name).stat().st_mtime)  # edited last: first
+    stale = sorted(set(names) - known.keys(), key=lambda name: -(ROOT / name).stat().st_mtime)  # last edited first
     lengths = {name: len((ROOT / name).read_bytes().splitlines()) for name in files_in(SOURCES, "*.py")}
 
     for name, entry in in_copies(folders, trace, [(name, lengths) for name in stale]):
@@ -83,7 +83,7 @@ def traced(folders: list[Path]) -> Tests:
 
 
 def trace(folder: Path, name: str, lengths: dict[str, int]) -> tuple[str, dict[str, Any]]:
-    """A file of tests, and what it was traced with."""
+    """A test file, and the sources that it was traced with."""
     ended = run_tests(folder, ["--maxfail=1000", name], Traced(folder, lengths), 900)
     tests = ended.get("result", {})
     print(f"{name}: {len(tests)} tests, {sum(seconds for seconds, _ in tests.values()):.1f} s", flush=True)
@@ -94,10 +94,10 @@ def trace(folder: Path, name: str, lengths: dict[str, int]) -> tuple[str, dict[s
 
 
 def chosen(mutant: Mutant, tests: Tests) -> list[dict[str, float]]:
-    """The tests that reach a mutant, with their seconds, the quick ones first: those of its room, then others."""
+    """Return the tests that reach a mutant and their seconds, quick ones first: those of its room, then others."""
     lines = {*range(mutant.line, mutant.last + 1)}
     room = mutant.file.removeprefix("gradloc/").split("/")[0]
-    own = f"tests/{room}/test_{Path(mutant.file).stem}.py"  # its file had been imported when lines were traced
+    own = f"tests/{room}/test_{Path(mutant.file).stem}.py"  # its file was imported before the tracing
 
     def reaches(name: str, found: dict[str, list[int]]) -> bool:
         if mutant.is_import:
@@ -121,7 +121,7 @@ def population() -> list[Mutant]:
 
 
 def by_hand() -> list[Mutant]:
-    """Mutants that lived once, known by the text that they replace."""
+    """Return earlier survivors, identified by the text that they replace."""
     found = []
     for entry in json.loads(BY_HAND.read_text()):
         file, before = entry["file"], entry["before"]
@@ -136,11 +136,11 @@ def by_hand() -> list[Mutant]:
 
 
 def tried(folder: Path, mutant: Mutant, source: bytes, groups: list[dict[str, float]]) -> tuple[str, dict[str, Any]]:
-    """The mutant's name, and who killed it: a test of the groups, or "time"; None where it lives."""
+    """Return the mutant's name, and what killed it: a test, or "time"; None if it survives."""
     found: dict[str, Any] = {"killed_by": None, "note": "" if groups else "no test reaches it"}
     place = folder / mutant.file
     place.write_bytes(mutant.applied(source))
-    os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python knows compiled code by size and time
+    os.utime(place, (0, int(mutant.rank(SEED)[:7], 16)))  # Python identifies compiled code by size and time
     try:
         for tests in groups:
             files = sorted({name.split("::")[0] for name in tests})
@@ -157,7 +157,7 @@ def tried(folder: Path, mutant: Mutant, source: bytes, groups: list[dict[str, fl
 
 
 def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: dict[str, Any]) -> None:
-    """Keep what was found; why a survivor changes nothing is written there by hand, and stays."""
+    """Write the record; handwritten notes on equivalent survivors are kept."""
     before = json.loads(RECORD.read_text())["survivors"] if RECORD.exists() else []
     whys = {entry["name"]: entry["equivalent"] for entry in before}
     tried = sorted((mutant for mutant in sample if mutant.name in known), key=lambda m: (m.file, m.line))
@@ -193,7 +193,9 @@ def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=SAMPLE, help="so many of the sample, which has a random order")
+    parser.add_argument(
+        "--first", type=int, default=SAMPLE, help="number of mutants of the sample, which has a random order"
+    )
     parser.add_argument("--again", action="store_true", help="try those that lived again")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -211,9 +213,11 @@ def main() -> None:
     sample = list(islice((m for m in ranked if m.is_code((ROOT / m.file).read_bytes())), options.first))
     if options.again:
         known = {name: found for name, found in known.items() if found["killed_by"]}
-    with contextlib.suppress(KeyboardInterrupt):  # what was tried until then is kept
+    with contextlib.suppress(KeyboardInterrupt):  # the tried mutants are kept
         rest = [mutant for mutant in (*hand, *sample) if mutant.name not in known]
-        sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest}  # whoever edits meanwhile
+        sources = {
+            mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest
+        }  # the working tree may be edited meanwhile
         for name, found in in_copies(folders, tried, [(m, sources[m.file], chosen(m, tests)) for m in rest]):
             known[name] = found
             kept.write_text(json.dumps(known))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mutant is: one expression or statement of a module, in whose place another one stands."""
+"""Make mutants: one expression or statement of a module is replaced by another."""
 
 import ast
 import hashlib
@@ -20,36 +20,36 @@ DELETED = (ast.Expr, ast.AugAssign, ast.Raise, ast.Delete)
 
 @dataclass(frozen=True)
 class Mutant:
-    """The source between two byte offsets of a file is replaced."""
+    """A replacement of the source between two byte offsets of a file."""
 
     file: str
     where: str
-    """The function or class around it; "" for the module."""
+    """Enclosing function or class; "" for the module."""
     line: int
     last: int
     span: tuple[int, int]
     before: str
     after: str
     is_import: bool = False
-    """Whether it runs when the module is imported."""
+    """Whether it is executed on import."""
     nth: int = 0
-    """Of those that make the same of the same in one function."""
+    """Index among equal replacements in one function."""
 
     @property
     def name(self) -> str:
-        """Without its line: it is the same one when other code changes."""
+        """Name without the line, so that it does not depend on other code."""
         return "|".join((self.file, self.where, self.before, self.after, str(self.nth)))
 
     def rank(self, seed: int) -> str:
-        """By which a sample is drawn: a number without a pattern, and the same in every run."""
+        """Reproducible pseudo-random sort key for the sample."""
         return hashlib.sha256(f"{seed}|{self.name}".encode()).hexdigest()
 
     def applied(self, source: bytes) -> bytes:
-        """The module's source with the change."""
+        """Return the module's source with the change."""
         return source[: self.span[0]] + self.after.encode() + source[self.span[1] :]
 
     def is_code(self, source: bytes) -> bool:
-        """Whether the module still is Python."""
+        """Return whether the module is still valid Python."""
         try:
             ast.parse(self.applied(source))
         except SyntaxError:
@@ -58,9 +58,9 @@ class Mutant:
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """Every mutant of a module, in the order of its text.
+    """Return every mutant of a module, in the order of its text.
 
-    Left as they are: annotations, decorators, asserts, `strict=` of zip and text; f-strings, whose places Python 3.11
+    Not changed: annotations, decorators, asserts, zip's `strict=`, text, and f-strings, whose offsets Python 3.11
     misreports.
     """
     starts = [0]
@@ -96,7 +96,7 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
 
 
 def _others(node: ast.AST) -> Iterator[str]:
-    """What may stand in a node's place."""
+    """Return the replacements of a node."""
     match node:
         case ast.Compare():
             for index, op in enumerate(node.ops):
@@ -137,7 +137,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _conditions(node: ast.AST) -> list[ast.expr]:
-    """Those that are neither a comparison nor joined, which are changed as such: these are negated."""
+    """Return the conditions to negate: neither comparisons nor boolean operations, which have their own changes."""
     found = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
     return [test for test in found if isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.NamedExpr)]
 

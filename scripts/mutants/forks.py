@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytest in forks of one process that has torch, each in a copy of the repository, which its subprocesses see, too."""
+"""Run pytest in forks of one process with torch, each in a copy of the repository that its subprocesses also use."""
 
 import contextlib
 import json
@@ -22,15 +22,15 @@ import pytest
 
 LEFT_OUT = ("slow", "browser", "e2e", "verl09")
 NEED_VERL = {"worlds", "doomed", "verl", "reward_score", "patched_trees", "base_tree"}
-"""Fixtures: in a patched verl the sources are as they were when it was patched."""
+"""Fixtures of tests on a patched verl, whose sources are not mutated."""
 OUTPUT = ".output.txt"
-"""What pytest said, in the copy that it ran in."""
+"""File for pytest's output, in the copy."""
 RANKS_SECONDS = 2.0
-"""What ranks add to a test, whose own processor time alone is known."""
+"""Factor for the time of ranks, since only a test's own processor time is known."""
 
 
 def copied(root: Path, folder: Path) -> Path:
-    """A fresh copy of the working tree in ``folder``; what git ignores is left out."""
+    """Copy the working tree into ``folder``, without ignored files."""
     shutil.rmtree(folder, ignore_errors=True)
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
@@ -43,11 +43,11 @@ def copied(root: Path, folder: Path) -> Path:
 
 
 _HERE: Path
-"""A worker's copy of the repository."""
+"""Return a worker's copy of the repository."""
 
 
 def in_copies(folders: list[Path], work: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:
-    """What ``work(folder, *job)`` returns of each job, as it comes; each folder has a process that works in it."""
+    """Yield the results of ``work(folder, *job)`` as they arrive; each folder has one process."""
     context = multiprocessing.get_context("fork")
     free = context.SimpleQueue()
     for folder in folders:
@@ -70,13 +70,13 @@ def _work_here(work: Callable[..., Any], *job: Any) -> Any:
 
 
 def run_tests(folder: Path, files: list[str], plugin: Any, seconds: float) -> dict[str, Any]:
-    """Run pytest in a fork: its ``code`` and the plugin's ``result``; {} where it took too long or died.
+    """Run pytest in a fork; return its ``code`` and the plugin's ``result``, or {} if it timed out or died.
 
     Args:
         folder: a copy of the repository.
-        files: of tests, and options.
-        plugin: has a ``result`` that is kept.
-        seconds: of processor time. On the clock it may take sixty times that: the machine may be busy.
+        files: test files and options.
+        plugin: a pytest plugin with a ``result``.
+        seconds: limit of processor time; wall time may be sixty times that on a busy machine.
     """
     result, ends = folder / ".result.json", time.monotonic() + 60 * seconds
     result.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def run_tests(folder: Path, files: list[str], plugin: Any, seconds: float) -> di
         while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < ends:
             time.sleep(0.05)
     finally:
-        for end in (os.killpg, os.kill):  # with its ranks; it alone where it has no group yet
+        for end in (os.killpg, os.kill):  # with its ranks; only itself if it has no group yet
             with contextlib.suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -111,12 +111,12 @@ def _be_pytest(folder: Path, seconds: int) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    context = multiprocessing.get_context  # ranks are forked, too: they have torch
+    context = multiprocessing.get_context  # ranks are forked as well, since they have torch
     multiprocessing.get_context = lambda method=None: context("fork" if method == "forkserver" else method)
 
 
 class Chosen:
-    """Runs these tests alone, in this order. Its result: the first that failed."""
+    """Run only these tests, in this order; the result is the first that failed."""
 
     def __init__(self, names: list[str]):
         self._order = {name: index for index, name in enumerate(names)}
@@ -133,17 +133,17 @@ class Chosen:
 
 
 class Traced:
-    """Its result: for each test that passes, its seconds, and the lines that it or its ranks reach, by file.
+    """Trace tests; the result has each passing test's seconds, and file -> lines that it or its ranks reach.
 
     Args:
-        folder: the copy that pytest runs in.
-        lengths: of the files, in lines.
+        folder: pytest's copy of the repository.
+        lengths: file -> number of lines.
     """
 
     def __init__(self, folder: Path, lengths: dict[str, int]):
         self.result: dict[str, tuple[float, dict[str, list[int]]]] = {}
         self._folder = folder
-        # Ranks write into these, too.
+        # ranks write into these as well
         self._hits = {str(folder / name): mmap.mmap(-1, length + 1) for name, length in lengths.items()}
 
     @pytest.hookimpl(trylast=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the experiments' tests, and a suite as it lies on disk."""
+"""Fixtures for the experiments' tests, and functions that write a suite to disk."""
 
 import json
 import os

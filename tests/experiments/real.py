@@ -16,7 +16,7 @@ from tests.experiments.conftest import REPO
 
 
 def run_to_the_end(*arguments: str, run_dir: Path, seconds: float = 900, **variables: str) -> str:
-    """What run_experiment.sh prints with these arguments, called from beside the run's folder; it has to succeed."""
+    """Return what run_experiment.sh prints, called from the run folder's parent; it must succeed."""
     printed = run_dir.parent / f"{run_dir.name}.printed"
     # Into a file: Ray's processes outlive a parent that was killed, and hold a pipe open that would be read to its end.
     with open(printed, "w") as file:

@@ -63,14 +63,14 @@ def test_a_choice_that_does_not_exist_is_refused(experiment, arms, seeds, given,
 def run(tmp_path, monkeypatch):
     """Runs cells of the duel, which end as `code` says of their overrides; returns the exit code and who was run."""
     # The summary is a module that is found by PYTHONPATH, as a real one is.
-    (tmp_path / "told.py").write_text(
+    (tmp_path / "table_of_runs.py").write_text(
         "import sys; from lab.experiments import suite; from pathlib import Path\n"
         "cells = suite.read(Path(sys.argv[1]))['cells']\n"
-        "print('told', *[(c['folder'], c['exit_code']) for c in cells])\n"
+        "print('summary', *[(c['folder'], c['exit_code']) for c in cells])\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
 
-    def call(code=lambda overrides: 0, arms=None, seeds=None, given=(), summary="told", name="duel"):
+    def call(code=lambda overrides: 0, arms=None, seeds=None, given=(), summary="table_of_runs", name="duel"):
         def run_one(overrides, into):
             into.mkdir()
             started.append(into.name)
@@ -97,7 +97,7 @@ def test_each_run_has_its_folder_its_line_of_progress_and_the_summary_comes_last
     said = capfd.readouterr().out
     assert all(f"run {number} of 4: {name}" in said for number, name in enumerate(EVERY, 1))
     assert said.count("to go") == 3 and "4 of 4 runs ended well" in said
-    assert said.index("told ('plain-seed3', 0)") > said.index("ended well")
+    assert said.index("summary ('plain-seed3', 0)") > said.index("ended well")
 
 
 def test_a_failed_run_is_named_and_the_others_go_on(run, tmp_path, capfd):
@@ -105,13 +105,13 @@ def test_a_failed_run_is_named_and_the_others_go_on(run, tmp_path, capfd):
     said = capfd.readouterr().out
     assert "plain-seed3 FAILED with exit code 5; the others go on." in said
     assert "2 of 4 runs ended well" in said and "failed: plain-seed3, loud-seed3" in said
-    assert "told ('plain-seed3', 5) ('plain-seed4', 0)" in said
+    assert "summary ('plain-seed3', 5) ('plain-seed4', 0)" in said
     assert list(ended(tmp_path).values()) == [5, 0, 5, 0]
 
 
 def test_an_interrupt_ends_the_suite_which_goes_on_and_keeps_what_ended_well(run, tmp_path, capfd):
     assert run(lambda overrides: 130 if "a.b=1" in overrides else 0) == (130, EVERY[:3])
-    assert "told" not in capfd.readouterr().out
+    assert "summary" not in capfd.readouterr().out
     assert list(ended(tmp_path).values()) == [0, 0, 130, None]
     assert run() == (0, EVERY[2:])
     said = capfd.readouterr().out

@@ -37,7 +37,7 @@ FOREIGN = {ACTOR: BASE[ACTOR].replace("line 20\n", "line of theirs\n"), "verl/th
 
 
 def foreign_patch(ids=10):
-    """That patch, its blob ids cut to so many digits, or without any."""
+    """Return that patch with its blob ids shortened or removed."""
     text = "".join(build.seam(p, BASE[p].encode() if p in BASE else None, t.encode()) for p, t in FOREIGN.items())
 
     def cut(found):

@@ -104,21 +104,21 @@ def test_the_real_actors_method_is_wrapped(rollout):
 
 @pytest.fixture
 def observe(verl, tmp_path, monkeypatch):
-    """Tells the estimator of rows with these marks, with the run's folder in a place of its own."""
+    """Return a function that passes rows with these marks to the estimator; the run's folder is temporary."""
     from lab.experiments.cpu import build, fault
     from lab.experiments.explosion import plant
 
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(tmp_path))
     tokenizer = build.make_tokenizer()
 
-    def tell(uids, marks):
+    def observe_marks(uids, marks):
         responses = torch.arange(marks.numel()).view_as(marks) % 20
         rows = fault.Rows(step=3, uids=list(uids), rollout_indices=[0, 1, 0][: len(uids)], responses=responses)
         plant.observe(rows, marks, 0.8, tokenizer)
         record = tmp_path / plant.RECORD
         return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
-    yield tell
+    yield observe_marks
     fault.arm(None)
 
 
