@@ -17,7 +17,7 @@ from ..rollout_filter.groups import GroupStatistics
 
 ALL = "all"
 NUM_FIXED = 6
-"""Intervals of ``fixed_rv``: [0, 1), [1, 2), ... and [5, infinity)."""
+"""Number of intervals of ``fixed_rv``: [0, 1), [1, 2), ... and [5, infinity)."""
 
 
 def split_groups(reward_std: np.ndarray, mode: str, num_buckets: int) -> dict[str, list[int]]:
@@ -48,7 +48,7 @@ def split_groups(reward_std: np.ndarray, mode: str, num_buckets: int) -> dict[st
 
 
 class BucketNumbers(TypedDict):
-    """What the ranks measured of the additive parts; ``norms`` and ``dots`` per bucket, the whole batch's last."""
+    """Measurements of the additive parts; ``norms`` and ``dots`` are per bucket, and the whole batch's last."""
 
     terms: list[str]
     norms: list[dict[str, float]]  # by term
@@ -66,7 +66,7 @@ class BucketNumbers(TypedDict):
 def bucket_records(
     numbers: BucketNumbers, buckets: dict[str, list[int]], groups: GroupStatistics, tokens: np.ndarray
 ) -> tuple[Bucket, ...]:
-    """One record per bucket (name -> groups) in order, then ``all``; ``tokens``: (R,) response tokens of each row."""
+    """Return a record for each bucket (name -> groups), then for ``all``; ``tokens`` (R,) counts each row's."""
     named = {**buckets, ALL: list(range(len(groups)))}
     return tuple(
         _bucket(numbers, index, name, members, groups, tokens) for index, (name, members) in enumerate(named.items())
@@ -112,7 +112,7 @@ def _bucket(
 
 
 def _cosine(dot: float, left: float, right: float) -> float | None:
-    """In [-1, 1]; None where a gradient is zero or not finite."""
+    """Return the cosine, in [-1, 1]; None where a gradient is zero or not finite."""
     product = left * right
     if not math.isfinite(product) or product == 0.0 or not math.isfinite(dot):
         return None
@@ -120,7 +120,7 @@ def _cosine(dot: float, left: float, right: float) -> float | None:
 
 
 def bucket_cosines(numbers: BucketNumbers) -> tuple[tuple[float | None, ...], ...]:
-    """Cosines between the buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
+    """Return the cosines between buckets' task gradients (bucket x bucket); None where one is zero or not finite."""
     norms = [norms["task"] for norms in numbers["norms"][:-1]]
     return tuple(
         tuple(_cosine(dot, norms[row], norms[column]) for column, dot in enumerate(dots))
@@ -129,7 +129,7 @@ def bucket_cosines(numbers: BucketNumbers) -> tuple[tuple[float | None, ...], ..
 
 
 def group_table(buckets: dict[str, list[int]], groups: GroupStatistics) -> tuple[Group, ...]:
-    """The guide's ``group_rv_table``: one line per group, in ascending order of deviation."""
+    """Return the guide's ``group_rv_table``: one line per group, in ascending order of deviation."""
     return tuple(
         Group(
             bucket=name,
@@ -145,7 +145,7 @@ def group_table(buckets: dict[str, list[int]], groups: GroupStatistics) -> tuple
 
 
 def analysis_metrics(record: GradientAnalysis) -> dict[str, float]:
-    """The record's scalars under the guide's names, for any tracker; what a run lacks is left out."""
+    """Return the record's scalars under the guide's names, for any tracker; missing ones are left out."""
     metrics: dict[str, float | None] = {}
     for bucket in record.buckets:
         at = f"grad_norm/{bucket.name}"

@@ -43,23 +43,23 @@ from .quartiles import NUM_QUARTILES, UPDATES, QuartileNumbers
 logger = logging.getLogger(__name__)
 
 BUCKET_KEY = "gradloc_bucket"
-"""int (R,): each row's bucket, -1 for rows that only fill up the ranks."""
+"""Key of each row's bucket, int (R,); -1 in rows that only fill up the ranks."""
 QUARTILE_KEY = "gradloc_quartile"
-"""int (R, T): each token's quartile; -1 for what is no response token and for rows that only fill up the ranks."""
+"""Key of each token's quartile, int (R, T); -1 where there is no response token and in rows that only fill up ranks."""
 SAMPLE_KEY = "gradloc_sample"
-"""int (R, T): the number of each sampled token, from 0 on; -1 for all others."""
+"""Key of the number of each sampled token, from 0 on, int (R, T); -1 for all others."""
 NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
-"""The request: into how many buckets, or with how many sampled tokens; which of the two says which analysis."""
+"""Keys of the request: the number of buckets, or of sampled tokens; the key says which analysis is asked for."""
 
 
 @dataclass
 class Analysed:
-    """A step, and what a tried update needs of its trainer."""
+    """A step, and the parts of its trainer that a tried update needs."""
 
     step: Any
-    """A :class:`~..core.step.TrainingStep`, recorded."""
+    """A :class:`~..core.step.TrainingStep`."""
     labels: Callable[[str, int], torch.Tensor]
-    """What was sent of a micro-batch's rows under one of the keys above."""
+    """Returns a micro-batch's rows of a tensor under one of the keys above."""
     space: GradientSpace
     ranks: Ranks
     optimizer: torch.optim.Optimizer
@@ -100,7 +100,7 @@ def measure(made: Callable[[], Analysed], space: GradientSpace, request: Mapping
 
 @contextmanager
 def _undisturbed(space: GradientSpace) -> Iterator[None]:
-    """Put back what an analysis touches: gradients, what forwards move, train or eval mode."""
+    """Restore what an analysis changes: gradients, the state that forwards move, train or eval mode."""
     state, gradient, kept = space.forward_state(), space.take(), space.keeps_on_host
     modes = [(module, module.training) for module in space.module.modules()]
     space.keeps_on_host = True
@@ -126,10 +126,10 @@ class Parts:
             self.ranks.run_local_synced(partial(record_by_loss, of.step))
         self.masks = [self.step.token_mask(index) for index in self.micro_batches]
         self.whole: dict[str, Gradient] = {}
-        """Each term's gradient, as the sum of its parts."""
+        """Gradient of each term, as the sum of its parts."""
         has_rest = any(record.auxiliary_coefficient is not None for record in self._recorded)
         self._rest: Gradient | None = None
-        """What passes through no token, which comes with every part."""
+        """Gradient of the auxiliary loss, which comes with every part."""
         if not self.ranks.all(not has_rest):
             self._rest = self.gradient(self._recorded, [torch.zeros_like(mask) for mask in self.masks])
 
@@ -138,20 +138,20 @@ class Parts:
         return [self.of.step.recorded(index) for index in self.micro_batches]
 
     def gradient(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> Gradient:
-        """The gradient of what is selected, bool (B, T) of each micro-batch."""
+        """Return the gradient of the selected tokens, bool (B, T) of each micro-batch."""
         self.prober.compute_part(records, selected)
         if self._rest is not None:
             self.prober.add(self._rest, -1.0)
         return self.space.keep()
 
     def labels(self, name: str) -> list[torch.Tensor]:
-        """Of each micro-batch: int (B,) or (B, T)."""
+        """Return the labels of each micro-batch, int (B,) or (B, T)."""
         return self.ranks.run_local_synced(lambda: [self.of.labels(name, index).cpu() for index in self.micro_batches])
 
     # ---- by bucket and term
 
     def by_bucket(self, num_buckets: int) -> BucketNumbers:
-        """The numbers of this many buckets. One gradient per bucket and two per term wait in the host's memory."""
+        """Measure the buckets. One gradient per bucket and two per term are kept in the host's memory."""
         buckets = self.labels(BUCKET_KEY)
         tasks: list[Gradient] = []
         norms: list[dict[str, float]] = []
@@ -189,8 +189,8 @@ class Parts:
         return [mask & (each == number).view(len(mask), -1) for mask, each in pairs]
 
     def _averages(self, inside: list[torch.Tensor]) -> list[list[float]]:
-        """This rank's part of the bucket's share of each term's average, and of the term's value, NaN where the trainer
-        does not say that: (2, C)."""
+        """Return this rank's part of the bucket's share of each term's average, and of the term's value, (2, C); NaN if
+        the trainer does not know it."""
         found = torch.zeros(2, len(self.terms), dtype=torch.float64)
         for index, mask in enumerate(inside):
             for place, term in enumerate(self.terms) if mask.any() else ():
@@ -211,7 +211,7 @@ class Parts:
     # ---- by quartile
 
     def by_quartile(self, num_sampled: int) -> QuartileNumbers:
-        """The numbers, with S tokens sampled over all ranks. Six gradients wait in the host's memory."""
+        """Measure the quartiles, with S tokens sampled over all ranks. Six gradients are kept in the host's memory."""
         step, space, optimizer = self.step, self.space, self.of.optimizer
         whole = self._whole()
         quartiles, samples = self.labels(QUARTILE_KEY), self.labels(SAMPLE_KEY)
@@ -246,21 +246,21 @@ class Parts:
         }
 
     def _whole(self) -> Gradient:
-        """From a pass of its own, in training's order."""
+        """Return the whole gradient, from a pass of its own in training's order."""
         self.prober.compute(enumerate(self.masks))
         if self._rest is not None:
             self.prober.add(self._rest, -1.0)
         return self.space.keep()
 
     def _distance(self, parts: Sequence[Gradient], whole: Gradient) -> float:
-        """From the sum of the parts to the whole."""
+        """Return the distance from the sum of the parts to the whole."""
         self.space.put(copy_of(whole))
         for part in parts:
             self.space.add(part, -1.0)
         return self.space.norm()
 
     def _token(self, selected: list[torch.Tensor]) -> dict[str, float | None]:
-        """The norms of one token's own gradients.
+        """Return the norms of one token's own gradients.
 
         Returns:
             ``log_prob_norm``: of its log-prob, None where it is not known; ``loss_norm``: of its part of the gradient.
@@ -288,14 +288,14 @@ class Parts:
             return update, self._log_probs() if update.is_taken else None
 
     def _log_probs(self) -> list[np.ndarray]:
-        """At the present weights, float32 (B, T) of each micro-batch, 0 where there is no response token."""
+        """Return log-probs at the present weights, float32 (B, T) of each micro-batch, 0 outside of responses."""
         pairs = [(self.prober.forward(index).log_prob, mask) for index, mask in enumerate(self.masks)]
         return [np.where(mask, values.float(), 0.0) for values, mask in pairs]
 
 
 def records_by_term(step: Any) -> dict[str, list[Recorded]]:
-    """Each micro-batch's coefficients, by term of the loss: ``task``, and of ``entropy`` and ``kl`` those that are on.
-    Without a loss that can be asked all is ``task``. Runs no forward."""
+    """Return each micro-batch's coefficients by term of the loss: ``task``, and ``entropy`` and ``kl`` if they are on.
+    Of a step that does not know its loss all is ``task``. Runs no forward."""
     numbers = range(step.num_micro_batches)
     if not isinstance(step, LossReplay):
         return {"task": [step.recorded(index) for index in numbers]}
@@ -315,14 +315,14 @@ def records_by_term(step: Any) -> dict[str, list[Recorded]]:
 
 
 def record_by_loss(step: Any) -> None:
-    """Have a step of forwards alone hold what its backward would leave: its own loss is differentiated."""
+    """Give a step without a backward the coefficients that its own loss has."""
     for index in range(step.num_micro_batches):
         found, record = _recorded_under(step, index, {}), step.recorded(index)
         record.log_prob_coefficient, record.entropy_coefficient = found.log_prob_coefficient, found.entropy_coefficient
 
 
 def _recorded_under(step: Any, index: int, settings: Mapping[str, Any]) -> Recorded:
-    """See :meth:`~..core.step.LossReplay.recorded_under`. Some losses draw: each gets the same numbers."""
+    """Return :meth:`~..core.step.LossReplay.recorded_under`, with the same random numbers for each loss that draws."""
     rng = RngState(step.recorded(index).log_prob.device)
     try:
         return step.recorded_under(index, settings)
@@ -331,7 +331,7 @@ def _recorded_under(step: Any, index: int, settings: Mapping[str, Any]) -> Recor
 
 
 def terms_of(step: LossReplay) -> dict[str, Mapping[str, Any]]:
-    """Settings under which the loss is the task alone, and for each other term it and the task."""
+    """Return settings under which the loss is the task alone, and for each other term the task and the term."""
     no_entropy, no_kl = step.without_entropy, step.without_kl
     terms = {"task": {**(no_entropy or {}), **(no_kl or {})}}
     if no_entropy is not None:
@@ -342,7 +342,7 @@ def terms_of(step: LossReplay) -> dict[str, Mapping[str, Any]]:
 
 
 def _plain_log_prob(record: Recorded, coefficient: float) -> Recorded:
-    """The coefficients of a sum of log-probs."""
+    """Return the record of a loss that is a sum of log-probs."""
     found = copy.copy(record)
     found.log_prob_coefficient = torch.full_like(record.log_prob, coefficient, dtype=torch.float32)
     found.entropy_coefficient = None
@@ -351,8 +351,9 @@ def _plain_log_prob(record: Recorded, coefficient: float) -> Recorded:
 
 @contextmanager
 def tried(of: Analysed, gradient: Gradient) -> Iterator[Update]:
-    """Context in which the weights are those after a step with this gradient; none is taken where its norm is not
-    finite. Stabilizers are left out, for they would learn from the step.
+    """Take a step with this gradient inside the context, unless its norm is not finite, and take it back at the end.
+
+    Stabilizers are left out, for they would learn from the step.
 
     Args:
         of: whose optimizer and clipping it is; ``.grad`` is left empty.
@@ -374,7 +375,7 @@ def tried(of: Analysed, gradient: Gradient) -> Iterator[Update]:
 
 @contextmanager
 def kept_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put an optimizer's state and options back bit for bit; what was offloaded is on the device meanwhile."""
+    """Restore an optimizer's state and options bit for bit; offloaded state is on the device meanwhile."""
     options = [dict(group) for group in optimizer.param_groups]
     entries = {param: dict(state) for param, state in optimizer.state.items()}
     saved = []

@@ -6,7 +6,7 @@ Tokens are split by pi, the probability that the policy gave them before the upd
 into four parts of equally many tokens, ``range`` into quarters of [0, 1], as panels (c) to (f) of Fig. 1 of the paper
 do (its shares of 19, 10, 10 and 61 % say so).
 
-Three measures of a quartile's gradient are told apart, because each alone misleads. The *norm* of its part: what the
+A quartile's gradient has three measures, because each alone misleads. The *norm* of its part: what the
 optimizer would get if only its tokens were updated (panel (d)); it grows with the number of tokens, and tokens may
 cancel. Its *share*, ``<part, whole> / ||whole||^2``: what it contributes to the update's direction; shares add up to 1.
 And the mean norm of *single tokens'* gradients, where nothing cancels.
@@ -24,21 +24,21 @@ from ..record import analysis
 
 NUM_QUARTILES = 4
 EMPTY = -1
-"""The quartile of what is no response token."""
+"""The quartile where there is no response token."""
 UPDATES: dict[str, tuple[int, ...]] = {
     "all": tuple(range(NUM_QUARTILES)),
     "lowest": (0,),
     "highest": (NUM_QUARTILES - 1,),
     "none": (),
 }
-"""The trial updates: their names in the record, and the quartiles whose gradient each takes. ``none`` shows what the
-optimizer does on its own, by momentum and weight decay."""
+"""Trial updates: name in the record -> quartiles whose gradient it takes. ``none`` shows the effect of momentum and
+weight decay alone."""
 NUM_BINS = 120
 PERCENTS = (0, 5, 25, 50, 75, 95, 100)
 
 
 def assign(log_prob: np.ndarray, mask: np.ndarray, split: str) -> np.ndarray:
-    """The quartile of every token, 0 for the least probable ones.
+    """Return the quartile of every token, 0 for the least probable ones.
 
     Args:
         log_prob: (R, T), of the policy before the update.
@@ -94,7 +94,7 @@ def sample_tokens(quartiles: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
-    """Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of theirs.
+    """Return Spearman's correlation: Pearson's of the ranks, where equal values share the mean rank.
 
     Returns:
         In [-1, 1]; None where either has no two different values or a value is not finite.
@@ -103,7 +103,7 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def agreement(change: np.ndarray, reference: np.ndarray) -> analysis.Agreement:
-    """How much one update's probability changes look like another's; both (N,), per token."""
+    """Compare two updates' probability changes; both (N,), per token."""
     if not _is_finite(change, reference):
         return analysis.Agreement()
     size = float(np.abs(reference).mean()) if len(reference) else 0.0
@@ -112,14 +112,14 @@ def agreement(change: np.ndarray, reference: np.ndarray) -> analysis.Agreement:
 
 
 def change_edges(changes: list[np.ndarray]) -> list[float]:
-    """Edges of the bins that all updates' changes are counted in: symmetric about 0, out to the largest change."""
+    """Return the edges of the histograms' bins: symmetric about 0, out to the largest change of all updates."""
     sizes = np.abs(np.concatenate(changes))
     largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
     return np.linspace(-largest, largest, NUM_BINS + 1).tolist() if largest > 0 else [-1e-12, 1e-12]
 
 
 def distribution(change: np.ndarray, advantages: np.ndarray, edges: list[float]) -> analysis.Change | None:
-    """What is kept of many tokens' probability changes, (N,) as their advantages, whose sign they should have."""
+    """Summarize tokens' probability changes, (N,) as their advantages, whose sign they should have."""
     if not len(change):
         return None
     counts = advantages != 0
@@ -134,7 +134,7 @@ def distribution(change: np.ndarray, advantages: np.ndarray, edges: list[float])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """From 0 on; equal values share their mean rank."""
+    """Return ranks from 0 on; equal values share their mean rank."""
     ordered = np.sort(values)
     first, last = (np.searchsorted(ordered, values, side=side) for side in ("left", "right"))
     return (first + last - 1) / 2
@@ -154,11 +154,11 @@ def _correlation(left: np.ndarray, right: np.ndarray) -> float | None:
 
 Sampled = tuple[analysis.SampledToken, ...]
 Changes = dict[str, np.ndarray | None]
-"""By update, how every token's probability changed, float64 (R, T); None where no step was taken."""
+"""Update -> change of every token's probability, float64 (R, T); None where no step was taken."""
 
 
 class QuartileNumbers(TypedDict):
-    """What a rank measured: the same on each but for ``log_probs``."""
+    """A rank's measurements, which differ between ranks in ``log_probs`` alone."""
 
     terms: list[str]
     whole: float  # norm of the whole batch's gradient
@@ -180,9 +180,9 @@ class _Tokens:
     """The batch's tokens, (R, T) each."""
 
     quartile: np.ndarray
-    """``EMPTY`` for what is no response token."""
+    """``EMPTY`` where there is no response token."""
     probability: np.ndarray
-    """Before the update."""
+    """Probabilities before the update."""
     advantage: np.ndarray
     token_id: np.ndarray
 
@@ -194,7 +194,7 @@ class _Tokens:
 def measured(
     ranks: list[QuartileNumbers], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
 ) -> dict[str, Any]:
-    """The fields of :class:`~..record.analysis.QuartileAnalysis` that the workers' numbers make up.
+    """Return the fields of :class:`~..record.analysis.QuartileAnalysis` that come from the workers' numbers.
 
     Args:
         ranks: each rank's numbers.
@@ -292,7 +292,7 @@ def _of(function: Callable[..., Any], values: Sequence[float] | np.ndarray) -> f
 
 
 def _moved(changes: Changes, name: str, tokens: _Tokens) -> analysis.Moved | None:
-    """How the tokens moved in the update of this name; None where no step was taken."""
+    """Return the movement of the tokens in the update of this name; None where no step was taken."""
     change, whole, mask = changes[name], changes["all"], tokens.mask
     if change is None:
         return None
@@ -306,7 +306,7 @@ def _moved(changes: Changes, name: str, tokens: _Tokens) -> analysis.Moved | Non
 
 
 def quartile_metrics(record: analysis.QuartileAnalysis) -> dict[str, float]:
-    """The record's scalars, for any tracker; what is undefined is left out."""
+    """Return the record's scalars, for any tracker; undefined ones are left out."""
     at = "quartile_analysis"
     metrics: dict[str, float | None] = {
         f"{at}/all/norm": record.whole.norm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both analyses on the trainer's side: at the steps that are due they ask the workers, and write the record.
+"""The trainer's side of both analyses: asks the workers at the steps that are due, and writes the record.
 
 ``step_<N>.json`` holds the whole record; the analysis by bucket also writes its group table as CSV and logs it to W&B.
 A failure is logged and counted, and training goes on; after three failures the analysis switches itself off.
@@ -37,7 +37,7 @@ class AnalysisRun:
     """The run that is analysed."""
 
     root: str
-    """Where to write: ``bisect_dump_dir``, absolute."""
+    """Folder to write into: ``bisect_dump_dir``, absolute."""
     seed: int
     trackers: dict[str, Any]
     """verl's open clients by name; filled once they are open."""
@@ -51,21 +51,21 @@ class AnalysisRun:
 
 @dataclass(frozen=True)
 class AnalysisBatch:
-    """A batch of R rows, with advantages, as an analysis sees it; nothing in it is changed."""
+    """A batch of R rows with advantages, which an analysis does not change."""
 
     tensors: Mapping[str, torch.Tensor]
     """(R, T) each: ``response_mask``, ``old_log_probs``, ``advantages``, ``responses``, ``token_level_scores``."""
     uids: Sequence[str]
-    """The prompt's name of each row."""
+    """Name of each row's prompt."""
     filtered: Mapping[str, float] | None
-    """What the rollout filter did, in numbers; None where it did not run."""
+    """Counts of the rollout filter; None where it did not run."""
     ask: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], list[dict[str, Any]]]
     """Have the workers analyse it: (further tensors with R rows, the request) -> each rank's numbers, in the order of
     the rows, filling ones last. A RuntimeError if a rank failed."""
 
 
 class Reporter:
-    """One analysis, at the steps that are due."""
+    """Runs one analysis at the steps that are due."""
 
     name: str  # in the log, of its timing and of its folder
     prefix: str  # of the failures among the metrics
@@ -79,7 +79,7 @@ class Reporter:
         raise NotImplementedError
 
     def is_due(self, global_step: int) -> bool:
-        """Whether a step is one that is analysed."""
+        """Return whether this step is analysed."""
         return (global_step - 1) % self.settings.every == 0
 
     def run(
@@ -117,7 +117,7 @@ class Reporter:
         return True
 
     def _about(self, global_step: int, numbers: Mapping[str, Any], start: float) -> dict[str, Any]:
-        """What both kinds of record hold: run, step, loss and cost, from the first rank's numbers."""
+        """Return the fields of both kinds of record: run, step, loss and cost, from the first rank's numbers."""
         return {
             "run": analysis.TrainingRun(**self.about.names),
             "global_step": global_step,
@@ -188,7 +188,7 @@ class BucketAnalysis(Reporter):
 
 
 class QuartileReporter(Reporter):
-    """Splits the gradient that the batch is about to cause by the tokens' probability."""
+    """Splits the batch's gradient by the tokens' probability."""
 
     name = prefix = "quartile_analysis"
     settings: QuartileSettings

@@ -75,7 +75,7 @@ class AnewMicroBatch:
 
 
 class AnewStep(LoopStep):
-    """Some forwards of a step, of which only whole micro-batches can be run.
+    """Some forwards of a step, to be run again as whole micro-batches.
 
     Args:
         step: that they are of.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training forward as it is kept: its inputs, by reference, to be run again, and what its backward left.
+"""A training forward that can be run again: references to its inputs, and what its backward left.
 
 Shapes: B rows, T positions, H hidden size.
 """

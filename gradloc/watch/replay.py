@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the gradient that the taps give training's own? Asked at a spike, before anything is certified or masked.
+"""Compare the replayed gradient with training's at a spike, before anything is certified or masked.
 
-Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in ways that nobody can
-know. The gradient that is run again says which: parameter by parameter it is training's times one factor and the clips
-that were seen, or it is not.
+Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in any other way. Where the
+replayed gradient, times one factor and the clips that were seen, is not the optimizer's, something else changed it.
 """
 
 import math
@@ -19,18 +18,18 @@ from .clips import Clip, ClipTap
 from .tap_step import TapStep
 
 SAME = {torch.float32: 3e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
-"""Of the norm: two runs of a step differ by less, by the precision of the forward."""
+"""Largest difference of two runs of a step over the norm, by the precision of the forward."""
 _ROUNDING = 1e-3  # relative: a factor that is measured is off by less
-_MOST_NAMES = 3  # parameters named in the sentence
-_MOST_FAULTY = 8  # parameters of a fault
+_MAX_NAMES = 3  # parameters named in the sentence
+_MAX_FAULTY = 8  # parameters of a fault
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
 def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: ClipTap, norm: float) -> None:
     """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
 
-    ``.grad`` is left holding it in the unit in which it was clipped; ``step.backward_factor`` says by what it was
-    scaled, and ``step.objection`` says what does not hold, if anything. All ranks call this together.
+    Afterwards ``.grad`` has the unit in which the gradient was clipped. Sets ``step.backward_factor``, the factor of
+    that, and ``step.objection``, a sentence where the gradients differ. All ranks call this together.
 
     Args:
         step: settled.
@@ -67,7 +66,7 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
 
 
 def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None) -> torch.Tensor:
-    """What the clips multiplied each parameter's gradient with, float64 (num_params,)."""
+    """Return the clips' factor on each parameter's gradient, float64 (num_params,)."""
     found = torch.full((len(space.params),), 1.0 if own is None else own, dtype=torch.float64)
     place = {id(param): index for index, param in enumerate(space.params)}
     for call in clips:
@@ -78,7 +77,7 @@ def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None
 
 @torch.no_grad()
 def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) -> torch.Tensor:
-    """Squared difference per parameter of ``.grad``, times its factor, and another gradient, float64 (num_params,).
+    """Return each parameter's squared difference of ``.grad`` times its factor and ``before``, float64 (num_params,).
 
     The difference itself is summed: from two squares and a product, which cancel, it would be off by as much as it may
     be.
@@ -102,8 +101,8 @@ def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) 
 
 
 def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: torch.Tensor) -> list[int]:
-    """Return the parameters whose gradient the search has no part of: the head's, where dL/dz is not known, and those
-    behind the last hidden state that no head called on it has, such as a value head's behind dropout."""
+    """Return the parameters whose gradient is not searched: the head's, where dL/dz is not known, and those after the
+    last hidden state in no head that was called on it, such as a value head's after dropout."""
     tap, params = step.tap, space.params
     heads = {id(param) for head in tap.heads for param in head.parameters()}
     found = [index for index, param in enumerate(params) if id(param) in heads] if step.form == "hidden" else []
@@ -116,13 +115,13 @@ def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: to
 
 
 def _exact(factor: float) -> float:
-    """The power of two that a measured factor is, as a loss's scale is one; else itself."""
+    """Round a measured factor to the power of two that it is within rounding, as a loss scale is; else return it."""
     power = 2.0 ** round(math.log2(factor)) if factor > 0 else factor
     return power if abs(factor - power) <= _ROUNDING * power else factor
 
 
 def _weighted_median(values: torch.Tensor, weights: torch.Tensor) -> float:
-    """The value in the middle of the weights; 0 without any."""
+    """Return the weighted median; 0 without any weight."""
     if not float(weights.sum()) > 0:
         return 0.0
     order = values.argsort()
@@ -132,7 +131,7 @@ def _weighted_median(values: torch.Tensor, weights: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> float:
-    """The factor from the elements that no clip by value touched."""
+    """Return the factor of the elements that no clip by value changed."""
     sums = torch.zeros(2, dtype=torch.float64)
     for grad, given in zip(space.current(), before, strict=True):
         if grad is not None and given is not None:
@@ -144,7 +143,7 @@ def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> fl
 
 @torch.no_grad()
 def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: float) -> torch.Tensor:
-    """Squared difference per parameter once the same clips were made; ``.grad`` is as it was."""
+    """Return each parameter's squared difference after the same clips; ``.grad`` is restored."""
     kept = space.take()
     space.put([None if grad is None else grad * factor for grad in kept])
     try:
@@ -158,17 +157,17 @@ def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: f
 def _fault(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float, why: str) -> Fault:
     """Return the fault of a gradient that differs: after the backward where a few parameters' gradients do."""
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
-    names = tuple(space.names[index] for index in order[:_MOST_FAULTY])
+    names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
     evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
     at = "undecided" if len(order) > len(space.params) / 2 else "after_backward"
     return Fault(at, "gradient_changed" if at == "after_backward" else None, names, None, evidence, why)
 
 
 def _sentence(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float) -> str:
-    """What does not hold, in which parameters."""
+    """Return a sentence that says how the gradients differ, and in which parameters."""
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
-    names = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MOST_NAMES])
-    more = f" and {len(order) - _MOST_NAMES} more" if len(order) > _MOST_NAMES else ""
+    names = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
+    more = f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
     whole = len(order) > len(space.params) / 2
     why = (
         "its forward gives something else when it is run again, or a part of the loss passes through no hidden state"

@@ -56,7 +56,7 @@ class TrainerWatch(Watch):
         self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
-            self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL tells how many are equal
+            self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL logs the share of equal ones
 
     # ---- the moments of an optimizer step, in order
 

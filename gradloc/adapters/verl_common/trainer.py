@@ -86,7 +86,7 @@ class VerlDriver(Driver):
 
         Args:
             per_row: int (R,), response tokens, in the order in which the rows are dealt out: to ranks in equal runs,
-                each of which is cut into mini-batches in order.
+                each cut into mini-batches in order.
             global_step: the trainer's.
             dp_size: data-parallel ranks.
             stage: of Lopti's.
