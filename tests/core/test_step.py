@@ -6,7 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradloc.core.gradients import GradientSpace
 from gradloc.core.host_step import HostStep, to_host
+from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
 from gradloc.core.step import (
     Details,
     LossReplay,
@@ -16,6 +19,7 @@ from gradloc.core.step import (
     kl_coefficients,
     run_backward,
 )
+from gradloc.fault.reference import following
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 
 M, CPU = 4, torch.device("cpu")
@@ -174,3 +178,26 @@ def test_a_unit_divides_all_coefficients_until_another_is_set():
         for index in range(M):
             pairs = zip(host.coefficients(index), before[index], strict=True)
             assert all(torch.equal(found * unit, own) for found, own in pairs)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_a_step_whose_loss_follows_the_weights_has_training_s_gradient_where_they_have_not_moved(loss_scale):
+    model = build("tiny")
+    step, space = ToyStep(model, random_batch(model), M, loss=Loss(kl=0.1), loss_scale=loss_scale), GradientSpace(model)
+    step.train()
+    trained = space.take()
+    Prober(following(step), space, Ranks()).compute((index, None) for index in range(M))
+    for found, whole in zip(space.take(), trained, strict=True):
+        torch.testing.assert_close(loss_scale * found, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_first_micro_batch_is_kept_alone():
+    model = build("tiny")
+    step, space = ToyStep(model, random_batch(model), M), GradientSpace(model)
+    step.train()
+    gradients = []
+    for each in (step.kept(), step):
+        Prober(each, space, Ranks()).compute([(0, None)])
+        gradients.append(space.take())
+    assert step.kept().num_micro_batches == 1 and step.num_micro_batches == M
+    assert all(torch.equal(kept, first) for kept, first in zip(*gradients, strict=True)), "bit for bit"
