@@ -79,13 +79,13 @@ class AnewStep(LoopStep):
 
     Args:
         step: that they are of.
-        made: the micro-batches.
+        batches: the micro-batches.
         backward_factor: see :class:`~..core.step.TrainingStep`.
     """
 
-    def __init__(self, step: LoopStep, made: Sequence[AnewMicroBatch], backward_factor: float = 1.0):
+    def __init__(self, step: LoopStep, batches: Sequence[AnewMicroBatch], backward_factor: float = 1.0):
         super().__init__(step.tap, step.num_ranks, backward_factor)
-        self.micro_batches = [*made]
+        self.micro_batches = [*batches]
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
         return self.tap.graph(self.micro_batches[micro_batch].forwarded, is_cut=False)
@@ -96,18 +96,18 @@ _UNKNOWN = HeadPull(None, None)
 
 def follow_weights(step: Any) -> AnewStep:
     """Return a settled :class:`.tap_step.TapStep` as one whose loss follows the weights."""
-    made = []
+    batches = []
     for each in step.micro_batches:
         asked = []
         for call in each.forwarded.head_calls:
-            is_known = each.labels is not None and each.found is not None and len(call.head.weight) > SMALL
+            is_known = each.labels is not None and each.fit is not None and len(call.head.weight) > SMALL
             if step.form == "log_probs" and is_known:
                 where = call.place.positions(each.labels.device).reshape(-1)
-                asked.append(HeadPull(each.labels.reshape(-1)[where], each.found.parts[where, :4]))
+                asked.append(HeadPull(each.labels.reshape(-1)[where], each.fit.parts[where, :4]))
             else:
                 asked.append(_UNKNOWN if call.pull is None else HeadPull(None, None, call.pull))
-        made.append(AnewMicroBatch(each.forwarded, asked))
-    return AnewStep(step, made, step.backward_factor)
+        batches.append(AnewMicroBatch(each.forwarded, asked))
+    return AnewStep(step, batches, step.backward_factor)
 
 
 @torch.no_grad()

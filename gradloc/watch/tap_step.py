@@ -61,7 +61,7 @@ class TapMicroBatch:
     """Whether the mask is where the coefficient is not 0."""
     labels: torch.Tensor | None = None
     """(B, T): the token that each position was to predict."""
-    found: Fit | None = None
+    fit: Fit | None = None
     """Of all positions, flat; None until the step is settled."""
     dots: torch.Tensor | None = None
     """<dL/dh, h> of all positions, flat, at training's weights."""
@@ -123,7 +123,7 @@ class TapStep(LoopStep):
 
     @property
     def has_log_probs(self) -> bool:
-        """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
+        """Whether the model returned the log-probs that the loss is batch of, in all micro-batches."""
         return self.form == FORMS[0]
 
     def take(self, forwards: Sequence[Forwarded]) -> None:
@@ -196,20 +196,22 @@ class TapStep(LoopStep):
         return nullcontext()
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
-        made = self.micro_batches[micro_batch]
+        batch = self.micro_batches[micro_batch]
         if self.has_log_probs:
             if torch.is_grad_enabled():
-                given = self.tap.graph(made.forwarded, is_cut=False).given
+                given = self.tap.graph(batch.forwarded, is_cut=False).given
             else:
-                with self.precisely(made.dtype):
-                    given = made.forwarded.run()
+                with self.precisely(batch.dtype):
+                    given = batch.forwarded.run()
             found: Any = returned_log_probs(given)
-            entropy = None if found.entropy is None else found.entropy[:, made.start :]
-            return found._replace(log_prob=found.log_prob[:, made.start :], entropy=entropy)
+            entropy = None if found.entropy is None else found.entropy[:, batch.start :]
+            return found._replace(log_prob=found.log_prob[:, batch.start :], entropy=entropy)
         if torch.is_grad_enabled():
-            return self.tap.graph(made.forwarded)
+            return self.tap.graph(batch.forwarded)
         seen: list[Outputs] = []
-        self.tap.read(made.forwarded, lambda hidden, heads: seen.append(self._read(made, hidden, heads, needs_entropy)))
+        self.tap.read(
+            batch.forwarded, lambda hidden, heads: seen.append(self._read(batch, hidden, heads, needs_entropy))
+        )
         if not seen:
             raise RuntimeError("the forward, run again, came to no hidden state")
         return seen[0]
@@ -248,73 +250,73 @@ class TapStep(LoopStep):
         micro_batches = self.micro_batches
         if self.has_log_probs:
             return
-        for made in micro_batches:
-            made.recorded.rng.restore()
-            self.ranks.run_collective(partial(self.tap.read, made.forwarded, partial(self._recover, made)))
-        founds = [made.found for made in micro_batches if made.found is not None]
-        off = sum(float(found.residual.double().square().sum()) for found in founds)
-        whole = sum(float(made.forwarded.norms.double().square().sum()) for made in micro_batches)
-        has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in founds)
-        unexplained = sum(made.unexplained for made in micro_batches)
+        for batch in micro_batches:
+            batch.recorded.rng.restore()
+            self.ranks.run_collective(partial(self.tap.read, batch.forwarded, partial(self._recover, batch)))
+        known = [batch.fit for batch in micro_batches if batch.fit is not None]
+        off = sum(float(found.residual.double().square().sum()) for found in known)
+        whole = sum(float(batch.forwarded.norms.double().square().sum()) for batch in micro_batches)
+        has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in known)
+        unexplained = sum(batch.unexplained for batch in micro_batches)
         off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
         self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
-        is_labelled = self.ranks.all(all(made.labels is not None for made in micro_batches))
+        is_labelled = self.ranks.all(all(batch.labels is not None for batch in micro_batches))
         most = _NUM_TOLERANCES * fits(micro_batches[0].dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
         is_formed = is_labelled and not self.residual > most
-        pulls, others = (_largest([found.parts[:, part] for found in founds]) for part in (slice(0, 2), slice(2, None)))
+        pulls, others = (_largest([found.parts[:, part] for found in known]) for part in (slice(0, 2), slice(2, None)))
         pulls, others = self.ranks.max([pulls, others])
         is_of_log_probs = is_formed and not (is_kept and others > pulls)  # else a z-loss, say, is the loudest
         self.form = FORMS[1] if is_of_log_probs else FORMS[2] if is_kept else FORMS[3]
-        for made in micro_batches:
-            self.ranks.run_local_synced(partial(self._record, made))
+        for batch in micro_batches:
+            self.ranks.run_local_synced(partial(self._record, batch))
 
-    def _recover(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
+    def _recover(self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Recover them for one micro-batch, inside of its forward, where a sharded head is whole."""
-        self._fit(made, hidden, heads)
-        self._fill_small_heads(made)
-        made.biases = self._biases(made)
-        made.unexplained = self._unexplained(made)
+        self._fit(batch, hidden, heads)
+        self._fill_small_heads(batch)
+        batch.biases = self._biases(batch)
+        batch.unexplained = self._unexplained(batch)
 
-    def _fit(self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
+    def _fit(self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit its dL/dh, and find its labels."""
-        rows, width = made.forwarded.positions
-        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, made.forwarded.pull.to(hidden.device)))
-        made.dots = (h.float() * pulls.float()).sum(-1)
+        rows, width = batch.forwarded.positions
+        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, batch.forwarded.pull.to(hidden.device)))
+        batch.dots = (h.float() * pulls.float()).sum(-1)
         head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
-        tolerance = fits(made.dtype)
+        tolerance = fits(batch.dtype)
         if head is None:
             if further is not None:
                 parts, residual = fit_small(pulls, further, tolerance)
                 nothing = _empty_fit(residual)
-                made.found = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
+                batch.fit = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
             return
         weight, bias = head.weight, getattr(head, "bias", None)
         loudest = pulls.float().norm(dim=-1).nan_to_num().topk(min(_NUM_PROBED, len(pulls))).indices
         least: float | None = None
-        for labels, start in self._labels(made):
+        for labels, start in self._labels(batch):
             flat = labels.reshape(-1)
             trial = fit(h[loudest], weight, bias, flat[loudest], pulls[loudest], tolerance, further=further)
             has_moved = trial.labels != flat[loudest]  # a token that fits is found wherever the given one does not
             left = torch.where(has_moved, pulls[loudest].float().norm(dim=-1), trial.residual)
             off = float(left.nan_to_num().square().sum())
             if least is None or off < _BETTER * least:
-                least, made.labels, made.start = off, labels, start
-        assert made.labels is not None
-        neighbours = torch.stack([made.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
-        made.found = fit(h, weight, bias, made.labels.reshape(-1), pulls, tolerance, neighbours, further)
-        made.labels = made.found.labels.view(rows, width)
+                least, batch.labels, batch.start = off, labels, start
+        assert batch.labels is not None
+        neighbours = torch.stack([batch.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
+        batch.fit = fit(h, weight, bias, batch.labels.reshape(-1), pulls, tolerance, neighbours, further)
+        batch.labels = batch.fit.labels.view(rows, width)
 
-    def _labels(self, made: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:
+    def _labels(self, batch: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:
         """Return what may be the labels of all positions, (B, T), each with the beginning of the loop's window."""
-        forwarded, known = made.forwarded, made.forwarded.known
+        forwarded, known = batch.forwarded, batch.forwarded.known
         rows, width = forwarded.positions
         if "ids" not in known:
             inputs = [each.clamp(min=0) for each in forwarded.ids()]
             found = [labels for each in inputs for labels in (each.roll(-1, 1), each)]
             found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.norms.device)]
-            return [(labels, made.start) for labels in found]
+            return [(labels, batch.start) for labels in found]
         ids, windows = known["ids"].clamp(min=0), []
         for start in _starts(width, ids.shape[1]) if ids.shape[1] != width else [0]:
             labels = ids.new_zeros(rows, width)
@@ -323,59 +325,59 @@ class TapStep(LoopStep):
         return windows
 
     @staticmethod
-    def _fill_small_heads(made: TapMicroBatch) -> None:
+    def _fill_small_heads(batch: TapMicroBatch) -> None:
         """Take dL/dz of heads with few outputs from the fit, where it was not kept."""
-        forwarded, first = made.forwarded, 4
+        forwarded, first = batch.forwarded, 4
         for call in forwarded.head_calls:
             count = len(call.head.weight)  # whole, inside of the forward
-            if count > SMALL or made.found is None or made.found.parts.shape[1] < first + count:
+            if count > SMALL or batch.fit is None or batch.fit.parts.shape[1] < first + count:
                 continue
             if call.pull is None:
-                where = call.place.positions(made.found.parts.device)
-                call.pull = made.found.parts[:, first : first + count][where]
+                where = call.place.positions(batch.fit.parts.device)
+                call.pull = batch.fit.parts[:, first : first + count][where]
             first += count
 
-    def _record(self, made: TapMicroBatch) -> None:
+    def _record(self, batch: TapMicroBatch) -> None:
         """Set a micro-batch's record in the loss's form."""
-        forwarded = made.forwarded
+        forwarded = batch.forwarded
         norms = forwarded.norms.view(-1)
-        found = made.found = _empty_fit(norms) if made.found is None else made.found
-        if "ids" not in forwarded.known and made.labels is not None:
-            made.ids = made.in_window(made.labels.reshape(-1))
-        recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, made))
-        recorded.log_prob = made.in_window(found.potentials.log_prob)
+        found = batch.fit = _empty_fit(norms) if batch.fit is None else batch.fit
+        if "ids" not in forwarded.known and batch.labels is not None:
+            batch.ids = batch.in_window(batch.labels.reshape(-1))
+        recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, batch))
+        recorded.log_prob = batch.in_window(found.potentials.log_prob)
         recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
-            made.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]
-            recorded.log_prob_coefficient = made.in_window(found.parts[:, 0])
+            batch.sizes = rest.abs().sum(-1) if self.has_rest else rest[:, 0]
+            recorded.log_prob_coefficient = batch.in_window(found.parts[:, 0])
             if self.has_rest or bool((rest != 0).any()):
-                recorded.entropy_coefficient = made.in_window(made.sizes)
-            made.on_host |= {"ranks": made.in_window(found.rank).cpu(), "shifted": _shifted(made, found)}
+                recorded.entropy_coefficient = batch.in_window(batch.sizes)
+            batch.on_host |= {"ranks": batch.in_window(found.rank).cpu(), "shifted": _shifted(batch, found)}
         else:
-            made.sizes = norms / self.tap.unit
+            batch.sizes = norms / self.tap.unit
             if self.form == "logits":
-                made.sizes = torch.zeros_like(norms)
+                batch.sizes = torch.zeros_like(norms)
                 for call in forwarded.head_calls:
                     size = call.pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
-                    made.sizes.index_add_(0, call.place.positions(norms.device).reshape(-1), size.reshape(-1))
-            recorded.log_prob_coefficient = made.in_window(made.sizes)
-            dots = made.dots if self.form == "hidden" else made.dots + made.biases
-            recorded.score = made.in_window(dots / made.sizes.clamp(min=_TINY))
+                    batch.sizes.index_add_(0, call.place.positions(norms.device).reshape(-1), size.reshape(-1))
+            recorded.log_prob_coefficient = batch.in_window(batch.sizes)
+            dots = batch.dots if self.form == "hidden" else batch.dots + batch.biases
+            recorded.score = batch.in_window(dots / batch.sizes.clamp(min=_TINY))
         recorded.auxiliary_coefficient = forwarded.auxiliary_coefficient
-        made.recorded = recorded
-        made.on_host.setdefault("typical", made.on_host["coefficient"])
+        batch.recorded = recorded
+        batch.on_host.setdefault("typical", batch.on_host["coefficient"])
         given = forwarded.coefficient if self.form == "log_probs" else None
-        made.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
+        batch.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
     @staticmethod
-    def _unexplained(made: TapMicroBatch) -> float:
+    def _unexplained(batch: TapMicroBatch) -> float:
         """Return :attr:`TapMicroBatch.unexplained`: more than rounding where the loss also uses h without a head."""
-        forwarded = made.forwarded
+        forwarded = batch.forwarded
         if not forwarded.head_calls or any(call.pull is None for call in forwarded.head_calls):
             return math.inf  # not a number is what a gradient that is not finite leaves
-        assert made.dots is not None
-        rest = forwarded.pull.to(made.dots.device, torch.float32, copy=True).reshape(-1, forwarded.pull.shape[-1])
+        assert batch.dots is not None
+        rest = forwarded.pull.to(batch.dots.device, torch.float32, copy=True).reshape(-1, forwarded.pull.shape[-1])
         for call in forwarded.head_calls:
             where, weight = call.place.positions(rest.device).reshape(-1), call.head.weight
             flat = call.pull.reshape(len(where), -1)
@@ -383,11 +385,11 @@ class TapStep(LoopStep):
                 rest.index_add_(0, where[part], mixed(flat[part].float(), weight), alpha=-1.0)
         return float(rest.double().square().sum())
 
-    def _biases(self, made: TapMicroBatch) -> torch.Tensor:
+    def _biases(self, batch: TapMicroBatch) -> torch.Tensor:
         """Return <dL/dz, bias> of each position, flat: the constant by which <dL/dz, z> differs from <dL/dh, h>."""
-        assert made.dots is not None
-        found = torch.zeros_like(made.dots)
-        for call in made.forwarded.head_calls:
+        assert batch.dots is not None
+        found = torch.zeros_like(batch.dots)
+        for call in batch.forwarded.head_calls:
             bias = getattr(call.head, "bias", None)
             if call.pull is not None and bias is not None:
                 where = call.place.positions(found.device).reshape(-1)
@@ -395,10 +397,10 @@ class TapStep(LoopStep):
         return found
 
     def _read(
-        self, made: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module], needs_entropy: bool
+        self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module], needs_entropy: bool
     ) -> Outputs:
         """Return what a search reads at each position at the present weights, float32 (B, T')."""
-        forwarded = made.forwarded
+        forwarded = batch.forwarded
         rows, width = forwarded.positions
         flat = hidden.reshape(rows * width, -1)
         head, small = _split_heads(heads)
@@ -411,51 +413,51 @@ class TapStep(LoopStep):
                 for call in forwarded.head_calls:
                     where = call.place.positions(flat.device).reshape(-1)
                     total.index_add_(0, where, _along(flat[where], call.head, call.pull.reshape(len(where), -1)))
-            return Outputs(made.in_window(total / made.sizes.clamp(min=_TINY)))
+            return Outputs(batch.in_window(total / batch.sizes.clamp(min=_TINY)))
         known = []
-        labels = made.labels.reshape(-1) if made.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
+        labels = batch.labels.reshape(-1) if batch.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
         for part in chunks(len(flat), len(head.weight)):
             logits = precise_linear(flat[part], head.weight, getattr(head, "bias", None))
             known.append(potentials(logits, labels[part].clamp(0, len(head.weight) - 1)))
         joined = Potentials(*(torch.cat(each) for each in zip(*known, strict=True)))
         if needs_entropy or not self.has_rest:
-            return Outputs(made.in_window(joined.log_prob), made.in_window(joined.entropy))
-        parts = made.found.parts
+            return Outputs(batch.in_window(joined.log_prob), batch.in_window(joined.entropy))
+        parts = batch.fit.parts
         rest = sum(parts[:, index] * joined[index] for index in (1, 2, 3))
         if small:
             further = torch.cat([precise_linear(flat, each.weight, each.bias) for each in small], 1)
             rest = rest + (further * parts[:, 4 : 4 + further.shape[1]]).sum(-1)
-        return Outputs(made.in_window(joined.log_prob), made.in_window(rest / made.sizes.clamp(min=_TINY)))
+        return Outputs(batch.in_window(joined.log_prob), batch.in_window(rest / batch.sizes.clamp(min=_TINY)))
 
     # ---- the gradient of a selection
 
-    def _backward(self, made: TapMicroBatch, selected: torch.Tensor | None, graph: Graph, unit: float = 1.0) -> None:
+    def _backward(self, batch: TapMicroBatch, selected: torch.Tensor | None, graph: Graph, unit: float = 1.0) -> None:
         """Add the selected positions' part of the gradient to ``.grad``."""
-        forwarded, keep = made.forwarded, None
+        forwarded, keep = batch.forwarded, None
         if selected is not None:
             keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.norms.device)
-            keep[:, made.window] = selected
+            keep[:, batch.window] = selected
         roots, grads = [graph.hidden], [_select(keep, forwarded.pull.to(graph.hidden.device), unit)]
         for output, call in zip(graph.heads, forwarded.head_calls, strict=True):
             if not output.requires_grad or self.form == "hidden":
                 continue
             positions = call.place.positions(output.device)
-            pull = self._head_pull(made, output, positions) if call.pull is None else call.pull
+            pull = self._head_pull(batch, output, positions) if call.pull is None else call.pull
             if pull is not None:
                 roots.append(output)
                 grads.append(_select(None if keep is None else keep.view(-1)[positions], pull.to(output.dtype), unit))
         auxiliary = forwarded.auxiliary_coefficient
         graph.backward(roots, grads, None if auxiliary is None else auxiliary / unit)
 
-    def _head_pull(self, made: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def _head_pull(self, batch: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return dL/dz from the parts of the loss; None where it has not that form."""
-        if self.form != "log_probs" or made.labels is None or made.found is None:
+        if self.form != "log_probs" or batch.labels is None or batch.fit is None:
             return None
         rows = output.detach().reshape(-1, output.shape[-1])
         where, out = positions.reshape(-1), torch.empty_like(rows)
         for part in chunks(len(rows), rows.shape[-1]):
-            labels = made.labels.reshape(-1)[where[part]].clamp(0, rows.shape[-1] - 1)
-            out[part] = logit_gradient(rows[part], labels, made.found.parts[where[part]]).to(out.dtype)
+            labels = batch.labels.reshape(-1)[where[part]].clamp(0, rows.shape[-1] - 1)
+            out[part] = logit_gradient(rows[part], labels, batch.fit.parts[where[part]]).to(out.dtype)
         return out.view_as(output)
 
     # ---- what the driver reads
@@ -557,10 +559,10 @@ def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _shifted(made: TapMicroBatch, found: Fit) -> torch.Tensor:
+def _shifted(batch: TapMicroBatch, found: Fit) -> torch.Tensor:
     """Return log-probs (B, T') of the labels moved by one, in each row's likelier direction; on the host."""
-    moved = [made.in_window(values) for values in found.neighbours.unbind(-1)]
-    sums = [(values * made.mask).sum(1) for values in moved]
+    moved = [batch.in_window(values) for values in found.neighbours.unbind(-1)]
+    sums = [(values * batch.mask).sum(1) for values in moved]
     return torch.where((sums[0] > sums[1]).unsqueeze(1), *moved).cpu()
 
 
