@@ -121,7 +121,7 @@ def test_a_run_that_was_resumed_is_judged_with_what_its_later_values_replaced(ru
 def test_the_runs_own_monitor_may_have_had_other_thresholds(run_of, shown):
     rows = [(step, {**healthy(step), "health/state": int(step == 4)}) for step in range(1, 21)]
     out = shown("health", run_of(rows))
-    assert "The run's own monitor judged 1 of 20 steps differently (first: step 4)" in out
+    assert "The run's own monitor judged 1 of 20 steps differently, first step 4" in out
 
 
 def test_a_long_run_has_a_short_strip_in_which_no_danger_is_lost(run_of, shown):

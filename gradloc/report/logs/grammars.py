@@ -483,7 +483,9 @@ class Labelled(Grammar):
                     ((epoch - base) * length + place, values)
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
                 ]
-                said = f"The lines say epoch and batch: steps were counted, {length:,} an epoch, from epoch {base} on."
+                said = (
+                    f"The lines give epoch and batch: steps were counted, {length:,} for each epoch from epoch {base}."
+                )
         return said
 
     @property

@@ -135,20 +135,20 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
     if best is labelled and is_out_of_order:
         raise ReportError(
-            f"{source.name} says epoch and batch, not the step, and batches go back within an epoch: steps cannot "
-            "be counted: log the step, or of one epoch, --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
+            f"{source.name} gives epoch and batch, not the step, and batches go back within an epoch, so steps cannot "
+            "be counted. Log the step, or read one epoch by --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
         )
     if best.is_mixed:
         raise ReportError(
-            f"{source.name} has headlines with steps and the values below, and headlines are missing or lines are out "
-            "of order, so that a step would be wrong: name the file that one process wrote."
+            f"{source.name} has its steps in headlines and the values below them. Headlines are missing or out of order, "
+            "so values would get a wrong step: name the file that one process wrote."
         )
     num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
     num_read += sum(grammar.num_drawn for grammar in grammars)
     if num_read < num_seen / 2 and num_seen > 8:
         raise ReportError(
-            f"{source.name} prints {num_seen:,} gradient norms, of which {num_read:,} can be read: their lines have a "
-            "form that is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
+            f"{source.name} prints {num_seen:,} gradient norms, and only {num_read:,} can be read: the form of their "
+            "lines is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
         )
     skips = skipped.found_in(best)
     if not any(best.rows.values()):
@@ -254,13 +254,13 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     notes = list(source.notes)
     if best.is_counted:
         notes.append(
-            f"The lines of {source.name} do not say their step: it was counted, one for each line that was read."
+            f"The lines of {source.name} do not give their step: it was counted, one for each line that was read."
         )
     for other in grammars:
         if other is not best and other.num_norms:
             notes.append(
-                f"{source.name} also holds {plural(other.num_norms, 'row')} with a gradient norm of another kind "
-                f"({other.title}); {best.title} has more and was read."
+                f"{source.name} also has {plural(other.num_norms, 'row')} with a gradient norm in another form "
+                f"({other.title}), which were not read: {best.title} has more."
             )
     if isinstance(best, Json) and num_bad == 1 and not source.ends_whole:
         notes.append(f"The last line of {source.name} is cut off and was left out.")

@@ -231,8 +231,8 @@ def _count_through_epochs(recording: Recording) -> None:
                     if len({step for step, _ in pairs}) < len(pairs):
                         recording.is_counted = True
                         recording.notes.append(
-                            f"The steps of {recording.source} begin anew in each epoch, some out of order: they "
-                            "are places in an epoch, which were not counted on."
+                            f"The steps in {recording.source} start again in each epoch, some out of order: they are "
+                            "steps of an epoch, not of the run."
                         )
                     return
                 apart = last - known[-2][0] if len(known) > 1 else 1
@@ -243,7 +243,7 @@ def _count_through_epochs(recording: Recording) -> None:
         made.append((step + offset, values))
     if any(offsets.values()):
         recording.rows, recording.is_counted = made, True
-        recording.notes.append(f"The steps of {recording.source} begin anew in each epoch: they were counted on.")
+        recording.notes.append(f"The steps in {recording.source} start again in each epoch: they were added up.")
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:
@@ -302,7 +302,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
         )
     if num_same:
         verb = "repeats" if num_same == 1 else "repeat"
-        notes.append(f"{plural(num_same, 'row')} of {source} {verb} what the same step had logged.")
+        notes.append(f"{plural(num_same, 'row')} of {source} {verb} an earlier row of the same step.")
     return [part.rows for part in parts], notes
 
 

@@ -83,7 +83,7 @@ class Source:
         return b"\n" in end or b"\r" in end
 
     def note_one_metric(self) -> None:
-        self.notes.append(f"{self.name} does not name its one metric: it was taken for the gradient norm.")
+        self.notes.append(f"{self.name} has one metric without a name: it was read as the gradient norm.")
 
 
 def _cut(name: str, why: object) -> str:

@@ -159,7 +159,9 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
     if any(name.startswith("gradloc/") for name in run.metrics.series):
-        tokens = "Which tokens: in the events that GradLoc wrote; name the folder that gradloc.dump_dir named."
+        tokens = (
+            "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
+        )
     else:
         tokens = "A log cannot show which tokens did it: train with GradLoc on."
     made.sentences.append(tokens)
@@ -185,7 +187,7 @@ def _unseen(run: LoggedRun) -> list[str]:
     apart = interval(run.metrics)
     if apart < 2:
         return []
-    return [f"Only one step in {apart} is logged: a spike between them would not be seen."]
+    return [f"Only one step in {apart} is logged: a spike in the others would not be seen."]
 
 
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
@@ -220,7 +222,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")
-        return [f"The log has {count}, and the trigger's rule learns from the first {warmup}: {reported}."]
+        return [f"The log has {count}, and the trigger's rule needs {warmup} to learn from: {reported}."]
     return [f"In the first {len(silent)} steps, {reported}."]
 
 
@@ -349,7 +351,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     """Whether to go back and where to, and the line that does it."""
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
-    earlier = " It began before this log does." if is_first and begin == "late" else ""
+    earlier = " It began before this log." if is_first and begin == "late" else ""
     if is_sound and worst.kind == "lost":
         return (
             f"No need to go back: such steps were most likely skipped, as fp16's scaler does.{earlier} While each is "

@@ -188,9 +188,8 @@ def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:
     if not others:
         return []
     return [
-        f"The run's own monitor judged {len(others)} of {len(known)} steps differently (first: "
-        f"step {others[0]}): it had other thresholds or another clip limit, which --set and "
-        "--grad-clip can name here."
+        f"The run's own monitor judged {len(others)} of {len(known)} steps differently, first step {others[0]}: it "
+        "had other thresholds or another clip limit. Set the same ones here with --set and --grad-clip."
     ]
 
 

@@ -181,7 +181,7 @@ def _reported(run: LoggedRun) -> Sign | None:
 def _repeats(title: str, begin: str) -> str:
     """What to do where something is so from a log's first row on."""
     if begin == "late":
-        return "It began before this log does: look at the part before, and for a checkpoint from then."
+        return "It began before this log: look at the earlier log, and for a checkpoint from before it began."
     what = (
         "precision, learning rate, and the first batch's data and labels"
         if title == "loss"
@@ -220,7 +220,7 @@ def _skipped(run: LoggedRun) -> Sign | None:
         if not count:
             sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
         if not is_end and count < 3:
-            advice = "A few are how the scaler finds its scale: nothing to do, unless they go on."
+            advice = "A few are normal while the scaler finds its scale."
         else:
             advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
         is_fault = is_end or count >= 3 or not run.metrics.norms

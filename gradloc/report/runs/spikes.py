@@ -57,10 +57,10 @@ def missing_norm(metrics: Metrics, name: str) -> str:
         return ""
     known = [own for own in metrics.own_names if is_norm(own)]
     if known:
-        return f"{name} has several gradient norms: name one with --metric; there is {listed(known)}."
+        return f"{name} has several gradient norms. Name one with --metric: {listed(known)}."
     return (
-        f"{name} has no gradient norm ({MEAN}, grad_norm or the like): if one of its metrics is one, name it with "
-        f"--metric; there is {listed(metrics.own_names)}."
+        f"{name} has no gradient norm, such as grad_norm. If one of its metrics is one, name it with --metric: "
+        f"{listed(metrics.own_names)}."
     )
 
 
@@ -105,8 +105,8 @@ KINDS = {
     "collapse": "a spike, and the run did not recover",
     "level": "a new level",
     "growth": "growth",
-    "lost": "not finite from there on",
-    "end": "the log ends there",
+    "lost": "not finite to the end of the log",
+    "end": "the log ends at the spike",
     "start": "the first steps",
     "clipped": "clipped before logging",
     "zero": "zero norms",
@@ -275,7 +275,7 @@ def ceiling(steps: Sequence[Judged]) -> str:
     verb = "is" if len(at_it) == 1 else "are"
     return (
         f"The norms look clipped before they were logged: {where} {verb} at {number(limit, 3)} and none is above it, "
-        "so spikes cannot be told apart. Log the norm that clipping returns, which is the one before it."
+        "so spikes do not show. Log the norm that clipping returns: it is the one before clipping."
     )
 
 
@@ -294,7 +294,7 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
         return ""
     return (
         f"The gradient norm is 0 from step {steps[-count].step} on, to the end of the log ({plural(count, 'step')}): "
-        "nothing is learned there. Advantages that are all 0, or a mask that is empty, do that."
+        "nothing is learned in them. Advantages that are all 0 or an empty mask may be the cause."
     )
 
 
