@@ -140,7 +140,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         )
     if best.is_mixed:
         raise ReportError(
-            f"{source.name} has its steps in headlines and the values below them. Headlines are missing or out of order, "
+            f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "
             "so values would get a wrong step: name the file that one process wrote."
         )
     num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
