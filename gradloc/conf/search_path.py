@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells Hydra where ``+gradloc=observe`` and its like are; the wheel has this file as ``hydra_plugins/gradloc.py``."""
+"""Hydra's search path for ``+gradloc=observe`` and the other presets; ``hydra_plugins/gradloc.py`` in the wheel."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,13 +9,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 def _folder(package: str) -> str:
-    """Where a package is; found without importing it, since most runs of Hydra have nothing to do with it."""
+    """Find a package's folder without importing it, since few runs of Hydra use it; "" without the package."""
     spec = find_spec(package)
     return next(iter(spec.submodule_search_locations), "") if spec and spec.submodule_search_locations else ""
 
 
 class GradLocSearchPath(SearchPathPlugin):
-    """Behind verl's own folders, so that a config of the user's own goes first."""
+    """Adds the package's folders after verl's own, so that a user's config comes first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         is_patched = Path(_folder("verl"), "utils", "gradloc_seam.py").is_file()

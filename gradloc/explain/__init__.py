@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sentence and number as people read it, once: console, page, trackers and record share it. No torch."""
+"""The sentences and numbers that console, page, trackers and record share. No torch."""

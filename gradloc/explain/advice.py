@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do about a spike, as config lines for the trainer that ran: the table ``actions.ini``, which console,
-page, health and docs share.
+"""Actions against a spike, from the table ``actions.ini``, as config lines for the trainer that made the run.
 
-A test composes every line with that verl's own config, and checks that it changes a setting that verl reads.
+Console, page, health and docs share them. A test composes every line with that verl's own config and checks that it
+changes a setting that verl reads.
 """
 
 import json
@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 VERLS = ("0.7", "0.9")
-"""The verls that there are lines for."""
+"""Versions of verl that the table has lines for."""
 CHECKPOINT = "CHECKPOINTS/global_step_N"
-"""In a line, where the run's own checkpoint is not known."""
+"""Placeholder in a line where the run's own checkpoint is not known."""
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _GRADLOC = f"{_ACTOR}.gradloc"
 _OTHERS = ("0.9:", "trl:", "loop:")
 
 
 Settings = Mapping[str, Any]
-"""Values by a trainer's key: text as a config has it, or blocks of such."""
+"""Values by a trainer's key: text as in a config, or blocks of settings."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What to write to take an action, and the settings that it consists of; none where it is code."""
+    """One way to take an action: the line to write, and its settings; none where the line is code."""
 
     line: str
     settings: Settings = field(default_factory=dict)
@@ -38,22 +38,22 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do."""
+    """One action, for every trainer."""
 
     do: str
     """A sentence."""
     cells: Mapping[str, "Settings | str"]
-    """Settings of verl 0.7 by an empty name; others, or code, for ``0.9``, ``trl`` and ``loop`` where theirs differ."""
+    """Settings by trainer: ``""`` for verl 0.7, and ``0.9``, ``trl`` and ``loop`` where theirs differ, or code."""
     is_of_rewards: bool = False
-    """Whether it is a setting of the loss on rewards, which does nothing where distillation is the whole loss."""
+    """Whether it sets the loss on rewards, so that it does nothing where distillation is the whole loss."""
 
     def settings(self, verl: str) -> Settings:
-        """Return the settings for one of :data:`VERLS`; empty where it has none."""
+        """Return the settings for a version in :data:`VERLS`; empty where it has none."""
         found = self.cells.get(verl, self.cells.get("", {}))
         return found if isinstance(found, Mapping) else {}
 
     def line(self, verl: str) -> str:
-        """Return them as Hydra's overrides."""
+        """Return the settings as Hydra's overrides."""
         return _overrides(self.settings(verl))
 
 
@@ -62,7 +62,7 @@ def _overrides(settings: Settings) -> str:
 
 
 def read_table(name: str) -> dict[str, Mapping[str, str]]:
-    """The sections of a table beside this file, without the names that its texts share."""
+    """Read a table in this folder: its sections, without the shared texts of the default section."""
     parser = ConfigParser(interpolation=ExtendedInterpolation())
     parser.read_string((Path(__file__).parent / name).read_text(encoding="utf-8"), name)
     shared = parser.defaults()
@@ -91,11 +91,11 @@ ACTIONS = {
     for title, rows in read_table("actions.ini").items()
     for name, row in rows.items()
 }
-"""By a name of our own, which the other tables here use."""
+"""The actions by name; the other tables refer to them by it."""
 
 
 def verl_of(trainer: str | None) -> str | None:
-    """Which of :data:`VERLS` a record's trainer is.
+    """Return the version in :data:`VERLS` of a record's trainer; None for another trainer.
 
     >>> [verl_of(trainer) for trainer in ("verl 0.9.1", "verl 0.10.0.dev0", "verl 0.7.0", "trl 1.16.0", None)]
     ['0.9', '0.9', '0.7', None, None]
@@ -107,22 +107,22 @@ def verl_of(trainer: str | None) -> str | None:
 
 
 _BEYOND = {"longer": 2.0, "more_rollouts": 2.0, "smaller_steps": 0.5, "clip": 0.5, "clip_less": 2.0, "cooler": 0.8}
-"""Actions that go on from what the run has: where the table's value is no further, so many times the run's own."""
+"""Actions that scale a setting of the run by this factor, where the table's value would not go beyond it."""
 _ONE_WAY = ("warmer", "warm_up", "clip_higher")
-"""Those that are done where the run's own value is as high already."""
+"""Actions that are done where the run's own value is at least as high already."""
 
 
 def options_of(name: str, trainer: str | None, own: Settings | None = None) -> dict[str, Option]:
-    """Return how an action is taken on the trainer that made the run; empty where it cannot be, or is already.
+    """Return the options to take an action on the trainer that made the run; empty where it has none or needs none.
 
     Args:
         name: of the action.
         trainer: as a record names it.
-        own: the run's own settings, by verl's dotted names, as far as they are known.
+        own: the run's own settings by verl's dotted names, as far as they are known.
 
     Returns:
-        The option, by an empty name. Where the record does not say which verl made it and they differ, both, by their
-        verls' names.
+        The option under an empty name; both versions' under their names where the record does not say which verl made
+        it and they differ.
     """
     action, verl = ACTIONS[name], verl_of(trainer)
     by_verl = {verl: _beyond(name, action.settings(verl), own or {}) for verl in VERLS}
@@ -140,18 +140,17 @@ def options_of(name: str, trainer: str | None, own: Settings | None = None) -> d
 
 
 def lines_of(name: str, trainer: str | None, own: Settings | None = None) -> dict[str, str]:
-    """Return what to write, as :func:`options_of` names it."""
+    """Return the lines of an action's options, by the same names as :func:`options_of`."""
     return {label: option.line for label, option in options_of(name, trainer, own).items()}
 
 
 def replay_line(bundle: str) -> str:
-    """The command that runs an event's search again on one machine, whatever trainer made the run; ``bundle`` is the
-    event's folder, quoted for a shell."""
+    """Return the command that replays an event's search; ``bundle`` is its folder, quoted for a shell."""
     return f"python -m gradloc.replay {bundle} --model MODEL_PATH"
 
 
 def _beyond(name: str, settings: Settings, own: Settings) -> Settings:
-    """The settings with values beyond the run's own; empty where the run has all of them already.
+    """Move the settings' values beyond the run's own; empty where the run has all of them already.
 
     >>> _beyond("longer", {"data.max_response_length": "4096"}, {"data.max_response_length": 4096})
     {'data.max_response_length': '8192'}
@@ -172,14 +171,14 @@ def _beyond(name: str, settings: Settings, own: Settings) -> Settings:
 
 
 def in_verls_names(settings: Mapping[str, Any], trainer: str | None) -> dict[str, Any]:
-    """A run's settings by verl's dotted names, those of TRL that there are names for translated."""
+    """Return a run's settings by verl's dotted names; of TRL's those that have one."""
     if not is_trl(trainer):
         return dict(settings)
     return {name: settings[own] for name, own in _IN_TRL.items() if own in settings}
 
 
 def sampling_cut(settings: Mapping[str, Any], trainer: str | None) -> str:
-    """What a cut of the sampling does to importance ratios, where a run's settings have one; else empty."""
+    """Explain how a run's top_p, top_k or min_p biases importance ratios; empty where it samples without a cut."""
     prefix = "" if is_trl(trainer) else f"{_ROLLOUT}."
     if is_trl(trainer) and "num_generations" not in settings:
         return ""
@@ -201,9 +200,9 @@ def sampling_cut(settings: Mapping[str, Any], trainer: str | None) -> str:
 def actions_of(
     names: Iterable[str], trainer: str | None = None, settings: Mapping[str, Any] | None = None
 ) -> list[tuple[str, str]]:
-    """Pairs of what to do and its config line; a verl that a line is for stands in brackets where that matters.
+    """Return pairs of an action's sentence and its config line, without actions that the run has taken already.
 
-    For a trainer of which there are no lines they are empty. What the run has on already is left out.
+    A sentence names the version of verl in brackets where lines differ. Lines are empty for a trainer that has none.
     """
     if _is_other(trainer):
         theirs = (name for name in names if not any(_GRADLOC in key for key in ACTIONS[name].settings("0.7")))
@@ -230,7 +229,7 @@ def supervised(names: Iterable[str]) -> list[str]:
 
 
 def in_force(settings: Settings, actor: Mapping[str, Any]) -> bool:
-    """Whether a run's ``actor_rollout_ref.actor`` has all settings of verl already; False where it is not known."""
+    """Return whether a run's ``actor_rollout_ref.actor`` has all these settings; False where it is not known."""
     return all(_is_set(key, wanted, actor) for key, wanted in settings.items())
 
 
@@ -247,11 +246,11 @@ def _is_set(key: str, wanted: str, actor: Mapping[str, Any]) -> bool:
 # ---- a loop's lines
 
 LOOP = "loop"
-"""The trainer of a loop of one's own, in a record."""
+"""Name in a record for a user's own training loop."""
 
 
 def _is_other(trainer: str | None) -> bool:
-    """Whether it is a trainer that there are no lines for.
+    """Return whether the table has no lines for a trainer.
 
     >>> [_is_other(trainer) for trainer in ("mine 1.0", "verl 0.9.1", "trl 1.16.0", LOOP, None)]
     [True, False, False, False, False]
@@ -260,7 +259,7 @@ def _is_other(trainer: str | None) -> bool:
 
 
 def _in_loop(settings: Settings) -> Option | None:
-    """Settings of ours as ``gradloc.Watch`` takes them; None where one is the trainer's.
+    """Return GradLoc's settings as arguments of ``gradloc.Watch``; None where one is the trainer's.
 
     >>> _in_loop({"actor_rollout_ref.actor.gradloc.search.max_steps": "8"}).line
     'Watch(..., search={"max_steps": 8})'
@@ -292,11 +291,11 @@ _IN_TRL = {
 }
 """TRL's names of the same settings, with the same values."""
 _BLOCKS_IN_TRL = ("action", "evidence", "search", "trigger")
-"""Blocks of our own settings that TRL's trainers take; the stabilizers and the critic are verl's."""
+"""Blocks of GradLoc's settings that TRL's trainers take; the stabilizers and the critic need verl."""
 
 
 def is_trl(trainer: str | None) -> bool:
-    """Whether a record's trainer is TRL."""
+    """Return whether a record's trainer is TRL."""
     return (trainer or "").startswith("trl")
 
 
@@ -308,7 +307,7 @@ def _on_trl(cell: Settings | str | None, by_verl: Mapping[str, Settings]) -> Opt
 
 
 def in_trl(settings: Settings) -> Settings | None:
-    """Settings of verl as TRL's; None where it lacks one of them.
+    """Translate verl's settings to TRL's; None where TRL lacks one of them.
 
     >>> in_trl({"actor_rollout_ref.actor.grad_clip": "0.5"})
     {'max_grad_norm': '0.5'}
@@ -325,13 +324,13 @@ def in_trl(settings: Settings) -> Settings | None:
 
 
 def _own(key: str, value: str) -> dict[str, dict[str, str]] | None:
-    """A setting of ours in its block; None where it is the trainer's."""
+    """Return a GradLoc setting within its block; None for a setting of the trainer's."""
     block, _, name = key.removeprefix(f"{_GRADLOC}.").partition(".")
     return {block: {name: value}} if key.startswith(f"{_GRADLOC}.") and block in _BLOCKS_IN_TRL else None
 
 
 def _arguments(settings: Settings) -> str:
-    """Settings as arguments of a Python call."""
+    """Return settings as arguments of a Python call."""
     return ", ".join(f"{key}={_python(value)}" for key, value in settings.items())
 
 
@@ -343,7 +342,7 @@ def _python(value: Any) -> str:
 
 
 def parsed(value: str) -> Any:
-    """An override's value: a number, true, false or null, else its text."""
+    """Parse an override's value: a number, true, false or null, else its text."""
     try:
         return json.loads(value)
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did it hurt: yes, no, or not yet known, from what a run's metrics did after a step against before. Pure.
+"""Whether a spike hurt the run, judged by its metrics before and after the step. Pure.
 
 A metric is worse where its median after the step is off its median before by three times its own spread, and by a
 size that matters. Medians, so that another spike nearby does not decide.
@@ -16,12 +16,12 @@ from .story import step_cause
 from .text import listed, plural
 
 BEFORE, AFTER = 20, 10
-"""Steps around the event that are compared."""
+"""Steps compared on either side of the event."""
 _LEAST = 3
-"""Steps on either side that are too few to say."""
+"""Fewest steps on either side that allow a verdict."""
 _SPREADS = 3.0
 _MAD = 1.4826
-"""Times the median absolute deviation is a standard deviation of normal noise."""
+"""Standard deviation of normal noise over its median absolute deviation."""
 
 Series = Callable[[str], Sequence[tuple[int, float]]]
 """The steps and values of a metric, those that are finite; empty where the run has none of that name."""
@@ -32,11 +32,11 @@ _METRICS = {
     "entropy": ("actor/entropy", "actor/entropy_loss"),
     "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
 }
-"""What an update can hurt: of each the first metric that the run has."""
+"""Metrics that an update can hurt; the first name that the run logs counts."""
 _MULTIPLES = {"norm": (0.0, 3.0), "entropy": (0.5, 2.0), "KL": (0.0, 3.0)}
-"""What each may fall to and rise to, as a multiple of before."""
+"""Smallest and largest healthy multiple of the value before."""
 _REWARD_FALL = 0.1
-"""The same of the reward, as a part of its size: it may be negative."""
+"""Largest healthy fall of the reward, as a share of its size, since a reward may be negative."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Aftermath:
     points: tuple[tuple[int, float], ...]
     """Steps and values, the event's own step included."""
     before: float
-    """Medians."""
+    """Median before the event."""
     after: float | None
-    """None where there are too few steps yet."""
+    """Median after the event; None where there are too few steps yet."""
     is_worse: bool
 
 
 @dataclass(frozen=True)
 class Impact:
-    """The answer and what it rests on."""
+    """Whether the spike hurt, and the grounds."""
 
     answer: str
     """``yes``, ``no`` or ``not yet known``."""
@@ -65,7 +65,7 @@ class Impact:
 
 
 def impact_of(event: Event, series: Series) -> Impact:
-    """Answer for one event from its run's metrics."""
+    """Judge from its run's metrics whether an event hurt."""
     step, norm, cause = event.step.global_step, event.trigger.grad_norm, step_cause(event)
     around = (_part(title, series, step, event.model or "actor") for title in _METRICS)
     parts = tuple(part for part in around if part)
@@ -92,7 +92,7 @@ def impact_of(event: Event, series: Series) -> Impact:
 
 
 def _part(title: str, series: Series, step: int, model: str) -> Aftermath | None:
-    """None where too little is known of before."""
+    """Compare one metric before and after; None where it has too few values before the event."""
     values = next((found for name in _METRICS[title] if (found := series(name.format(model=model)))), ())
     near = tuple((at, value) for at, value in values if step - BEFORE <= at <= step + AFTER)
     before, after = [value for at, value in near if at < step], [value for at, value in near if at > step]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of causes, ``causes.ini``, and which of them makes a token's gradient large, from its numbers. Pure.
+"""Classifies why a token's gradient is large; the causes are in the table ``causes.ini``. Pure.
 
 A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
 correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own
 coefficients. Each factor is compared with what is typical in the batch; the one that is furthest above is the cause,
 unless the entropy term outweighs them all. A critic's gradient has two factors: how far the value is from the return,
-and the value's own gradient. Under distillation, how far the teacher's log-prob is stands where the advantage stands,
-and in a loop without advantages the token's weight in the loss does; there :mod:`.documents` asks the document, too.
+and the value's own gradient. Under distillation the distance to the teacher's log-prob replaces the advantage. In a
+loop without advantages the token's weight in the loss does, and :mod:`.documents` looks at the whole document as well.
 
 If no sampling can have given the log-prob that came with the rollout, every factor that rests on a log-prob is an
 effect: the token was inserted or retokenized, or the row's log-probs are shifted.
@@ -24,7 +24,7 @@ from .documents import Document, cause_in
 
 @dataclass(frozen=True)
 class CauseInfo:
-    """A section of the table: a cause, or a special case of some. The table's head says what its keys are."""
+    """A section of the table: a cause, or a special case. The head of the table documents its keys."""
 
     label: str
     title: str = ""
@@ -45,12 +45,14 @@ class CauseInfo:
 
     @property
     def seen(self) -> str:
-        """What is seen, as the docs say it."""
+        """Return the symptom as the docs name it."""
         return self.title or self.label
 
     def advice(self, trainer: str | None, strategy: str = "", is_distilled: bool = False) -> list[tuple[str, str]]:
-        """Pairs of what to do and its config line, for a run of this trainer and a search by this strategy;
-        ``is_distilled``: without what is about rewards."""
+        """Return pairs of an action and its config line for this trainer and search strategy.
+
+        With ``is_distilled``, actions on the loss on rewards are left out.
+        """
         more = "more_probes" if strategy == "bisect" else "more_steps"  # bisection alone counts probes
         names = [name for name in self.do if not is_distilled or not ACTIONS[name].is_of_rewards]
         return actions_of([more if name == "more_steps" else name for name in names], trainer)
@@ -67,20 +69,20 @@ def _meaning(label: str, row: Mapping[str, str]) -> CauseInfo:
 
 _TABLE = [_meaning(label, row) for label, row in read_table("causes.ini").items()]
 CAUSE_INFO = {meaning.label: meaning for meaning in _TABLE if meaning.title}
-"""Of causes, by their labels."""
+"""Causes by label."""
 RULES = tuple(meaning for meaning in _TABLE if meaning.why)
-"""What to do, in the order in which they are asked."""
+"""Rules of what to do; the first that applies counts."""
 
 
 def cause_info(label: str) -> CauseInfo:
-    """What a cause means; of an unknown label, what is said when nothing stands out."""
+    """Look a cause up; an unknown label counts as ``unknown``."""
     return CAUSE_INFO.get(label, CAUSE_INFO["unknown"])
 
 
 # ---- which cause it is
 
 NOTABLE = 3.0
-"""A factor under three times its typical value explains nothing."""
+"""Least multiple of its typical value at which a factor explains a gradient."""
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
 _UNSCALED = 10.0
 """An advantage beyond this has a reward's unit: GRPO's are at most (n - 1) / sqrt(n), which is 8 for a group of 64."""
@@ -88,7 +90,7 @@ _LEADS = 3.0  # the entropy term carries what has this many times the log-prob's
 _UNLIKELY = 0.01  # STAPO's bound on the probability
 _TINY = 1e-30
 APART = math.log(3.0)
-"""Two log-probs of one token that differ by more disagree."""
+"""Largest difference of two log-probs of a token that agree, nats."""
 _FAR = 5.0  # nats between trainer and engine that a sampled token does not have,
 _MANY = 20.0  # nor one of an engine that is usually a twentieth as far off
 _EXCLUDED = -20.0  # no sampling draws a token of 2e-9
@@ -98,11 +100,11 @@ _EFFECTS_OF_LOG_PROBS = (
     *("token_mismatch", "sequence_mismatch", "is_weight", "low_probability", "spurious_token", "large_jacobian"),
     *("teacher_gap", "non_finite", "unknown"),
 )
-"""What a wrong log-prob of the rollout looks like; beside an extreme advantage it is no cause."""
+"""Causes that a bad rollout log-prob can mimic."""
 _LABELS = {meaning.factor: label for label, meaning in reversed(CAUSE_INFO.items())}
-"""By the factor of the gradient that is furthest above typical."""
+"""Causes by the factor of the gradient that is furthest above typical."""
 GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
-"""Estimators of an advantage from a group's rewards, and what they are called."""
+"""Estimators that take an advantage from a group's rewards, with their names in sentences."""
 
 
 def classify(
@@ -197,7 +199,7 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
 
 
 def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None]) -> str:
-    """The cause that the factor furthest above typical stands for; adds to the numbers what decided it."""
+    """Return the cause of the factor furthest above typical; add to ``numbers`` what decided it."""
     name = max(excess, key=lambda name: excess[name])
     if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:
         numbers["layer_spread"] = batch.layer_spread
@@ -216,8 +218,8 @@ def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], n
 
 
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
-    """STAPO's three signs of a token that is rewarded by accident (arXiv 2602.15620): an unlikely token where the model
-    was sure of another, in a response that was rewarded."""
+    """Return whether a token was rewarded by accident, by STAPO's three signs (arXiv 2602.15620): it is unlikely, the
+    model was sure of another, and the response was rewarded."""
     log_prob, entropy = culprit.at("log_prob"), culprit.at("entropy")
     if log_prob is None or entropy is None or batch.low_entropy is None:
         return False
@@ -226,7 +228,7 @@ def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
 
 
 def _are_finite(*values: float | None) -> bool:
-    """Whether all that are known are."""
+    """Return whether all known values are finite."""
     return all(math.isfinite(value) for value in values if value is not None)
 
 
@@ -237,7 +239,7 @@ def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None
 
 
 def _over(value: float | None, typical: float | None) -> float:
-    """|value| / typical; 1 where that is not known."""
+    """Return |value| / typical; 1 where either is not known."""
     if value is None or typical is None or not math.isfinite(value) or typical <= _TINY:
         return 1.0
     return abs(value) / typical
@@ -251,7 +253,7 @@ def _over_typical(excess: dict[str, float]) -> dict[str, float | None]:
 
 
 def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
-    """What the estimator can give for the culprit's group, and what the group is like; empty where it has none."""
+    """Return the group's size, spread and mean, and the largest advantage that its estimator can give."""
     siblings, advantage = culprit.siblings, culprit.at("advantage")
     if run.estimator not in GROUPED or siblings is None or advantage is None:
         return {}
@@ -273,7 +275,7 @@ def _group_numbers(culprit: Culprit, run: Run) -> dict[str, float | None]:
 
 
 def _bound(estimator: str | None, num: int, spread: float | None) -> float | None:
-    """The largest |advantage| among ``num`` responses whose rewards differ by up to ``spread``.
+    """Return the largest possible |advantage| among ``num`` responses whose rewards differ by up to ``spread``.
 
     It belongs to a reward unlike all others, which are equal. The standard deviation is a sample's, over num - 1.
     """
@@ -286,7 +288,7 @@ def _bound(estimator: str | None, num: int, spread: float | None) -> float | Non
 
 
 def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[str, dict[str, float | None]]:
-    """A cause by the engine's log-prob beside the trainer's, before the update and now; "" where it may be sampled."""
+    """Compare the engine's log-prob with the trainer's: a cause, "" where the token may be sampled, and the numbers."""
     engines, now, old = (culprit.at(name) for name in ("rollout_log_prob", "log_prob", "old_log_prob"))
     if engines is None or now is None or not math.isfinite(now):
         return "", {}
@@ -306,7 +308,7 @@ def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[st
 
 
 def _shift(row: Sequence[tuple[float, float]]) -> int:
-    """By how many positions the trainer's log-probs are the engine's: 1 where those are the next token's; else 0."""
+    """Return the shift between both sides' log-probs: 1 or -1 where one is a position off, else 0."""
     for shift, unshifted in ((1, row[:-1]), (-1, row[1:])):  # an end that the shift leaves out may be what is odd
         own, shifted = _distances(unshifted, 0), _distances(row, shift)
         if len(shifted) >= _LEAST_PAIRS and _SHIFTED * statistics.fmean(shifted) < statistics.fmean(own):
@@ -315,7 +317,7 @@ def _shift(row: Sequence[tuple[float, float]]) -> int:
 
 
 def _distances(row: Sequence[tuple[float, float]], shift: int) -> list[float]:
-    """|trainer's - engine's| log-prob, the trainer's from ``shift`` positions further on; those that are finite."""
+    """Return the finite |trainer - engine| differences, with the trainer's log-probs moved by ``shift`` positions."""
     trainers = [now for now, _ in row][max(shift, 0) :]
     engines = [written for _, written in row][max(-shift, 0) :]
     distances = (abs(a - b) for a, b in zip(trainers, engines, strict=False))

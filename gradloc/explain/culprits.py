@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which culprit a sentence begins with, and what culprits carry: the same on console and page, and in the record."""
+"""Sentences about culprits: their share of the gradient, their group, the engine's log-probs."""
 
 import math
 import statistics
@@ -10,24 +10,24 @@ from .causes import GROUPED
 from .numbers import number, percent, with_error
 
 _SLACK = 1.01
-"""On what an estimator gives at most, for what it adds to the standard deviation and for rounding."""
+"""Tolerance on an estimator's largest advantage, for its epsilon and for rounding."""
 _FROM_ZERO = 0.5
-"""A group's mean advantage from this part of their mean size on is not 0; weights on unlikely tokens move it less."""
+"""Share of the mean |advantage| from which a group's mean advantage is not 0."""
 _ROUNDING = 1e-6
-"""Of a reward: rewards that differ by less are equal."""
+"""Relative difference below which two rewards are equal."""
 
 
 def trusted_share(event: Event, culprit: Culprit) -> float | None:
-    """The culprit's share; None where it is no backward's own, but of tokens' shares that do not add up."""
+    """Return the culprit's share; None where it comes from token shares that do not add up."""
     is_trusted = culprit.is_exact or event.shares is None or event.shares.is_trusted
     return culprit.share if is_trusted else None
 
 
 def carried(event: Event, culprits: Sequence[Culprit]) -> str | None:
-    """What these culprits carry of the gradient together, and its standard error: ``75% +- 0.3%``.
+    """Return the share of the gradient that these culprits carry, with its standard error: ``75% +- 0.3%``.
 
     Args:
-        event: theirs.
+        event: the event that they belong to.
         culprits: some, or all of them.
 
     Returns:
@@ -42,7 +42,7 @@ def carried(event: Event, culprits: Sequence[Culprit]) -> str | None:
 
 
 def shares_sentence(event: Event) -> str:
-    """What the measured shares add up to, and what that means; empty where they were not measured."""
+    """Say what the measured shares add up to; empty where they were not measured."""
     if event.shares is None:
         return ""
     total = with_error(event.shares.closure, event.shares.closure_error)
@@ -53,7 +53,7 @@ def shares_sentence(event: Event) -> str:
 
 
 def mismatch_sentence(event: Event) -> str:
-    """What tokens carry of the spike whose two log-probs differ; empty where that is not known, or none differs."""
+    """Say what share of the spike is at tokens where engine and trainer differ; empty where none is known."""
     found = event.mismatch
     if found is None or not found.token_share:
         return ""
@@ -62,7 +62,7 @@ def mismatch_sentence(event: Event) -> str:
 
 
 def engine_words(culprit: Culprit) -> str:
-    """What engine and trainer say of a token whose log-prob of the rollout is not its own."""
+    """Give both sides' log-probs of a token that was not sampled, or whose log-prob is another token's."""
     if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
         return ""
     old, engines = culprit.at("old_log_prob"), culprit.at("rollout_log_prob")
@@ -73,7 +73,7 @@ def engine_words(culprit: Culprit) -> str:
 
 
 def group(event: Event) -> str:
-    """Why the largest culprit's advantage is none that the estimator gives for its group; empty where it may be."""
+    """Explain why the estimator cannot give the largest culprit's advantage; empty where it can."""
     culprit = event.leader or Culprit()
     known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
     if "rollouts" not in known:
@@ -94,6 +94,6 @@ def group(event: Event) -> str:
 
 
 def again(culprit: Culprit) -> str:
-    """Whether the same token, never sampled, ended turns in other events, too."""
+    """Say in how many events the same token, never sampled, ended a turn; empty for the first."""
     num_events = culprit.cause.numbers.get("events_ended") or 0
     return f"In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

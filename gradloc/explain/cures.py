@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that would have kept a spike from coming: which are measured, and how an event tells of them. See
-docs/cures.md; their lines are in the table of actions, what each is for in the table of causes."""
+"""Cures: settings that would have prevented a spike, and how events describe them (docs/cures.md).
+
+Their lines are in the table of actions, the causes that each is for in the table of causes.
+"""
 
 from typing import Any
 
@@ -10,23 +12,23 @@ from .causes import cause_info
 from .numbers import bounded, number, percent
 
 _BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")
-"""Of verl's config, where the settings of a loss are."""
+"""Blocks of verl's config with the settings of a loss."""
 OF_MASK = ("veto", "drop_sequences")
 """Cures that take tokens out of the loss."""
 OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "mean_only", "reweight", *OF_MASK)
-"""Cures from which other tensors of the batch follow; of the others the loss alone reads the setting."""
+"""Cures that change the batch's tensors; only the loss reads the others."""
 OF_BATCH_IN_TRL = ("truncate", "divide", "mean_only")
-"""Those that are known of TRL's batch; others are verl's."""
+"""Of these, the ones that TRL's batch allows."""
 MILDEST_FIRST = (
     *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "mean_only", "kl_low_var"),
     *("kl_mse", "less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight"),
     *("weigh_tokens", *OF_MASK, "cispo", "sapo", "gspo", "kl_cov", "gpg", "by_sequence"),
 )
-"""What changes least comes first."""
+"""All cures, the one that changes least first."""
 
 
 def loss_settings(option: Option) -> dict[str, Any]:
-    """An option's settings as the loss reads them, ``.`` between a block and what is in it.
+    """Return an option's settings by the names that the loss reads, with ``.`` between block and name.
 
     >>> loss_settings(Option("", {"actor_rollout_ref.actor.clip_ratio_c": "2.0", "loss_type": "grpo"}))
     {'clip_ratio_c': 2.0, 'loss_type': 'grpo'}
@@ -40,19 +42,19 @@ def loss_settings(option: Option) -> dict[str, Any]:
 
 
 def cures_for(event: Event) -> tuple[Cured, ...] | None:
-    """Those of an event's that its reader wants: what was measured, and what its cause might have called for."""
+    """Return an event's cures that were measured or that are for one of its causes; None where none was tried."""
     labels = {culprit.cause.label for culprit in event.culprits} | {event.cause.label if event.cause else ""}
     meant = {name for label in labels for name in cause_info(label).cures}
     return None if event.cures is None else tuple(c for c in event.cures if c.forwards or c.name in meant)
 
 
 def healer(event: Event) -> Cured | None:
-    """The setting that heals the step; None where none that was tried does."""
+    """Return the first cure that heals the step; None where none does."""
     return next((cured for cured in event.cures or () if cured.verdict == "healed"), None)
 
 
 def how_healed(event: Event, cured: Cured) -> str:
-    """``On this step: 7,729 → 3.04, threshold 19.`` and what it costs."""
+    """Say how a cure changes the norm, and its cost: ``On this step: 7,729 → 3.04, threshold 19.``"""
     before, after = number(event.trigger.grad_norm), number(cured.norm_after, 3)
     kept = f" It keeps {percent(cured.kept)} of the healthy step's direction" if cured.kept is not None else ""
     changed = f"{' and' if kept else ' It'} changes {percent(cured.changed_tokens)} of the tokens' coefficients."
@@ -60,12 +62,12 @@ def how_healed(event: Event, cured: Cured) -> str:
 
 
 def tried(event: Event) -> list[str]:
-    """A sentence on each setting that was tried and does not heal the step."""
+    """Return a sentence for each cure that was tried and does not heal the step."""
     return [_outcome(cured) for cured in event.cures or () if cured.verdict != "healed"]
 
 
 def cure_text(cured: Cured) -> str:
-    """What the setting does, as a sentence; its line where another version of GradLoc tried it."""
+    """Return a cure's sentence; its line where this version has no such cure."""
     return ACTIONS[cured.name].do if cured.name in ACTIONS else cured.line
 
 
@@ -81,5 +83,5 @@ def _outcome(cured: Cured) -> str:
 
 
 def is_measured(name: str, trainer: str) -> bool:
-    """Whether a cure is one on this trainer, such as ``verl 0.9``."""
+    """Return whether a cure is measured on a trainer such as ``verl 0.9``."""
     return bool(options_of(name, trainer)) and (not is_trl(trainer) or name in OF_BATCH_IN_TRL or name not in OF_BATCH)

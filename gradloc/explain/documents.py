@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a token of a supervised loop has a large gradient: what its document is like beside the batch's others. Pure."""
+"""Causes in a supervised loop, by how a culprit's document differs from the batch's others. Pure."""
 
 import math
 from collections import Counter
@@ -18,14 +18,14 @@ _ODDITIES = (
     ("unspaced", 40.0, "its longest word has {:.0f} characters (others: {:.0f})"),
     ("tokens", 0.0, "it has {:.0f} tokens (others: {:.0f})"),
 )
-"""What a document may have more of than the batch's others: from what on that is odd, and in words."""
+"""Oddities of a document: name, least value, and the words."""
 _UNLIKELY = math.log(1e-3)
 _MANY = 0.2  # of the batch's rows: copies of one document
 
 
 @dataclass(frozen=True)
 class Document:
-    """What is known of a culprit's row, and of the batch's typical one."""
+    """Statistics of a culprit's row, and of the batch's typical row."""
 
     tokens: float = 0.0
     """Trained on."""
@@ -34,7 +34,7 @@ class Document:
     """Mean over its tokens."""
     log_prob_of_batch: float | None = None
     log_prob_shifted: float | None = None
-    """The same of labels moved by one; None where the logits were not seen."""
+    """Mean log-prob of labels moved by one; None where the logits were not seen."""
     repeats: float = 0.0
     """Share of its runs of three tokens that came before in it."""
     repeats_of_batch: float = 0.0
@@ -54,7 +54,7 @@ class Document:
 
 
 def repeats_in(ids: Sequence[int]) -> float:
-    """Share of runs of three tokens that came before.
+    """Return the share of runs of three tokens that came before.
 
     >>> repeats_in([1, 2, 3, 1, 2, 3])
     0.25
@@ -65,18 +65,18 @@ def repeats_in(ids: Sequence[int]) -> float:
 
 
 def foreign_in(text: str) -> float:
-    """Share of characters beyond ASCII, and of control characters but white space."""
+    """Return the share of characters beyond ASCII, and of control characters except white space."""
     odd = sum(ord(char) > 126 or (ord(char) < 32 and not char.isspace()) for char in text)
     return odd / len(text) if text else 0.0
 
 
 def unspaced_in(text: str) -> float:
-    """Length of the longest word, in characters: of base64 it is the whole."""
+    """Return the length of the longest word in characters; base64 counts as one word."""
     return float(max((len(word) for word in text.split()), default=0))
 
 
 def cause_in(culprit: Culprit, cause: Cause, document: Document) -> Cause:
-    """The cause, with what the document says in the place of what its factors say."""
+    """Refine a cause by the document, and add its statistics to the numbers."""
     log_prob = culprit.at("log_prob")
     known = {name: value for name, value in asdict(document).items() if value is not None}
     numbers = {**cause.numbers, **{f"document_{name}": float(value) for name, value in known.items()}}
@@ -106,7 +106,7 @@ def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
 
 
 def oddities(document: Document) -> list[str]:
-    """In what the document is unlike the batch's others, in words."""
+    """Describe how the document differs from the batch's others."""
     found = []
     for name, least, words in _ODDITIES:
         value, usual = getattr(document, name), getattr(document, f"{name}_of_batch")
@@ -116,14 +116,14 @@ def oddities(document: Document) -> list[str]:
 
 
 def document_of(numbers: dict[str, float | None]) -> Document:
-    """The document that :func:`cause_in` kept among a cause's numbers."""
+    """Rebuild the document from the numbers that :func:`cause_in` added to a cause."""
     prefix = "document_"
     known = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
     return Document(**{name: value for name, value in known.items() if name in Document.__dataclass_fields__})  # type: ignore[arg-type]
 
 
 def document_words(culprit: Culprit) -> str:
-    """What the document says of its cause, in a sentence; empty where there is none, or it says nothing."""
+    """Describe the document where it explains its cause; empty where it does not."""
     numbers = culprit.cause.numbers
     if "document_rows" not in numbers:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which link of a step broke, in sentences. Pure, standard library only."""
+"""Sentences about the link of a step that broke. Pure, standard library only."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ LINKS = {
     "after_backward": "the code between backward and step",
     "undecided": "not decided",
 }
-"""What each link is called."""
+"""Names of the links in sentences."""
 
 
 def fault_sentences(event: Event) -> list[str]:
-    """Return what was measured to find the link that broke; empty where it was not looked for."""
+    """Describe the measurements behind the fault; empty where none was looked for."""
     fault = event.fault
     if fault is None:
         return []
@@ -52,7 +52,7 @@ def fault_sentences(event: Event) -> list[str]:
 
 
 def step_before(event: Event, events: Sequence[Event]) -> str:
-    """Return what is known of the step whose update is at fault, where it had an event of its own; mostly ""."""
+    """Describe the event of the step whose update is at fault; mostly ""."""
     fault = event.fault
     if fault is None or fault.at != "last_update":
         return ""

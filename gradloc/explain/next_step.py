@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do now, decided from what an event says: the first rule of the table of causes that holds. Pure."""
+"""Decides what to do now: the first rule in the table of causes that an event satisfies. Pure."""
 
 import math
 import shlex
@@ -21,34 +21,34 @@ from .text import listed, one_line
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an event says about its cause beyond the cause's name, as the rules ask for it."""
+    """An event's facts in the form that the rules ask for."""
 
     event: Event
     actor: Mapping[str, Any] = field(default_factory=dict)
-    """The run's ``actor_rollout_ref.actor``, where its bundle has it."""
+    """The run's ``actor_rollout_ref.actor`` from its bundle; empty where it has none."""
 
     @property
     def label(self) -> str:
-        """The cause's."""
+        """Return the cause's label."""
         return cause_of(self.event)
 
     @property
     def first(self) -> Culprit:
-        """The largest culprit; an empty one where there is none."""
+        """Return the largest culprit; an empty one where there is none."""
         return self.event.leader or Culprit()
 
     def number(self, name: str) -> float | None:
-        """One of the cause's numbers."""
+        """Return one of the cause's numbers; None where it is not known."""
         return (step_cause(self.event) or self.first.cause).numbers.get(name)
 
     @property
     def rewards(self) -> list[float]:
-        """Those of the prompt's other rollouts."""
+        """Return the rewards of the prompt's other rollouts."""
         return [sibling.reward for sibling in self.first.siblings or () if sibling.reward is not None]
 
     @property
     def is_reward_odd(self) -> bool:
-        """Whether the reward is far from its siblings', compared with how far these are apart."""
+        """Return whether the reward is far from its siblings', relative to their range."""
         reward, others = self.first.reward, [reward for reward in self.rewards if math.isfinite(reward)]
         if reward is None or not math.isfinite(reward) or not others:
             return reward is not None and not math.isfinite(reward)
@@ -56,35 +56,35 @@ class Evidence:
 
     @property
     def is_advantage_odd(self) -> bool:
-        """Whether the advantage is what makes the gradient large."""
+        """Return whether the advantage is what makes the gradient large."""
         advantage = self.first.at("advantage")
         return self.label == "extreme_advantage" or (advantage is not None and not math.isfinite(advantage))
 
     @property
     def drift(self) -> float:
-        """How far the trainer's log-prob has moved since the rollout, in either direction; 0 where it is not known."""
+        """Return |change| of the trainer's log-prob since the rollout, nats; 0 where it is not known."""
         return _distance(self.first.at("log_prob"), self.first.at("old_log_prob"))
 
     @property
     def do_engines_differ(self) -> bool:
-        """Whether trainer and rollout engine disagreed before the update, and by more than the policy has moved."""
+        """Return whether trainer and engine disagreed before the update by more than the policy has moved."""
         gap = _distance(self.first.at("rollout_log_prob"), self.first.at("old_log_prob"))
         return gap > APART and gap >= self.drift
 
     @property
     def loss_mode(self) -> str | None:
-        """The run's policy loss."""
+        """Return the name of the run's policy loss; None where it is not known."""
         loss = self.actor.get("policy_loss")
         return loss.get("loss_mode") if isinstance(loss, Mapping) else None
 
     def is_judged(self, verdict: str) -> bool:
-        """Whether the certificate has this verdict on culprits of a finite norm."""
+        """Return whether the certificate has this verdict on culprits of a finite norm."""
         norm = self.event.trigger.grad_norm
         is_finite = norm is None or math.isfinite(norm)
         return bool(self.event.culprits) and is_finite and self.event.certificate.verdict == verdict
 
     def as_text(self) -> dict[str, str]:
-        """The evidence for the rules' sentences, by name."""
+        """Return the texts that fill the rules' sentences, by name."""
         event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
@@ -160,25 +160,25 @@ FACTS: dict[str, Callable[[Evidence], bool]] = {
     "distilled": lambda at: at.event.is_distilled,
     "punished": lambda at: (at.first.at("advantage") or 0.0) < 0,
 }
-"""What a rule may ask of an event beside its cause."""
+"""Conditions that a rule may name besides a cause."""
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """One thing to do."""
+    """The advice for an event."""
 
     do: str
     lines: dict[str, str]
-    """The config line, under the name of the verl that it is for where that matters."""
+    """The config line, by version of verl where lines differ."""
     why: str
     check: str
-    """What would show that it was right."""
+    """What would confirm the advice."""
     meanwhile: dict[str, str] = field(default_factory=dict)
-    """A stopgap: its config line, under what it does."""
+    """A stopgap: its config line, by its sentence."""
 
 
 def rule_for(evidence: Evidence) -> CauseInfo:
-    """The first rule that holds."""
+    """Return the first rule that the evidence satisfies."""
     return next(
         rule
         for rule in RULES
@@ -187,7 +187,7 @@ def rule_for(evidence: Evidence) -> CauseInfo:
 
 
 def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep | None:
-    """The one thing to do; None where the run does all there is, as its ``actor_rollout_ref.actor`` says."""
+    """Return the advice; None where the run's ``actor_rollout_ref.actor`` has all of it already."""
     evidence = Evidence(event, actor or {})
     rule, text = rule_for(evidence), evidence.as_text()
     for name in rule.do:
@@ -200,7 +200,7 @@ def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep 
 
 
 def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool = False) -> NextStep | None:
-    """Led by the setting that was measured to heal the step; then the root cause to look into, and ``mask``."""
+    """Put the cure that heals the step first, then the root cause to look into, and ``mask`` as a stopgap."""
     event, cured = evidence.event, healer(evidence.event)
     if cured is None:
         return found
@@ -213,7 +213,7 @@ def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool =
 
 
 def _lines(name: str, evidence: Evidence) -> dict[str, str]:
-    """An action's config lines; empty where the run has it already, or where it cannot help."""
+    """Return an action's config lines; empty where the run has it already or it cannot help."""
     event = evidence.event
     trainer, requested = event.run.trainer, event.action.requested
     if name in (requested, f"{requested}_critic") or (event.is_distilled and ACTIONS[name].is_of_rewards):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as text, the same in every sentence, table and picture. Standard library only."""
+"""Formats numbers for sentences, tables and pictures. Standard library only."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from decimal import ROUND_CEILING, Context
 
 
 def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> str:
-    """A number as a person reads it: so many significant digits, but never a rounded whole part.
+    """Format a number with ``digits`` significant digits, but never round its whole part.
 
     Args:
-        value: what is not finite becomes "NaN", "∞" or "-∞".
+        value: "NaN", "∞" or "-∞" where it is not finite.
         digits: at least 1. Powers of ten appear below 1e-4 and from 1e9 on.
-        unknown: what stands for None.
+        unknown: the text for None.
 
     >>> number(14577.619), number(0.00071), number(3.2e12), number(None), number(float("nan"))
     ('14,578', '0.00071', '3.2e12', '–', 'NaN')
@@ -33,7 +33,7 @@ def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> 
 
 
 def percent(value: float | None, digits: int = 3) -> str:
-    """A share as a percentage.
+    """Format a share as a percentage.
 
     >>> percent(0.98765), percent(None)
     ('98.8%', '–')
@@ -46,7 +46,7 @@ def percent(value: float | None, digits: int = 3) -> str:
 def with_error(
     value: float | None, error: float | None, digits: int = 4, show: Callable[[float | None, int], str] = number
 ) -> str:
-    """A number and its standard error, where that is known and can be seen in the number's digits.
+    """Format a number with its standard error, where that is known and visible in the digits.
 
     >>> with_error(0.98, 0.05), with_error(0.98, None), with_error(0.997, 1e-5, 3, percent)
     ('0.98 +- 0.05', '0.98', '99.7%')
@@ -58,9 +58,9 @@ def with_error(
 
 
 def bounded(value: float | None, bound: float | None, digits: int = 4) -> tuple[str, str]:
-    """A norm, and in brackets the largest error of it, where that is known and not 0.
+    """Format a norm and, as a second text in brackets, its error bound where that is known and not 0.
 
-    Where the bound is more than half of the norm, only what the norm is at most can be believed. Bounds are rounded up.
+    Where the bound is over half of the norm, only an upper limit is given. Bounds are rounded up.
 
     >>> bounded(0.77, 0.0007), bounded(1.38, 2.562), bounded(0.77, None)
     (('0.77', ' (within 0.0007)'), ('at most 3.942', ''), ('0.77', ''))
@@ -73,7 +73,7 @@ def bounded(value: float | None, bound: float | None, digits: int = 4) -> tuple[
 
 
 def _up(value: float, digits: int) -> float:
-    """Rounded up to so many significant digits, but never in its whole part."""
+    """Round up to ``digits`` significant digits, but never in the whole part."""
     if not math.isfinite(value):
         return value
     return float(Context(max(digits, len(str(int(value)))), ROUND_CEILING).create_decimal(repr(float(value))))

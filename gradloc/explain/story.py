@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event as a person wants to hear it: what happened, which numbers say so, what the optimizer was given.
+"""Describes an event: what happened, which numbers prove it, what the optimizer was given.
 
-Nothing here is a guess: what the record does not say is left out. Pure, standard library only.
+Nothing is guessed: what the record does not say is left out. Pure, standard library only.
 """
 
 import math
@@ -39,15 +39,15 @@ ACTIONS = {
 
 
 _MAX_NAMES = 4
-"""Parameters or tensors on the first screen."""
+"""Most parameters or tensors named on the first screen."""
 _WHOLE = 1.05
-"""Of the gradient, with room for rounding."""
+"""Share of the gradient that counts as all of it, with room for rounding."""
 _MAX_LINES = 4
-"""Of the text before the culprit, its own line included: a chat's prompt has many short ones."""
+"""Most lines of text before the culprit, its own included: a chat's prompt has many short ones."""
 
 
 def quote_of(event: Event) -> tuple[str, str, str] | None:
-    """The text before the largest culprit's token, the token, and the text after it; None where there is no text."""
+    """Return the largest culprit's text with the text before and after it; None where there is none."""
     first = event.leader
     if first is None or not first.text:
         return None
@@ -56,7 +56,7 @@ def quote_of(event: Event) -> tuple[str, str, str] | None:
 
 
 def named(event: Event) -> str:
-    """The parameters or tensors that made the spike, where no token did; empty where none are known."""
+    """Name the parameters or tensors that made the spike, where no token did; empty where none are known."""
     cause = step_cause(event)
     names = [one_line(name, 80) for name in cause.names] if cause else []
     if cause is None or not names:
@@ -67,20 +67,20 @@ def named(event: Event) -> str:
 
 
 def step_cause(event: Event) -> StepCause | None:
-    """What made the spike, or a part of it, that is no token; None where the tokens did, or nobody knows."""
+    """Return the spike's cause, or a part's, that is no token; None where tokens did it or none is known."""
     cause = event.cause
     is_step_s = cause is not None and cause.reason and cause_info(cause.label).headline
     return cause if is_step_s else None
 
 
 def cause_of(event: Event) -> str:
-    """The step's cause: what is no token's first, else the largest culprit's; empty where there is none."""
+    """Return the label of the step's own cause, else of the largest culprit's; empty where there is none."""
     cause, first = step_cause(event), event.leader
     return cause.label if cause else first.cause.label if first else ""
 
 
 def headline(event: Event) -> str:
-    """What happened, in one sentence without a number beyond the step's.
+    """Say what happened in one sentence, with no number but the step.
 
     >>> headline(Event())
     'Nothing was found that made the spike at step 0'
@@ -114,7 +114,7 @@ def says_reason(cause: StepCause) -> bool:
 
 
 def culprits(event: Event) -> str:
-    """``One token``, ``Three responses``, ``14 culprits``."""
+    """Count the culprits in words: ``One token``, ``Three responses``, ``14 culprits``."""
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
     noun = span_of(event, spans.pop()) if len(spans) == 1 else "culprit"
@@ -125,12 +125,12 @@ def culprits(event: Event) -> str:
 
 
 def span_of(event: Event, span: str) -> str:
-    """What a culprit of this span is called: a whole row of a loop without advantages is a document."""
+    """Name a kind of span; a whole row is a document in a loop without advantages, else a response."""
     return "document" if span == "sequence" and event.is_supervised else _SPANS.get(span, "culprit")
 
 
 def lede(event: Event) -> str:
-    """What the culprits carry and why, or what else made the spike; sentences."""
+    """Say what the culprits carry and why, or what else made the spike."""
     first, cause, search = event.leader, step_cause(event), event.search
     other = _cause_in_words(cause) if cause else ""
     if first is None:
@@ -157,7 +157,7 @@ def lede(event: Event) -> str:
 
 
 def first_place(event: Event) -> str:
-    """In which module NaN or infinity first appears; empty where that is not known."""
+    """Say in which module NaN or infinity first appears; empty where that is not known."""
     first = event.first_not_finite
     if first is None:
         return ""
@@ -168,12 +168,12 @@ def first_place(event: Event) -> str:
 
 
 def _is_part(event: Event) -> bool:
-    """Whether what the culprits carry is no more than the gradient: others may pull the other way."""
+    """Return whether the culprits carry at most the whole gradient; they carry more where others pull against them."""
     return math.fsum(trusted_share(event, culprit) or 0.0 for culprit in event.culprits) < _WHOLE
 
 
 def _cause_in_words(cause: StepCause) -> str:
-    """A cause that is no token's, and where to look."""
+    """Describe a cause that is no token's, and where to look."""
     if cause.label == "transient":  # the reason is the headline already
         return "Hardware or a race made it, not the data."
     text = f"{cause.reason[0].upper()}{cause.reason[1:]}."
@@ -191,7 +191,7 @@ def _cause_in_words(cause: StepCause) -> str:
 
 
 def odd_number(culprit: Culprit) -> str:
-    """What stands out in a number, such as ``380,119 times typical``; empty where none is known."""
+    """Return how odd the culprit's main factor is, such as ``380,119 times typical``; empty where it is not known."""
     usual = culprit.cause.numbers.get("batch_advantage")
     if usual is not None:
         return f"half of the batch's are over {number(usual, 3)}"
@@ -200,7 +200,7 @@ def odd_number(culprit: Culprit) -> str:
 
 
 def figures(event: Event) -> list[tuple[str, str, str]]:
-    """Three of value, what it is, and a remark: the norm, what it would have been, the threshold."""
+    """Return three figures as (value, caption, remark): the norm, the norm without the culprits, the threshold."""
     certificate, trigger = event.certificate, event.trigger
     norm = trigger.grad_norm if trigger.grad_norm is not None else certificate.norm_before
     threshold = trigger.threshold if trigger.threshold is not None else certificate.threshold
@@ -214,7 +214,7 @@ def figures(event: Event) -> list[tuple[str, str, str]]:
 
 
 def _figure_without(event: Event) -> tuple[str, str, str]:
-    """What the norm would have been without what made it, or the number that tells what did."""
+    """Return the figure of the norm without its cause, or of the cause's own number."""
     certificate, cause = event.certificate, step_cause(event)
     if cause and not event.culprits:
         name, caption, remark, unit = cause_info(cause.label).figure
@@ -230,12 +230,12 @@ def _figure_without(event: Event) -> tuple[str, str, str]:
 
 
 def pronoun(event: Event) -> str:
-    """``it``, ``them``; ``that`` where no token made it."""
+    """Return ``it`` or ``them`` for the culprits; ``that`` where no token made the spike."""
     return "that" if not event.culprits else "it" if len(event.culprits) == 1 else "them"
 
 
 def became(event: Event, clip: float | None = None) -> list[str]:
-    """What the optimizer did with the step, and what follows for the next ones; ``clip`` as :func:`given` takes it."""
+    """Say what the optimizer did with the step and what follows; ``clip`` as in :func:`given`."""
     sentences, cause, consequence = [given(event, clip)], step_cause(event), event.consequence
     if cause and cause.label == "non_finite_weights":
         sentences.append("Every further step will be like it until weights that are finite are loaded.")
@@ -245,7 +245,7 @@ def became(event: Event, clip: float | None = None) -> list[str]:
 
 
 def given(event: Event, clip: float | None = None) -> str:
-    """What the optimizer was given, in sentences; ``clip``: the norm clipped to, where the event does not say it."""
+    """Say what the optimizer was given; ``clip`` is the clip limit where the event does not have it."""
     action, consequence = event.action, event.consequence
     norm, after = event.trigger.grad_norm, event.certificate.norm_after
     clip = consequence.grad_clip if consequence is not None else clip
@@ -284,17 +284,17 @@ def given(event: Event, clip: float | None = None) -> str:
     return f"{said} Clipping shrank the healthy gradient to {percent(kept, 2)}."
 
 
-# ---- the same in a few sentences, for somebody who has never seen an event
+# ---- the verdict, a few sentences for a reader who has never seen an event
 
 
 def verdict_sentences(event: Event) -> str:
-    """What happened, in sentences of printable characters; what a token holds beyond those is escaped."""
+    """Say what happened, in printable characters; others in a token are escaped."""
     sentences = [f"{headline(event)}.", _where(event), lede(event), _norms(event), given(event)]
     return " ".join(_printable(sentence) for sentence in sentences if sentence)
 
 
 def quote(culprit: Culprit) -> str:
-    """The culprit's text, or its token numbers where none is kept (evidence.text=off), quoted and cut short."""
+    """Quote the culprit's text, cut short; its token numbers where no text is kept (evidence.text=off)."""
     return f'"{_printable((culprit.text or "<?>")[:40])}"'
 
 
@@ -327,11 +327,11 @@ def _sequence(culprit: Culprit) -> str:
     uid, colon, index = culprit.sequence_id.rpartition(":")
     if not colon:  # a name of the loop's own
         return index if len(index) <= 40 else f"{index[:40]}..."
-    return f"{uid if len(uid) <= 16 else uid[:8]}:{index}"  # verl's uids are 36 characters; 8 tell them apart
+    return f"{uid if len(uid) <= 16 else uid[:8]}:{index}"  # verl's uids have 36 characters; 8 are unique enough
 
 
 def _norms(event: Event) -> str:
-    """The norm with and without what made it, and what that proves."""
+    """Say the norm with and without its cause, and what that proves."""
     norm, threshold, certificate = event.trigger.grad_norm, event.trigger.threshold, event.certificate
     was = "The norm was not finite"
     if norm is not None and math.isfinite(norm):
@@ -355,7 +355,7 @@ def _norms(event: Event) -> str:
 
 
 def _rest(search: Search) -> str:
-    """What is left where the norm is still over the threshold."""
+    """Say what else spikes where the norm is still over the threshold."""
     if not search.num_more:
         return "something else spikes, too"
     norm = f" of about {number(search.more_norm, 3)}" if search.more_norm else ""

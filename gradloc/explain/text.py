@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and positions as text that a person can read, and that cannot play tricks on a page.
+"""Makes tokens and positions readable and safe to show.
 
-Tokens come from a model that may emit anything: control characters, marks that reverse the reading
-order, spaces of no width. Those are shown by name; everything else is shown as it is.
+A model may emit anything: control characters, marks that reverse the reading order, spaces of no width. Those are shown
+by name, everything else unchanged.
 """
 
 import math
@@ -16,7 +16,7 @@ _JOINERS = "\u200c\u200d"  # part of emoji and of several scripts: named only wh
 
 
 def visible(text: str) -> str:
-    """The text with every character that would not show, or would reorder others, spelled out.
+    """Spell out every character that would not show or would reorder others.
 
     >>> visible("a\\u202eb")
     'a⟨U+202E⟩b'
@@ -39,7 +39,7 @@ def _visible(char: str, is_alone: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """The same, with lines and tabs as they are: what any text passes through at the edge of a terminal or a page.
+    """Make text :func:`visible` but for lines and tabs, before it goes to a terminal or a page.
 
     >>> printable("a\\tb\\n\\x1b[2J")
     'a\\tb\\n⟨U+001B⟩[2J'
@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 0, keep: str = "start") -> str:
-    """Visible text on one line, cut to ``limit`` characters (0: not) at its end or its start."""
+    """Make text visible on one line, cut to ``limit`` characters (0: not) at its end or its start."""
     made = visible(text).replace("\n", "").replace("\t", "")
     if not limit or len(made) <= limit:
         return made
@@ -56,7 +56,7 @@ def one_line(text: str, limit: int = 0, keep: str = "start") -> str:
 
 
 def spoken(label: str) -> str:
-    """A name of the record in words.
+    """Write a name of the record in words.
 
     >>> spoken("kl_term"), spoken("not_explained")
     ('KL term', 'not explained')
@@ -66,14 +66,14 @@ def spoken(label: str) -> str:
 
 
 def times(value: float | None, typical: float | None) -> float | None:
-    """value / typical, or None where that makes no sense."""
+    """Return value / typical; None where either is missing, 0 or not finite."""
     if value is None or typical is None or not typical or not math.isfinite(value):
         return None
     return value / typical
 
 
 def span(positions: Sequence[int]) -> str:
-    """Positions as text: ``9``, ``9 to 14`` when they are one run, else ``9 to 40 (7 of them)``."""
+    """Write positions as text: ``9``, ``9 to 14`` for one run, else ``9 to 40 (7 of them)``."""
     if not positions:
         return "–"
     first, last = positions[0], positions[-1]
@@ -84,13 +84,13 @@ def span(positions: Sequence[int]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``, ``1,000 tokens``."""
+    """Count a noun: ``1 token``, ``2 tokens``, ``1,000 tokens``."""
     ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first three names in one line.
+    """Join the first three names.
 
     >>> first_of(["a", "b"]), first_of("abcd")
     ('a, b', 'a, b, c, ...')
@@ -99,7 +99,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words in a row.
+    """Join words as a list in a sentence.
 
     >>> listed("a"), listed("ab"), listed("abc")
     ('a', 'a and b', 'a, b and c')

@@ -67,7 +67,7 @@ class Driver:
         self.trigger = settings.trigger
         self.writer = EventWriter(settings, run, tokenizer, trained, model)
         keeps_text = settings.evidence.text == "on"
-        self.teller = Notifier(settings.notify, self.writer.store.root, keeps_text=keeps_text)
+        self.notifier = Notifier(settings.notify, self.writer.store.root, keeps_text=keeps_text)
         self.mismatch = StepJudge(settings.mismatch.every if model == "actor" else 0, self.writer.store.root)
         self.scale = ScaleHistory()
         """Statistics of the run's own batches."""
@@ -138,10 +138,10 @@ class Driver:
         over_run = {name: value / typical[name][0] for name, value in present.items() if name in typical}
         written = [self.writer.write(raw, batch, over_run) for raw in first.events]
         self.learn(first.norms, len(written))
-        self.teller.tell(written, policy.global_step)
+        self.notifier.announce(written, policy.global_step)
         self._tell_unwritten([spike for spike in first.outcomes if not spike.is_written])
         if any(spike.taken == "abort" for spike in first.outcomes):
-            self.teller.finish()
+            self.notifier.finish()
             verdicts = [event.verdict for event, why in written if not why]
             raise AbortedBySpike(
                 f"gradloc stopped the run ({self.action_key}=abort). "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces what happened while it happens: a line on the console, the run's trackers, alerts. No torch, no trainer.
+"""Announces events as they happen: on the console, in the run's trackers, by alerts. No torch, no trainer.
 
-Whatever fails or hangs in here is a line in the log and never reaches training: see :class:`~.notifier.Notifier`.
+A failure in here is a line in the log and never reaches training: see :class:`~.notifier.Notifier`.
 """

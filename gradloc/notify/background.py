@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for what may take long or hang, so that training does not wait for it."""
+"""A thread for slow jobs, so that training does not wait for them."""
 
 import atexit
 import logging
@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one short line."""
+    """Format an error as one short line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 class Background:
-    """Runs one job after the other in a daemon thread; what does not fit into the queue is left out.
+    """Runs jobs one after the other in a daemon thread; a job that does not fit into the queue is dropped.
 
     Args:
         name: of the thread.
-        patience_s: seconds that the interpreter's end waits for what is still to be sent.
+        patience_s: seconds that the interpreter's exit waits for jobs.
         size: jobs that may wait.
     """
 
@@ -32,11 +32,11 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, what: str, job: Callable[[], None]) -> None:
-        """Run a job later; if it raises, or does not fit in, that is one line in the log.
+        """Queue a job; an error in it, or a full queue, is one line in the log.
 
         Args:
-            what: the job, as it reads in that line.
-            job: sees the context variables of now.
+            what: the job's name in that line.
+            job: called with the current context variables.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event in one line, as a table row, and the command that opens it. Pure, standard library only."""
+"""Formats an event as one line and as table rows, and the command that opens it. Pure, standard library only."""
 
 import shlex
 from pathlib import Path
@@ -23,15 +23,13 @@ DONE = {
     "skip": "step skipped",
     "abort": "run ended",
 }
-"""What was done, by the action."""
+"""Words for the action taken."""
 
 
 def announcement(event: Event) -> str:
-    """``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 (0.897 without it); step taken,
-    clipped``: the event's headline, and the numbers.
+    """Announce an event in one line of printable characters: its headline and its numbers.
 
-    Returns:
-        One line of printable characters.
+    ``One token made the step-5 spike: " is" (rank 1) carries 100%, norm 128 (0.897 without it); step taken, clipped``
     """
     norm, certificate, cause = number(event.trigger.grad_norm, 3), event.certificate, step_cause(event)
     if event.culprits:
@@ -48,18 +46,18 @@ def announcement(event: Event) -> str:
 
 
 def opening_command(event: Event, root: Path) -> str:
-    """The command that shows the event in this absolute folder of events, to be pasted into a shell."""
+    """Return the shell command that shows an event; ``root`` is the absolute folder of events."""
     return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
 
 
 def not_written(root: Path, why: str) -> str:
-    """What takes the command's place where the event is not on disk."""
+    """Say why there is no command: the event is not on disk."""
     shown = "".join(char if char.isprintable() else " " for char in why)
     return f"this event could not be written to {root}: {shown}"
 
 
 def table_rows(events: list[Event]) -> list[list[Any]]:
-    """One row per culprit, under :data:`COLUMNS`."""
+    """Return one row per culprit, under :data:`COLUMNS`."""
     return [_row(event, culprit) for event in events for culprit in event.culprits]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces events, once they are on disk."""
+"""Announces events that are on disk."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from .lines import announcement, not_written, opening_command
 from .trackers import ALERTS, FORMS, later_of, upload_folder
 
 _GRACE_S = 2.0
-"""So that what was given up after ``notify.timeout_s`` still gets its line in the log."""
+"""Seconds beyond ``notify.timeout_s`` for a job that timed out to write its line in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ Written = Sequence[tuple[Event, str]]
 
 
 class Notifier:
-    """Announces to console and trackers at once, and what may take long from threads of its own.
+    """Announces to console and trackers at once, and sends slow messages from threads of its own.
 
-    Nothing raises, nothing waits for a network, and no random number is drawn: training cannot notice.
+    It never raises, waits for a network or draws a random number, so it cannot affect training.
 
     Args:
         settings: ``gradloc.notify``.
         root: the folder of the events, absolute.
-        keeps_text: whether the events hold text; without, no folder and no record leaves the machine.
+        keeps_text: whether events hold text; without, no folder and no record leaves the machine.
     """
 
     def __init__(self, settings: NotifyConfig, root: Path, keeps_text: bool = True):
@@ -45,51 +45,50 @@ class Notifier:
         self._uploads = settings.artifact and keeps_text
         self._last_alert, self._num_missed = -math.inf, 0
         self._held: Written = ()
-        """Events of the last update that no alert was sent of."""
+        """Events of the last update without an alert."""
         # one thread each, so that a webhook that hangs does not keep a tracker waiting
         patience_s = settings.timeout_s + _GRACE_S
         self._slow_trackers = Background("gradloc-trackers", patience_s)
         self._alerts = Background("gradloc-alerts", patience_s)
 
-    def tell(self, written: Written, step: int) -> None:
+    def announce(self, written: Written, step: int) -> None:
         """Announce the events of one update, if there are any.
 
         Args:
-            written: as written.
+            written: the events, and why each could not be written.
             step: the trainer's global step, for the trackers' axis.
         """
         if not written:
             return
         self._try("the console", partial(self._print, written))
         for name, client in self.trackers.items():
-            self._try(name, partial(self._tell_tracker, name, client, written, step))
+            self._try(name, partial(self._log_to, name, client, written, step))
         self._try("the alerts", partial(self._alert, written))
 
     def finish(self) -> None:
-        """The run is about to end: send what the alerts held back, and wait for what is still to be sent, a bit longer
-        than ``notify.timeout_s`` each."""
+        """Send the alerts held back, and wait for all jobs, a bit longer than ``timeout_s`` each."""
         if self._held:
             self._last_alert, self._num_missed = -math.inf, self._num_missed - len(self._held)
             self._try("the alerts", partial(self._alert, self._held))
         self._slow_trackers.finish()
         self._alerts.finish()
 
-    def _try(self, whom: str, tell: Callable[[], None]) -> None:
+    def _try(self, receiver: str, send: Callable[[], None]) -> None:
         try:
-            tell()
+            send()
         except Exception as error:
-            logger.error("gradloc: telling %s failed (%s); training goes on", whom, error_text(error))
+            logger.error("gradloc: notifying %s failed (%s); training goes on", receiver, error_text(error))
 
     def _print(self, written: Written) -> None:
         for event, why in written:
             where = not_written(self.root, why) if why else opening_command(event, self.root)
             print(f"gradloc: {announcement(event)}\ngradloc: {where}", flush=True)
 
-    def _tell_tracker(self, name: str, client: Any, written: Written, step: int) -> None:
+    def _log_to(self, name: str, client: Any, written: Written, step: int) -> None:
         events = [event for event, _ in written]
         later = later_of(name, self._uploads)
         if later is not None:
-            self._slow_trackers.submit(f"telling {name}", partial(later, events))
+            self._slow_trackers.submit(f"the message to {name}", partial(later, events))
         if name in ("wandb", "vemlp_wandb") and self._uploads:
             for folder in (self._folder(event) for event, why in written if not why):
                 self._slow_trackers.submit(f"the upload to {name}", partial(upload_folder, client, folder))
@@ -97,7 +96,7 @@ class Notifier:
             FORMS[name](client, events, step)
 
     def _alert(self, written: Written) -> None:
-        """Alert about the first event, unless the last alert was a moment ago; the next one counts what it missed."""
+        """Alert about the first event, unless the last alert was too recent; the next one counts those left out."""
         settings, (event, why) = self.settings, written[0]
         names = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
         if not (names or settings.command or settings.webhook):
@@ -134,7 +133,7 @@ class Notifier:
             self._alerts.submit("gradloc.notify.webhook", partial(self._sent, webhook))
 
     def _sent(self, alert: Callable[[], None]) -> None:
-        """Send an alert. If that fails, the next event is not held back."""
+        """Send an alert; after a failure the next event is not held back."""
         try:
             alert()
         except Exception:

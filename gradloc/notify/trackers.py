@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict in the form that each of verl's trackers has, through the client that verl's ``Tracking`` has opened.
+"""Sends verdicts to each of verl's trackers through the client that verl's ``Tracking`` has opened.
 
 ``rl_insight`` takes numbers only: like every tracker it gets the ``gradloc/*`` metrics, and no verdict.
 """
@@ -76,7 +76,7 @@ FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
     "trackio": _trackio,
     "file": _file,
 }
-"""By the name in ``trainer.logger``: called at once, as cheap as the metrics of a step. Client, events, global step."""
+"""Functions of (client, events, global step) by name in ``trainer.logger``, as cheap as logging a step's metrics."""
 
 
 # ---- slow uploads, from another thread
@@ -110,7 +110,7 @@ def _mlflow(client: Any, run_id: str, events: list[Event], uploads: bool) -> Non
 
 
 def upload_folder(client: Any, folder: Path) -> None:
-    """The event's folder as an artifact of the W&B run."""
+    """Upload an event's folder as an artifact of the W&B run."""
     if client.run is None:
         return
     artifact = client.Artifact(f"gradloc-{client.run.id}-{folder.name}", type="gradloc-event")
@@ -131,16 +131,16 @@ ALERTS: dict[str, Callable[[Any, str, str], None]] = {
     **dict.fromkeys(("wandb", "vemlp_wandb"), _wandb_alert),
     "trackio": _trackio_alert,
 }
-"""Trackers that can alert: client, title, text."""
+"""Functions of (client, title, text) for trackers that can alert."""
 
 
 def _trackio_module(client: Any) -> Any:
-    """verl 0.7 has the module for its client, 0.9 an adapter around it."""
+    """Return trackio's module, which is verl 0.7's client and within verl 0.9's."""
     return getattr(client, "trackio", client)
 
 
 def _by_model(events: list[Event], verdict: Any, culprits: Any) -> dict[str, Any]:
-    """For trackers that join what a step logs: a critic has names of its own, as in ``gradloc/critic_spikes``."""
+    """Name both entries by model, since a tracker joins a step's entries: a critic's are ``gradloc/critic_*``."""
     prefix = "gradloc/critic_" if events[0].model == "critic" else "gradloc/"
     return {f"{prefix}verdict": verdict, f"{prefix}culprits": culprits}
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GradLoc writes to disk about a spike, and nothing else: the one definition of these files.
+"""Definition of the files that GradLoc writes about a spike.
 
-``events.jsonl`` holds one :class:`Event` a line, whose folder :mod:`.bundle` describes. The writer fills these classes,
-the report and the replay read them, and the JSON Schemas in ``schema/`` are made from them
-(``scripts/make_schemas.py``).
+``events.jsonl`` holds one :class:`Event` per line; :mod:`.bundle` describes its folder. The writer fills these
+classes, the report and the replay read them, and ``scripts/make_schemas.py`` makes ``schema/`` from them.
 
 Standard library only. On disk, numbers that JSON cannot spell are the strings ``"NaN"``, ``"Infinity"`` and
-``"-Infinity"``. A reader passes over fields that it does not know, and takes a field's default where a file lacks it;
-so a name that a later version adds to an ``enum`` is no reason to refuse a file.
+``"-Infinity"``. A reader ignores unknown fields, takes a field's default where a file lacks it, and accepts unknown
+names of an ``enum``.
 
-``Annotated`` carries what the schema says beyond the type: pairs of a JSON Schema keyword and its value.
+``Annotated`` carries pairs of a JSON Schema keyword and its value for the schema.
 """
 
 import math
@@ -21,30 +20,30 @@ from typing import Annotated, Any
 from . import columns
 
 SCHEMA_VERSION = 1
-"""Of the files that have no version of their own."""
+"""Version of the files that have no version of their own."""
 EVENT_VERSION = 2
-"""Of an event and of its table of tokens. A file of version 1 is read through :mod:`.version1`."""
+"""Version of an event and of its table of tokens. :mod:`.version1` converts files of version 1."""
 VERDICTS = ("explained", "undecided", "not_explained")
 
 Version = Annotated[int, ("const", SCHEMA_VERSION)]
 EventVersion = Annotated[int, ("const", EVENT_VERSION)]
 Count = Annotated[int, ("minimum", 0)]
 BY_COLUMN = ("propertyNames", "columns")
-"""Says of an object that its names are those of stored columns of the table of tokens."""
+"""Marks an object whose names are stored columns of the table of tokens."""
 Interval = tuple[Count, Count]
 
 
 def never_null() -> Any:
-    """Default of a field that the writer always knows: None only where a reader found a file without it."""
+    """Declare a field that the writer always knows; None only where a file lacks it."""
     return field(default=None, metadata={"null": False})
 
 
 def optional() -> Any:
-    """Default of a field, None, that files of this schema version may lack."""
+    """Declare a field that files of this schema version may lack; its default is None."""
     return field(default=None, metadata={"required": False})
 
 
-# ---- where a spike came, why it was looked into, and how its culprits were looked for
+# ---- run, step, trigger, search
 
 _PHASES = (
     *("micro_batch", "rank", "token", "share", "verify", "residual", "sketch", "coefficients", "bisect"),
@@ -55,63 +54,63 @@ _PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured",
 
 @dataclass(frozen=True)
 class Run:
-    """Which run the event belongs to, and what made it."""
+    """The run of an event, and the versions that made it."""
 
     project: str | None = None
     experiment: str | None = None
     trainer: str | None = optional()
-    """Its name and version, such as ``verl 0.9.1``; null in records from before these were kept, as the next ones."""
+    """Name and version, such as ``verl 0.9.1``; this and the next fields are null in older records."""
     torch: str | None = optional()
     gradloc: str | None = optional()
     model: str | None = optional()
-    """What was trained: the path or name that the run was given."""
+    """Path or name of the trained model, as the run was given it."""
     commit: str | None = optional()
-    """Of the code in the folder that the run was started in, ``-dirty`` where it was changed; null outside of git."""
+    """Git commit of the folder that the run was started in, ``-dirty`` with changes; null outside of git."""
     config: str | None = optional()
-    """Digest of all of the trainer's settings: two runs have the same one if their settings are the same."""
+    """Digest of all of the trainer's settings; equal for runs with equal settings."""
     estimator: str | None = optional()
-    """How advantages are made of a group's rewards: ``grpo`` divides by their standard deviation, ``grpo_mean`` does
+    """Estimator of the advantages: ``grpo`` divides a group's rewards by their standard deviation, ``grpo_mean`` does
     not, ``rloo`` subtracts the others' mean; other names are the trainer's. Null where it is not known."""
     rollouts: Count | None = optional()
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where in training, and how the batch was dealt out."""
+    """Place in training, and how the batch was split over ranks."""
 
     global_step: Count = 0
-    """The trainer's, from 1."""
+    """The trainer's step, from 1."""
     epoch: Count = 0
     """PPO epoch within the step."""
     mini_batch: Count = 0
-    """Within the epoch: one optimizer step each."""
+    """Number within the epoch; each is one optimizer step."""
     num_mini_batches: Count | None = never_null()
     num_micro_batches: Count | None = never_null()
-    """Of each rank in this mini-batch."""
+    """Micro-batches per rank in this mini-batch."""
     world_size: Count | None = never_null()
     dp_size: Count | None = never_null()
     """Data-parallel ranks: those that hold different sequences."""
     sp_size: Count | None = never_null()
     """Ulysses ranks that share each sequence."""
     stage: Annotated[str, ("enum", ("low", "high"))] | None = optional()
-    """Which of Lopti's two updates of the step; null for the only one."""
+    """Lopti's update of the step; null for a run without Lopti."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The norms that the adaptive threshold was made of."""
+    """Norms that the adaptive threshold was learned from."""
 
     num_norms: Count = 0
     median_norm: float | None = None
-    """Their level."""
+    """Level of the norms."""
     log_sigma: float | None = None
-    """How far the larger ones lie above it, as a standard deviation of the natural logarithm."""
+    """Standard deviation of the natural logarithm of the norms above their level."""
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """Why this mini-batch was looked into."""
+    """Reason why the mini-batch was searched."""
 
     kind: Annotated[str, ("enum", ("fixed", "adaptive", "non_finite", "forced"))] = "unknown"
     grad_norm: float | None = never_null()
@@ -119,7 +118,7 @@ class Trigger:
     threshold: float | None = None
     """The norm from which a step counts as a spike; null on a rehearsal and while the adaptive rule warms up."""
     tau: float | None = None
-    """The per-token threshold behind it: threshold = tau / sqrt(num_tokens)."""
+    """Per-token threshold: threshold = tau / sqrt(num_tokens)."""
     num_tokens: Count | None = never_null()
     """Response tokens of the mini-batch over all ranks."""
     history: History | None = None
@@ -128,7 +127,7 @@ class Trigger:
 
 @dataclass(frozen=True)
 class PathEntry:
-    """One stage or probe of the search and what came of it."""
+    """One stage or probe of the search, with its outcome."""
 
     phase: Annotated[str, ("enum", _PHASES)] = ""
     micro_batch: Count | None = None
@@ -145,29 +144,29 @@ class PathEntry:
 
 @dataclass(frozen=True)
 class Search:
-    """How the culprits were looked for, and at what cost."""
+    """The search for culprits: method, outcome, cost."""
 
     strategy: str = "unknown"
     status: Annotated[str, ("enum", ("found", "not_found", "budget_exhausted", "max_culprits"))] = "unknown"
-    """budget_exhausted may still have found some; max_culprits: as many as may be were named, and the rest spikes."""
+    """budget_exhausted may still have found some; max_culprits: the limit was reached, and the rest still spikes."""
     stop_reason: str = ""
-    """Follows "the search stopped because"."""
+    """Completes "the search stopped because"."""
     tau: float | None = never_null()
-    """Per-token threshold that the search used; on a rehearsal one that is made up."""
+    """Per-token threshold that the search used; an arbitrary one on a rehearsal."""
     budget: Count | None = never_null()
     """Probes allowed: one forward and backward of one micro-batch each."""
     forwards: Count | None = never_null()
-    """Of one micro-batch each, those of the backwards included."""
+    """Forwards of one micro-batch, those before backwards included."""
     backwards: Count | None = never_null()
-    """Of one micro-batch each."""
+    """Backwards of one micro-batch."""
     seconds: float | None = never_null()
     """Wall clock, the certificate included."""
     num_more: Count | None = optional()
-    """Culprits beyond those named, at least: where max_culprits ended the search."""
+    """Least number of culprits not named, where max_culprits ended the search."""
     more_norm: float | None = optional()
-    """About the norm of these together: the root of the sum of squares of their lower bounds."""
+    """Approximate norm of these together: root of the sum of squares of their lower bounds."""
     path: tuple[PathEntry, ...] = ()
-    """In the order taken."""
+    """Stages in order."""
 
 
 # ---- a culprit, and why its gradient is large
@@ -182,16 +181,16 @@ CAUSES = (
     *("second_moments", "moments_lost", "weights_changed", "weights_grown"),
     "unknown",
 )
-"""From ``non_finite_padding`` to ``weights_grown`` they are of the whole step, and no token's: see StepCause."""
+"""Labels of causes. From ``non_finite_padding`` to ``weights_grown`` they are of the whole step, see StepCause."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the culprit's gradient is large."""
+    """Cause of a culprit's large gradient."""
 
     label: Annotated[str, ("enum", CAUSES)] = "unknown"
     numbers: dict[str, float | None] = field(default_factory=dict)
-    """What says so: mostly how many times typical each factor of the gradient is."""
+    """Evidence: mostly the multiple of typical of each factor of the gradient."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Sibling:
     sequence_id: str | None = None
     reward: float | None = None
     advantage: float | None = None
-    """Of its first response token."""
+    """Advantage of its first response token."""
     num_tokens: Count = 0
 
 
@@ -210,7 +209,7 @@ _SHORTEST_ANSWER = 2  # tokens: a single one that is left out of the loss is no 
 
 
 def turns_in(mask: Iterable[float]) -> list[range]:
-    """The turns of a response: runs of tokens in the loss, between those that a tool or the environment answered (0).
+    """Split a response into turns: runs of tokens in the loss (1), between the answers of a tool or environment (0).
 
     >>> turns_in([1, 1, 0, 0, 0, 1, 0, 1])
     [range(0, 2), range(5, 8)]
@@ -226,13 +225,13 @@ def turns_in(mask: Iterable[float]) -> list[range]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Which part of a response of several turns: what the model wrote between two answers of a tool."""
+    """One turn of a response: what the model wrote between two answers of a tool."""
 
     number: Count = 1
     """From 1."""
     num_turns: Count = 1
     num_before: Count = 0
-    """Tokens right before it that are left out of the loss: the answer."""
+    """Tokens of the tool's answer right before it, which are left out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -254,15 +253,15 @@ class Culprit:
     """<uid>:<rollout index>"""
     data_source: str | None = None
     data_row: Count | None = optional()
-    """Of the data set, where its rows say their ``index``."""
+    """Row of the data set, where its rows have an ``index``."""
     versions: Interval | None = optional()
-    """The steps whose weights sampled its sequence's first token and its last; null where the trainer does not say."""
+    """Steps whose weights sampled the first and the last token of its sequence; null where that is not known."""
     reward: float | None = None
-    """The sequence's: sum of its token-level scores."""
+    """Sum of the sequence's token-level scores."""
     token_ids: tuple[int, ...] | None = never_null()
-    """Of the span."""
+    """Token ids of the span."""
     tokens: tuple[str, ...] | None = None
-    """Text of each of them; null, as all text here, when the run keeps none."""
+    """Text of each token; null, as all text here, when the run keeps none."""
     text_before: str | None = None
     text_after: str | None = None
     prompt: str | None = None
@@ -273,13 +272,13 @@ class Culprit:
     grad_norm: float | None = None
     """L2 norm of the span's part of the gradient."""
     is_exact: bool = True
-    """Whether grad_norm was measured by a backward of its own; else it is a lower bound."""
+    """Whether a backward of its own measured grad_norm, which else is a lower bound."""
     threshold: float | None = None
     """The norm from which the span counts as a culprit."""
     share: float | None = None
     """<g, G> / ||G||^2; the shares of all tokens add up to 1. Null when the spike is not finite."""
     share_error: float | None = optional()
-    """Its standard error; 0 where it was measured by a backward of its own."""
+    """Standard error of the share; 0 where a backward of its own measured it."""
     layers: dict[str, float] = field(default_factory=dict)
     """Norm of the span's part of the gradient per layer; empty unless is_exact."""
     cause: Cause = field(default_factory=Cause)
@@ -288,40 +287,40 @@ class Culprit:
     siblings: tuple[Sibling, ...] | None = optional()
     """The other responses to its prompt; null without a uid."""
     turn: Turn | None = optional()
-    """The one that the span begins in; null where the response has a single one."""
+    """Turn in which the span begins; null where the response has a single one."""
 
     def at(self, column: str) -> float | None:
         """Return a column of the table of tokens at ``peak``; None where it is not known."""
         return columns.value(self.values, column)
 
     def size(self, has_share: bool) -> tuple[float, float]:
-        """Return its share, where that counts, and its norm; infinity for what is not finite or not known."""
+        """Return (|share|, |norm|) to sort by, 0 without shares; infinity where one is not finite or not known."""
         values = (self.share if has_share else 0.0, self.grad_norm)
         share, norm = (abs(value) if value is not None and math.isfinite(value) else math.inf for value in values)
         return share, norm
 
     @property
     def text(self) -> str:
-        """The span's text; where the run kept none, its first token numbers."""
+        """Return the span's text; where the run kept none, its first token numbers."""
         return "".join(self.tokens or ()) or " ".join(f"<{token}>" for token in (self.token_ids or ())[:20])
 
 
-# ---- what was measured of the spike, and what was done
+# ---- proof, action, consequence
 
 ACTIONS = ("observe", "mask", "heal", "skip", "abort")
-"""What may happen to the step that spiked."""
+"""Actions on a step that spiked."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The gradient's norm with and without the culprits, and what that proves."""
+    """Proof by the gradient's norm with and without the culprits."""
 
     norm_before: float | None = never_null()
     norm_after: float | None = never_null()
     error_bound: float | None = never_null()
     """Largest error of norm_after."""
     threshold: float | None = None
-    """The trigger's; null on a rehearsal."""
+    """The trigger's threshold; null on a rehearsal."""
     method: Annotated[str, ("enum", ("subtract", "swap", "recompute", "none"))] = "none"
     verdict: Annotated[str, ("enum", VERDICTS)] = "undecided"
     reason: str = ""
@@ -332,7 +331,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Action:
-    """The action that was set, and the one that was taken."""
+    """The requested action and the one taken."""
 
     requested: Annotated[str, ("enum", ACTIONS)] = "observe"
     taken: Annotated[str, ("enum", ACTIONS)] = "observe"
@@ -341,10 +340,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Cured:
-    """What the step's gradient would have been under another setting."""
+    """The step's gradient under another setting."""
 
     name: str = ""
-    """In the table of advice."""
+    """Name in the table of actions."""
     line: str = ""
     """The setting, as a line of the trainer's config."""
     norm_after: float | None = never_null()
@@ -352,26 +351,26 @@ class Cured:
     error_bound: float | None = None
     """Largest error of norm_after; null where that is a bound itself."""
     verdict: Annotated[str, ("enum", ("healed", "not_healed", "undecided", "no_change"))] = "undecided"
-    """no_change: no coefficient would have been another one."""
+    """no_change: no coefficient would have changed."""
     kept: float | None = None
     """Cosine between that gradient and the one without the culprits, or the spike's own where no token is one."""
     changed_tokens: float = 0.0
-    """Share of the tokens whose coefficient is another one."""
+    """Share of the tokens whose coefficient changes."""
     forwards: Count = 0
-    """Of a micro-batch, that measuring it took."""
+    """Forwards of a micro-batch that the measurement took."""
     backwards: Count = 0
 
 
 @dataclass(frozen=True)
 class Consequence:
-    """What the optimizer was given, and what of that was the culprits'."""
+    """The gradient that the optimizer was given, and the culprits' part of it."""
 
     grad_clip: float | None = None
-    """The norm that gradients are clipped to; null where layers are clipped each by itself."""
+    """Norm that gradients are clipped to; null where each layer is clipped by itself."""
     clip_scale: float | None = None
-    """What clipping multiplied the gradient with, in (0, 1]; null where no step was taken."""
+    """Factor of clipping, in (0, 1]; null where no step was taken."""
     culprit_share: float | None = None
-    """Of the gradient that the optimizer was given, as its shares add up; null where they are not known."""
+    """The culprits' share of the gradient that the optimizer was given; null where it is not known."""
     healthy_norm: float | None = None
     """Norm of the other tokens' part of the clipped gradient."""
     last_checkpoint: str | None = None
@@ -383,17 +382,17 @@ class Consequence:
 
 @dataclass(frozen=True)
 class StepCause:
-    """Why the step spiked: what its largest culprit's cause is, or what made it where no token did."""
+    """Cause of the whole step: the largest culprit's, or another where no token made the spike."""
 
     label: Annotated[str, ("enum", CAUSES)] = "unknown"
     reason: str = ""
-    """In words; empty where it is a culprit's cause."""
+    """The cause in words; empty for a culprit's cause."""
     numbers: dict[str, float | None] = field(default_factory=dict)
-    """What says so."""
+    """Evidence for the cause."""
     names: tuple[str, ...] = ()
     """Parameters, or tensors of the batch: the most suspect first."""
     places: tuple[tuple[Count | None, Count], ...] = ()
-    """Rows of the trainer's batch and response positions, where it is about a few."""
+    """Rows of the trainer's batch and response positions, where only a few are concerned."""
 
 
 FAULTS = ("batch", "last_update", "weights", "after_backward", "undecided")
@@ -402,24 +401,24 @@ FAULTS = ("batch", "last_update", "weights", "after_backward", "undecided")
 
 @dataclass(frozen=True)
 class Fault:
-    """Which link of the step broke."""
+    """The link of the step that broke."""
 
     at: Annotated[str, ("enum", FAULTS)] = "undecided"
     label: Annotated[str, ("enum", CAUSES)] | None = None
     """The cause; null where the batch is at fault, whose culprits have causes of their own."""
     parameters: tuple[str, ...] = ()
-    """The most suspect first."""
+    """Parameters, the most suspect first."""
     step: Count | None = None
-    """The step whose update it was, or from which on the weights are so."""
+    """Step whose update broke it, or since which the weights are wrong."""
     evidence: dict[str, float | None] = field(default_factory=dict)
     """Norms that were measured, and ratios to what is usual in this run."""
     reason: str = ""
-    """In words."""
+    """The fault in words."""
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """The spike's micro-batches run again as they were."""
+    """The spike's micro-batches run again unchanged."""
 
     norm: float | None = never_null()
     difference: float | None = never_null()
@@ -430,7 +429,7 @@ class Rerun:
 
 @dataclass(frozen=True)
 class FirstNotFinite:
-    """Where in the model NaN or infinity first appears, when a micro-batch is run again."""
+    """Module in which NaN or infinity first appears when a micro-batch is run again."""
 
     module: str = ""
     way: Annotated[str, ("enum", ("forward", "backward"))] = "forward"
@@ -441,7 +440,7 @@ class FirstNotFinite:
 
 @dataclass(frozen=True)
 class LayerHistory:
-    """Each layer's norm beside its own earlier ones, and how the layers moved together before."""
+    """Each layer's norm against its own history, and how the layers' norms correlate."""
 
     num_steps: Annotated[int, ("minimum", 2)] | None = never_null()
     """Optimizer steps compared with."""
@@ -455,14 +454,14 @@ class LayerHistory:
 
 @dataclass(frozen=True)
 class PartShare:
-    """What one row, one prompt's rollouts or one data source carry of the spike."""
+    """Share of the spike of one row, one prompt's rollouts or one data source."""
 
     name: str | None = never_null()
     """The row of the batch as it was dispatched, the prompt's uid, or the data source."""
     share: float = 0.0
     """Sum of its tokens' shares."""
     share_error: float = 0.0
-    """Its standard error."""
+    """Standard error of the share."""
     num_rows: Count = 0
     num_tokens: Count = 0
 
@@ -479,7 +478,7 @@ class Shares:
     is_trusted: bool = True
     """Whether shares are exact and make up the spike, as far as half precision leaves a gradient as it is."""
     micro_batches: tuple[tuple[float, ...], ...] = ()
-    """One list per micro-batch, one share per rank."""
+    """Shares by micro-batch and rank."""
     rows: tuple[PartShare, ...] | None = optional()
     prompts: tuple[PartShare, ...] | None = optional()
     sources: tuple[PartShare, ...] | None = optional()
@@ -490,16 +489,16 @@ class Mismatch:
     """Tokens at which the rollout engine's log-prob and the trainer's before the update differ by more than noise."""
 
     noise: float = 0.0
-    """Of logits, nats: 1.48 times the batch's median |difference| / (1 - p), and at most what bfloat16 kernels make."""
+    """Noise of logits, nats: 1.48 times the batch's median |difference| / (1 - p), at most that of bfloat16 kernels."""
     token_share: float = 0.0
-    """Of the response tokens, those that differ by eight times that and by 0.2 nats."""
+    """Share of the response tokens that differ by over eight times the noise and 0.2 nats."""
     spike_share: float = 0.0
-    """What they carry of the spike in the sequences that are told token by token."""
+    """Their share of the spike, within the sequences kept token by token."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What is typical in the batch: what the causes compare a culprit with."""
+    """Typical values in the batch, with which causes compare a culprit."""
 
     advantage: float = 0.0
     """Median |advantage| over the response tokens whose advantage is not zero."""
@@ -512,19 +511,19 @@ class BatchStatistics:
     low_entropy: float | None = optional()
     """Entropy that a fifth of the tokens are under; null where the entropies are not known."""
     over_run: dict[str, float] | None = optional()
-    """How many times what is typical of the run's own steps: advantage, coefficient, length of a response, tokens of
-    the batch. Null until there is a history."""
+    """Multiples of the run's typical advantage, coefficient, length of a response, and tokens of a batch. Null until
+    there is a history."""
     entropy_over_policy: float | None = optional()
     """Root sum of squares of d loss / d entropy over that of d loss / d log_prob, over all tokens."""
     value_error: float | None = optional()
-    """Of a critic: median |return - value before the update| over the response tokens."""
+    """Critic: median |return - value before the update| over the response tokens."""
     teacher_gap: float | None = optional()
-    """Under distillation: median |teacher's log-prob - student's before the update| over the response tokens."""
+    """Distillation: median |teacher's log-prob - student's before the update| over the response tokens."""
     loss_weight: float | None = optional()
-    """Of a loop that says no advantages: median |d loss / d log_prob| times the number of tokens, which is 1 for the
-    mean of the tokens' negative log-probs."""
+    """Loop without advantages: median |d loss / d log_prob| times the number of tokens, which is 1 for the mean of the
+    tokens' negative log-probs."""
     kl_over_policy: float | None = optional()
-    """The same of the KL term's part over the rest."""
+    """Root sum of squares of the KL term's coefficients over that of the other terms'."""
 
 
 @dataclass(frozen=True)
@@ -534,7 +533,7 @@ class Event:
     schema_version: EventVersion = EVENT_VERSION
     event_id: Annotated[str, ("minLength", 1)] = ""
     verdict: str | None = never_null()
-    """What happened, in up to three sentences."""
+    """The verdict in a few sentences."""
     run: Run = Run()
     time: Annotated[str, ("format", "date-time")] | None = optional()
     """When it was completed, UTC."""
@@ -547,7 +546,7 @@ class Event:
     layers: dict[str, float] = field(default_factory=dict)
     """Norm of the spike's gradient per layer."""
     kinds: dict[str, float] = field(default_factory=dict)
-    """The same per kind of module."""
+    """Norm of the spike's gradient per kind of module."""
     layer_history: LayerHistory | None = None
     """Null where the layers' norms are not tracked, or not yet."""
     shares: Shares | None = None
@@ -563,11 +562,11 @@ class Event:
     first_not_finite: FirstNotFinite | None = optional()
     """Null where the gradient is finite, or where it was not looked for or found."""
     cures: tuple[Cured, ...] | None = optional()
-    """Settings under which the step was measured, or that a glance at their coefficients settled; most useful first.
-    Null where none was tried."""
+    """Settings under which the step was measured, or whose coefficients settled it; most useful first. Null where none
+    was tried."""
     consequence: Consequence | None = optional()
     model: Annotated[str, ("enum", ("actor", "critic"))] | None = optional()
-    """Whose gradient it is; null for the actor's."""
+    """Model whose gradient it is; null for the actor."""
     head_grad_norm: float | None = optional()
     """Norm of the spike's gradient at the output head (at the embedding where the two are tied), before clipping: a
     lower bound on how far such a step moves the policy (arXiv 2605.19425)."""
@@ -576,7 +575,7 @@ class Event:
 
     @cached_property
     def by_size(self) -> list[Culprit]:
-        """The culprits, largest first: by share where each has one, else by norm.
+        """Return the culprits, largest first: by share where each has one, else by norm.
 
         What is not finite, or not known, comes first.
         """
@@ -585,15 +584,15 @@ class Event:
 
     @property
     def leader(self) -> Culprit | None:
-        """The largest culprit; None without any."""
+        """Return the largest culprit; None without any."""
         return next(iter(self.by_size), None)
 
     @property
     def is_distilled(self) -> bool:
-        """Whether distillation is the whole loss: no reward or advantage is part of it."""
+        """Return whether distillation is the whole loss: no reward or advantage is part of it."""
         return self.batch.teacher_gap is not None
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the loss has no advantages: its tokens have weights, and its rows are documents."""
+        """Return whether the loss has no advantages: its tokens have weights, and its rows are documents."""
         return self.batch.loss_weight is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two gradient analyses write to disk: the one definition of ``step_<N>.json`` in their folders.
+"""Definition of the files of the two gradient analyses: ``step_<N>.json`` in their folders.
 
 As in :mod:`.record`: the writer fills these classes, the report reads them, the JSON Schemas are made from them, and
 ``Annotated`` carries pairs of a JSON Schema keyword and its value. Standard library only.
@@ -24,7 +24,7 @@ Ratio = Annotated[float, ("minimum", 0), ("maximum", 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """Which run was analysed."""
+    """The analysed run."""
 
     project: str
     experiment: str
@@ -35,7 +35,7 @@ class Loss:
     """The loss whose gradient was split."""
 
     terms: tuple[Annotated[str, ("enum", ("task", "entropy", "kl"))], ...]
-    """Those that this run's loss has."""
+    """Terms that this run's loss has."""
     loss_mode: str
     loss_agg_mode: str
     adv_estimator: str
@@ -43,20 +43,20 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What the analysis took."""
+    """Cost of the analysis."""
 
     forwards: Count
-    """Of one micro-batch each, on each rank."""
+    """Forwards of one micro-batch on each rank."""
     backwards: Count
     probe_seconds: float
-    """Of the workers."""
+    """Seconds of the workers."""
     seconds: float
     """Wall clock, as the trainer saw it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Of a number over a bucket or quartile."""
+    """Range of a number over a bucket or quartile."""
 
     min: float
     mean: float
@@ -68,10 +68,10 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """What the rollout filter kept."""
+    """Groups that the rollout filter kept."""
 
     kept_count: Count
-    """Groups."""
+    """Groups kept."""
     kept_ratio: Ratio
     zero_count: Count
     """Groups whose rewards are all equal."""
@@ -98,9 +98,9 @@ class Norms:
     """Gradient norms of one term of the loss in one bucket."""
 
     own: float
-    """Of the gradient if the bucket were the batch: part divided by weight."""
+    """Norm of the gradient if the bucket were the batch: part divided by weight."""
     part: float
-    """Of the bucket's part of the gradient."""
+    """Norm of the bucket's part of the gradient."""
     per_row: float
     """part over the bucket's rows."""
     per_token: float | None
@@ -114,11 +114,11 @@ class Bucket:
     name: str
     num_rows: Count
     row_share: Ratio
-    """Of the batch's rows."""
+    """Share of the batch's rows."""
     num_tokens: Count
     num_groups: Count
     reward_std: Range
-    """Of the groups' reward deviations."""
+    """Range of the groups' reward deviations."""
     weight: dict[str, float]
     """Per term of the loss: the bucket's share of the average; the buckets' add up to 1."""
     norm: dict[str, Norms]
@@ -151,17 +151,17 @@ class GradientAnalysis:
     global_step: Annotated[int, ("minimum", 1)]
     bucket_mode: Annotated[str, ("enum", ("quantile", "fixed_rv"))]
     num_buckets: Annotated[int, ("minimum", 1)]
-    """As configured; there may be fewer."""
+    """Number as configured; there may be fewer."""
     loss: Loss
     batch: Batch
     buckets: Annotated[tuple[Bucket, ...], ("minItems", 2)]
     task_cosines: tuple[tuple[float | None, ...], ...]
     """Between the buckets' task gradients, bucket x bucket, without all; null where one is zero or not finite."""
     groups: tuple[Group, ...]
-    """In ascending order of deviation."""
+    """Groups in ascending order of deviation."""
     cost: Cost
     metrics: dict[str, float] = field(default_factory=dict)
-    """What was logged to the trackers at this step."""
+    """Metrics logged to the trackers at this step."""
 
 
 # ---- by quartile of the tokens' probability
@@ -187,9 +187,9 @@ class Quartile:
     """Mean of 1 - pi."""
     mean_abs_advantage: float | None = None
     norm: float
-    """Of the quartile's part of the gradient."""
+    """Norm of the quartile's part of the gradient."""
     norm_per_token: float | None = None
-    """That norm over the number of tokens."""
+    """The norm over the number of tokens."""
     gradient_share: float | None = None
     """<part, whole> / ||whole||^2; the shares add up to 1."""
     cosine: float | None = None
@@ -197,10 +197,10 @@ class Quartile:
     sampled: Count = 0
     """Tokens of it whose own gradient was measured."""
     mean_log_prob_norm: float | None = None
-    """Of single tokens: norm of the gradient of log pi."""
+    """Mean norm of single tokens' gradients of log pi."""
     median_log_prob_norm: float | None = None
     mean_loss_norm: float | None = None
-    """Of single tokens: norm of their part of the training gradient."""
+    """Mean norm of single tokens' parts of the training gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class SampledToken:
 
     row: Count = 0
     position: Count = 0
-    """In the response."""
+    """Position in the response."""
     token_id: Count = 0
     quartile: Annotated[int, ("minimum", 1), ("maximum", len(QUARTILES))]
     probability: float
@@ -230,13 +230,13 @@ class Correlations:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How the probabilities of one quartile's tokens changed in one update."""
+    """Changes of the probabilities of one quartile's tokens in one update."""
 
     mean: float
     mean_abs: float
     """Mean of the sizes."""
     percentiles: Annotated[tuple[float, ...], ("minItems", 7), ("maxItems", 7)]
-    """At 0, 5, 25, 50, 75, 95 and 100 percent."""
+    """Changes at 0, 5, 25, 50, 75, 95 and 100 percent."""
     counts: tuple[Count, ...]
     """Tokens per bin of edges."""
     right_way: float | None = None
@@ -245,7 +245,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How much an update's probability changes look like those of the update of all tokens."""
+    """Similarity of an update's probability changes to those of the update of all tokens."""
 
     correlation: float | None = None
     """Pearson's, in [-1, 1]; null where undefined."""
@@ -255,10 +255,10 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """How all tokens moved in one update."""
+    """Changes of all tokens in one update."""
 
     edges: tuple[float, ...]
-    """Of the bins, the same for all updates."""
+    """Edges of the bins, the same for all updates."""
     quartiles: Annotated[tuple[Change | None, ...], ("minItems", len(QUARTILES)), ("maxItems", len(QUARTILES))]
     """Null: the quartile has no tokens."""
     agreement: Agreement | None = None
@@ -273,9 +273,9 @@ class Update:
     grad_norm: float
     """Before clipping."""
     clip_factor: float
-    """What clipping multiplied the gradient with."""
+    """Factor of clipping."""
     update_norm: float
-    """How far the weights moved."""
+    """Norm of the change of the weights."""
     changes: Moved | None = None
     """Null where no step was taken."""
     own_changes: Moved | None = None
@@ -284,7 +284,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What took the steps."""
+    """The optimizer that took the steps."""
 
     name: str
     learning_rate: float
@@ -306,11 +306,11 @@ class QuartileAnalysis:
     """Norm of (sum of the parts - whole) over the norm of the whole; null where that is 0."""
     quartiles: Annotated[tuple[Quartile, ...], ("minItems", len(QUARTILES)), ("maxItems", len(QUARTILES))]
     tokens: tuple[SampledToken, ...]
-    """Those sampled."""
+    """The sampled tokens."""
     rank_correlation: Correlations
     updates: Annotated[dict[str, Update | None], ("required", UPDATES), ("maxProperties", len(UPDATES))]
     """Null where the quartile has no gradient; none is the update with a gradient of zero."""
     optimizer: Optimizer
     cost: Cost | None = never_null()
     metrics: dict[str, float] = field(default_factory=dict)
-    """What went to the trackers."""
+    """Metrics logged to the trackers."""

@@ -8,7 +8,7 @@ from . import BY_COLUMN, EVENT_VERSION, Count, Event, EventVersion, Interval, ne
 from .columns import column
 
 BUNDLE_VERSION = 2
-"""Of a bundle's meta.json and tensors. A bundle of version 1 had no coefficients: a replay ran the trainer's loss."""
+"""Version of a bundle. Version 1 had no coefficients: a replay ran the trainer's loss."""
 Weights = tuple[Count, float, float]
 
 
@@ -42,7 +42,7 @@ class Sequence:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The token numbers; where the run kept none, -1 - position, so that no two are equal."""
+        """Return the token numbers; where the run kept none, -1 - position, so that no two are equal."""
         kept = self.token_ids or ()
         return kept + tuple(-1 - position for position in range(len(kept), len(self)))
 
@@ -77,25 +77,25 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class BundleMeta:
-    """A replay bundle's meta.json, beside batch.safetensors; what a replay uses is required."""
+    """A replay bundle's meta.json; the fields that a replay uses are required."""
 
     temperature: float
-    """The logits were divided by this; of a critic it says nothing."""
+    """Divisor of the logits; meaningless for a critic."""
     layout: tuple[BundleEntry, ...]
     event: Annotated[Event, ("type", "object")]
     """The event record; see event.v2.schema.json."""
     dtype: str | None = optional()
-    """Of the forward: ``float32``, ``bfloat16`` or ``float16``. Weights and gradients are in float32."""
+    """Precision of the forward: ``float32``, ``bfloat16`` or ``float16``. Weights and gradients are float32."""
     loss_scale: float | None = optional()
-    """The run's backward began with the coefficients times this (fp16)."""
+    """Factor on the coefficients with which the run's backward began (fp16)."""
     has_beside: bool | None = optional()
-    """Whether a part of the run's loss passes through no token; no coefficient has it, and no replay."""
+    """Whether a part of the run's loss passes through no token, so that neither coefficients nor a replay have it."""
     actor: dict[str, Any] | None = optional()
     """The trained model's config of the run, resolved: verl's of the actor, TRL's arguments."""
     checkpoint: str | None = optional()
     """Folder with the weights before the step, where they were saved."""
     fingerprint: Fingerprint | None = optional()
-    """Of the weights that the event happened at."""
+    """Fingerprint of the weights at the event."""
     multi_modal_note: str | None = optional()
-    """Why the inputs beside text are not in batch.safetensors; null where they are, or where there are none."""
+    """Why the multi-modal inputs are not in batch.safetensors; null where they are, or where there are none."""
     schema_version: Annotated[int, ("const", BUNDLE_VERSION)] = BUNDLE_VERSION

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of the table of tokens, each listed here and nowhere else. Standard library only.
+"""The columns of the table of tokens, listed here and nowhere else. Standard library only.
 
 An event's table has a row for each token of the sequences that hold its culprits. The search fills the columns of the
 gradient, the trainer's batch those that name a tensor; a column that reads others is computed when it is asked for.
@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ACTOR, CRITIC, DISTILLED = "actor", "critic", "distilled"
-"""Whose loss: the policy's, the critic's, or the policy's where distillation is all of it."""
+"""Kinds of losses; ``distilled`` is a policy's loss of distillation alone."""
 
 
 @dataclass(frozen=True)
 class Shade:
-    """How a page shades tokens by a column."""
+    """Shading of tokens by a column on a page."""
 
     means: str
     least: float
-    """What the full shade is for at least, so that noise is not blown up to full colour."""
+    """Least value of the full shade, so that noise does not get full colour."""
     is_diverging: bool = True
     """Whether it has two signs."""
 
@@ -31,22 +31,22 @@ class Column:
     """A number of each token, a float32."""
 
     label: str
-    """As people read it; empty where they need not."""
+    """Label on the page; empty for a column that is not shown."""
     means: str
     """A sentence for the schema."""
     unit: str = ""
     tensor: str = ""
-    """The tensor (R, T) of the trainer's batch that it is; empty where the search fills it."""
+    """Name of the tensor (R, T) in the trainer's batch; empty where the search fills the column."""
     losses: tuple[str, ...] = (ACTOR, CRITIC, DISTILLED)
-    """Those that a column of the trainer's batch says something of."""
+    """Losses for which a tensor of the trainer's batch is meaningful."""
     minus: tuple[str, str] | None = None
-    """Computed: the first column minus the second; of the latter's name with ``_used`` where that is known."""
+    """Computed as the first column minus the second, or minus its ``_used`` form where that is known."""
     is_ratio: bool = False
-    """Whether the exponential of that difference is meant."""
+    """Whether the value is the exponential of that difference."""
     is_essential: bool = False
     """Whether it is among a culprit's first numbers."""
     is_summed: bool = False
-    """Whether a span has a number of its own, the sum of its tokens'."""
+    """Whether a span's number is the sum of its tokens'."""
     shade: Shade | None = None
 
 
@@ -106,20 +106,20 @@ COLUMNS = {
     "response_mask": Column("", "1 where the token is part of the loss.", tensor="response_mask"),
 }
 STORED = {name: column for name, column in COLUMNS.items() if column.minus is None}
-"""The columns of a file."""
+"""Columns that a file stores."""
 TENSORS = tuple(column.tensor for column in STORED.values() if column.tensor)
 """The tensors (R, T) of a trainer's batch that are columns."""
 SHOWN = {name: column for name, column in COLUMNS.items() if column.label}
 OF_A_TOKEN = {name: column for name, column in SHOWN.items() if not column.is_summed}
-"""Those that a culprit has at its peak, computed ones included."""
+"""Columns that a culprit has at its peak, computed ones included."""
 
 
 def value(values: Mapping[str, float], name: str) -> float | None:
-    """A column of one token, computed where it is no stored one.
+    """Return a column of one token, computed where it is not stored.
 
     Args:
-        values: of the token, by stored column.
-        name: of the column.
+        values: the token's numbers by stored column.
+        name: the column's name.
 
     Returns:
         None where it, or what it is computed from, is not known.
@@ -140,7 +140,7 @@ def value(values: Mapping[str, float], name: str) -> float | None:
 
 
 def column(columns: Mapping[str, tuple[float, ...]], name: str) -> tuple[float, ...] | None:
-    """The same of all tokens of a sequence (T,), which ends with the shortest column that it reads."""
+    """Return a column over the tokens of a sequence (T,), cut to the shortest column that it reads."""
     if COLUMNS[name].minus is None:
         return columns.get(name)
     first, second = COLUMNS[name].minus or ("", "")

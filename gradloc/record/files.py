@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others wrote, read within limits; files of ours, written whole or not at all.
+"""Reads untrusted files within limits, and writes files whole or not at all.
 
 A log or a bundle may come from a stranger. Every limit of a reader is here; docs/security.md has them in a table.
 """
@@ -55,12 +55,12 @@ def _is_deeper(value: Any) -> bool:
 
 
 def is_bomb(unpacked: int, packed: int) -> bool:
-    """Whether so many bytes out of so many packed ones are no log's."""
+    """Return whether ``packed`` bytes unpack to more than any log does."""
     return unpacked > UNPACKED or unpacked > FREE and unpacked > RATIO * packed
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path leads, through all of its links, to something in this folder."""
+    """Return whether a path, its links resolved, is in a folder."""
     with suppress(OSError, RuntimeError):
         return path.resolve().is_relative_to(root.resolve())
     return False

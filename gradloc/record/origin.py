@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made a run: versions, model, commit, a digest of the settings. Standard library only."""
+"""Finds what made a run: versions, commit, a digest of the settings. Standard library only."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ _GIT_S = 5.0
 
 
 def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
-    """The run with what made it: versions, commit, and a digest of all of the trainer's settings.
+    """Add versions, commit and a digest of the trainer's settings to a run.
 
     Args:
-        run: what the trainer knows of it.
+        run: as the trainer knows it.
         settings: only their digest is kept.
-        trainer: its package.
+        trainer: name of the trainer's package.
     """
     version = version_of(trainer)
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -40,12 +40,12 @@ def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
 
 
 def now() -> str:
-    """The time, UTC, to the second: ``2026-08-12T03:14:15Z``."""
+    """Return the time, UTC, to the second: ``2026-08-12T03:14:15Z``."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def version_of(package: str) -> str | None:
-    """Of what is imported, which may be a checkout that is not installed; else of what is."""
+    """Return the version of the imported package, which may be a checkout; else of the installed one."""
     imported = getattr(sys.modules.get(package), "__version__", None)
     try:
         return metadata.version(package) if imported is None else str(imported)

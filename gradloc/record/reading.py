@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsed JSON as the dataclasses of this room: the one reader of the report and of a replay."""
+"""Reads parsed JSON into the dataclasses of this package, for the report and the replay."""
 
 import functools
 import types
@@ -51,7 +51,7 @@ Reader = Callable[[Any], Any]
 
 @functools.cache  # an event has a hundred fields, and a run may have 100,000 events
 def _reader(hint: Any) -> Reader:
-    """What turns a value of parsed JSON into one of this type."""
+    """Return the function that converts parsed JSON to a type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _reader(args[0])
@@ -71,7 +71,7 @@ def _reader(hint: Any) -> Reader:
 
 
 def _as_it_is(hint: Any) -> frozenset[type]:
-    """The types of JSON's values that are the hint's own already; most fields have one."""
+    """Return the types of JSON values that need no conversion; most fields have one."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _as_it_is(args[0])
@@ -120,7 +120,7 @@ def _object(kind: Any) -> Reader:
 
 
 def _tuple(readers: list[Reader], item: Any, raw: Any) -> Any:
-    """``item``: the type of each, where there may be any number; else False."""
+    """Read a list; ``item`` is the type of each where its length is free, else False."""
     if not isinstance(raw, list | tuple) or not item and len(raw) != len(readers):
         raise Misfit("a list" if item else f"a list of {len(readers)}", raw)
     if item and set(map(type, raw)) <= {item}:  # of a response's tokens there are many

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events on disk: one line each in ``events.jsonl``, and a folder each with what replays it; states beside checkpoints.
+"""Writes events to disk, one line of ``events.jsonl`` and one folder each, and saves states with checkpoints.
 
 A process that is killed while it writes leaves the earlier events readable: a folder is renamed into place when it is
 whole, and a line that was cut off is closed before the next one is added. Two processes may write into one folder.
@@ -73,7 +73,7 @@ class EventStore:
         return self.root / "events" / f".{name}.partial"
 
     def _take_name(self, name: str) -> bool:
-        """Whether this process is the one that makes the folder in which an event of this name is written."""
+        """Make the folder for an event of this name; return False where it exists or another process makes it."""
         partial = self._partial(name)
         if partial.with_name(name).exists():
             return False
@@ -87,7 +87,7 @@ class EventStore:
         return False
 
     def size_gb(self) -> float:
-        """How much the folder holds, checkpoints included."""
+        """Return the size of the folder in gigabytes, checkpoints included."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9
 
     def write_folder(
@@ -135,7 +135,7 @@ class EventStore:
             os.fsync(file.fileno())
 
 
-# ---- what the driver's parts have learned, in one file beside each checkpoint
+# ---- the driver's learned states, one file per checkpoint
 
 _STATES = "gradloc.json"
 

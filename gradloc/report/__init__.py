@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a run's localized spikes left on disk, and shows it.
+"""Reads a run's events and logs, and shows them.
 
 Runs on a laptop over a copied folder: this package imports neither torch nor verl.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: runs a subcommand, and prints its errors in one sentence.
+"""The command line, which runs a subcommand and prints its errors in one sentence.
 
 ``gradloc-report RUN_DIR`` is short for ``gradloc-report show RUN_DIR``. A folder that has a subcommand's name needs
 ``./`` before it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error that ends a command, and guesses at what a mistyped word meant."""
+"""The error that ends a command, and guesses for mistyped words."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ class ReportError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``: did you mean X?`` for the nearest known word; empty where none is near.
+    """Guess ``: did you mean X?`` from the nearest known word; empty where none is near.
 
     >>> did_you_mean("trian.log", ["train.log", "x"]), did_you_mean("y", ["x"])
     (': did you mean train.log?', '')

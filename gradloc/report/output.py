@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what ``-o`` asks for: the whole file or nothing."""
+"""Writes the file that ``-o`` names, whole or not at all."""
 
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ HTML = (".html", ".htm", "")
 
 
 def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
-    """Raises ReportError where ``path`` cannot be written; called before the work is done.
+    """Raise ReportError where ``path`` cannot be written; called before the work is done.
 
-    ``suffixes``: of the files that the command can write; None: any.
+    ``suffixes`` are those that the command can write; None allows any.
     """
     kind = path.suffix.lower()
     if suffixes is not None and kind not in suffixes and not path.is_dir():
@@ -41,7 +41,7 @@ def deliver(path: Path | None, text: str) -> None:
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Print a line, of which no character can command a terminal."""
+    """Print a line without characters that control a terminal."""
     print(printable(str(text)), file=file or sys.stdout)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer's overrides in a shell script, as people keep their runs."""
+"""Finds a trainer's overrides in a shell script."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ _OWN = ("gradloc", "trainer", "actor_rollout_ref", "data", "algorithm", "critic"
 
 
 def is_script(path: Path, text: str) -> bool:
-    """Whether a file is a shell script rather than a config.
+    """Return whether a file is a shell script and not a config.
 
     >>> is_script(Path("run.sh"), ""), is_script(Path("a.yaml"), "trainer: 1")
     (True, False)
@@ -22,7 +22,7 @@ def is_script(path: Path, text: str) -> bool:
 
 
 def overrides_in(text: str) -> list[str]:
-    """The overrides that a script hands to verl, its own variables put in; a variable that it does not set stays.
+    """Return the overrides that a script passes to verl, its own variables filled in; unknown variables stay.
 
     >>> overrides_in("N=4\\npython -m verl \\\\\\n trainer.nnodes=$N \\\\\\n  +gradloc=on 'data.path=$X' $@")
     ['trainer.nnodes=4', '+gradloc=on', 'data.path=$X']
@@ -41,7 +41,7 @@ def overrides_in(text: str) -> list[str]:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """The words of each command; lines that cannot be split are passed over."""
+    """Yield the words of each command."""
     joined = re.sub(r"\\[ \t]*\r?\n", " ", text)
     for line in joined.splitlines():
         line = re.sub(r"^\s*(?:export|local|readonly)\s+", "", line)

@@ -238,7 +238,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
             os.symlink("/dev/full", f"{dump_dir}/events.jsonl")
         driver = trainer.driver if is_on else None
         if fault.place == "a client that raises" and driver is not None:
-            driver.teller.trackers["file"] = SimpleNamespace()
+            driver.notifier.trackers["file"] = SimpleNamespace()
         injection.is_on = True
         with injection.on_card() if fault.place in ("", "allocation") else nullcontext():
             metrics = trainer.update(batch)["metrics"]

@@ -33,17 +33,17 @@ def main(name: str, tracking_py: str, root: str, *models: str) -> None:
     folder.mkdir(parents=True)
     (folder / "sequences.json").write_text("{}")
     tracking = open_tracking(name, tracking_py)
-    teller = Notifier(NotifyConfig(tracker_alerts=True, timeout_s=60), Path(root))
-    teller.trackers = tracking.logger
+    notifier = Notifier(NotifyConfig(tracker_alerts=True, timeout_s=60), Path(root))
+    notifier.trackers = tracking.logger
     before = random.getstate(), np.random.get_state()[1].tolist()
     for model in models:
-        teller.tell([(replace(event, model=model), "")], 5)
-    teller.finish()
+        notifier.announce([(replace(event, model=model), "")], 5)
+    notifier.finish()
     after = random.getstate(), np.random.get_state()[1].tolist()
     if name != "trackio":  # verl 0.7.0's own call has an argument that today's trackio does not know
         tracking.log({"gradloc/spikes": 1}, step=5)
     print("RESULT " + json.dumps({"same_random_numbers": before == after}))
-    del teller, tracking  # verl's Tracking closes its clients when it goes
+    del notifier, tracking  # verl's Tracking closes its clients when it goes
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_the_command_opens_the_event_as_it_is_printed(tmp_path, capsys):
     root = tmp_path / "a run's folder"
     found = event()
     EventStore(str(root)).append(found)
-    Notifier(NotifyConfig(), root).tell([(found, "")], 5)
+    Notifier(NotifyConfig(), root).announce([(found, "")], 5)
     command = capsys.readouterr().out.splitlines()[1].removeprefix("gradloc: ")
     assert command == opening_command(found, root) and str(root) in shlex.split(command)
     arguments = [sys.executable, "-m", "gradloc.report", *shlex.split(command)[1:]]
@@ -93,7 +93,7 @@ def test_the_command_opens_the_event_as_it_is_printed(tmp_path, capsys):
     assert found.event_id in shown.stdout
 
 
-# ---- trackers, as far as the teller knows them; test_trackers.py has the real ones
+# ---- trackers, as far as the notifier knows them; test_trackers.py has the real ones
 
 
 def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, capsys, caplog):
@@ -107,14 +107,14 @@ def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, c
         def log(self, data, step):
             self.told.append((json.dumps(data), step))
 
-    teller = Notifier(NotifyConfig(), tmp_path)
-    teller.trackers = {"tensorboard": object(), "file": Full(), "rl_insight": object()}
-    teller.tell([(event(), "")], 5)
-    teller.trackers = {"file": Kept()}
-    teller.tell([(event(), "")], 6)
+    notifier = Notifier(NotifyConfig(), tmp_path)
+    notifier.trackers = {"tensorboard": object(), "file": Full(), "rl_insight": object()}
+    notifier.announce([(event(), "")], 5)
+    notifier.trackers = {"file": Kept()}
+    notifier.announce([(event(), "")], 6)
     lines = [record.getMessage() for record in caplog.records]
     told = [line.partition("(")[0] for line in lines]
-    assert told == [f"gradloc: telling {name} failed " for name in ("tensorboard", "file")]
+    assert told == [f"gradloc: notifying {name} failed " for name in ("tensorboard", "file")]
     assert "No space left on device" in lines[1] and not caplog.records[1].exc_info
     ((data, step),) = Kept.told
     assert step == 6 and "One token made the step-5 spike." in data
@@ -159,9 +159,9 @@ def hooked(tmp_path, **settings):
 
 
 def tell(tmp_path, *events, **settings):
-    teller = Notifier(NotifyConfig(**settings), tmp_path)
-    teller.tell([(one, "") for one in events or [event()]], 5)
-    teller.finish()
+    notifier = Notifier(NotifyConfig(**settings), tmp_path)
+    notifier.announce([(one, "") for one in events or [event()]], 5)
+    notifier.finish()
 
 
 @pytest.mark.parametrize("place", ["env:HOOK", "file:{}/hook"])
@@ -177,28 +177,28 @@ def test_the_webhook_gets_a_short_message(tmp_path, server, monkeypatch, place):
 
 
 def test_what_was_held_back_is_told_when_the_run_ends(tmp_path, server):
-    teller = hooked(tmp_path)
+    notifier = hooked(tmp_path)
     for step in (5, 6, 7):
-        teller.tell([(event(), "")], step)
-    teller.finish()
+        notifier.announce([(event(), "")], step)
+    notifier.finish()
     assert ["(and 1 more" in message["text"] for _, message in server.received] == [False, True]
 
 
 def test_after_an_alert_that_failed_the_next_event_is_told_at_once(tmp_path, server, monkeypatch):
     monkeypatch.setenv("HOOK", f"{server.url}/broken")
-    teller = hooked(tmp_path)
-    teller.tell([(event(), "")], 5)
-    teller.finish()
+    notifier = hooked(tmp_path)
+    notifier.announce([(event(), "")], 5)
+    notifier.finish()
     monkeypatch.setenv("HOOK", f"{server.url}/whole")
-    teller.tell([(event(), "")], 6)
-    teller._alerts.finish()
+    notifier.announce([(event(), "")], 6)
+    notifier._alerts.finish()
     assert server.received[-1][0] == "/whole"
 
 
 def test_an_event_that_could_not_be_written_is_told_all_the_same_and_why(tmp_path, server, capsys):
-    teller = hooked(tmp_path)
-    teller.tell([(event(), "OSError: [Errno 28] No space left on device")], 5)
-    teller.finish()
+    notifier = hooked(tmp_path)
+    notifier.announce([(event(), "OSError: [Errno 28] No space left on device")], 5)
+    notifier.finish()
     first, second = capsys.readouterr().out.splitlines()
     why = f"this event could not be written to {tmp_path}: OSError: [Errno 28] No space left on device"
     assert (first, second) == (f"gradloc: {announcement(event())}", f"gradloc: {why}")
@@ -232,10 +232,10 @@ def test_a_webhook_that_fails_is_one_line_without_its_url(tmp_path, server, monk
 
 def test_a_webhook_that_hangs_holds_nobody_up(tmp_path, server, monkeypatch):
     monkeypatch.setenv("HOOK", f"{server.url}/hang")
-    teller = hooked(tmp_path, min_interval_s=0, timeout_s=15)
+    notifier = hooked(tmp_path, min_interval_s=0, timeout_s=15)
     started = time.monotonic()
     for step in range(40):  # more than may wait
-        teller.tell([(event(), "")], step)
+        notifier.announce([(event(), "")], step)
     assert time.monotonic() - started < 5
 
 
@@ -284,11 +284,11 @@ def wait_for_the_end_of(pid: int) -> None:
 
 
 def test_alerts_are_rare_and_say_what_they_stand_for(tmp_path, server, monkeypatch):
-    teller = hooked(tmp_path)
+    notifier = hooked(tmp_path)
     for seconds, number in ((0, 1), (10, 2), (299, 1), (301, 1)):
         monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda seconds=seconds: seconds))
-        teller.tell([(event(), "")] * number, 5)
-    teller.finish()
+        notifier.announce([(event(), "")] * number, 5)
+    notifier.finish()
     first, second = (message["text"] for _, message in server.received)
     assert "more since" not in first
     assert second.endswith("(and 3 more since the last alert)")
@@ -297,8 +297,8 @@ def test_alerts_are_rare_and_say_what_they_stand_for(tmp_path, server, monkeypat
 def test_nothing_goes_out_unless_asked_for(tmp_path, monkeypatch):
     submit = Mock()
     monkeypatch.setattr(Background, "submit", submit)
-    Notifier(NotifyConfig(), tmp_path).tell([(event(), "")], 5)
-    Notifier(NotifyConfig(), tmp_path).tell([], 5)
+    Notifier(NotifyConfig(), tmp_path).announce([(event(), "")], 5)
+    Notifier(NotifyConfig(), tmp_path).announce([], 5)
     submit.assert_not_called()
 
 

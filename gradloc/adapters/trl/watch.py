@@ -118,7 +118,7 @@ class TrainerWatch(Watch):
         return policy if self.step.has_log_probs else super().before_look(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
-        self.driver.teller.trackers = trackers_of(self.trainer)
+        self.driver.notifier.trackers = trackers_of(self.trainer)
         has_prompts = all("prompt_ids" in rows for rows in by_rank)
         return view_of(by_rank) if has_prompts else super().view(by_rank)
 

@@ -328,7 +328,7 @@ class TrainerFeatures:
     def begin_fit(self, tracking: Any) -> None:
         """Take verl's open ``Tracking``, before the first step, to announce events and show tables."""
         for driver in self.drivers:
-            driver.teller.trackers = tracking.logger
+            driver.notifier.trackers = tracking.logger
         if self.analysis is not None:
             self.analysis.trackers.update(tracking.logger)
 

@@ -21,14 +21,14 @@ class Chart {
     this.steps = sorted([...lines.filter((line) => line.kind !== "limit").flatMap((line) => line.x), ...chart.marks.map(([step]) => step)]);
     this.x = sorted([...this.steps, ...lines.flatMap((line) => line.x)]);
     this.whole = [this.x[0], this.x.at(-1)].map((step, index, [first, last]) => (first === last ? step + 2 * index - 1 : step));
-    const told = (step, norm) => `step ${step}: ${norm === null ? "not finite" : short(norm)}`;
-    this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at step ${step}`, title: `${told(step, norm)}, ${note}` }) }));
+    const label = (step, norm) => `step ${step}: ${norm === null ? "not finite" : short(norm)}`;
+    this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at step ${step}`, title: `${label(step, norm)}, ${note}` }) }));
     this.strips = chart.bands.map(([first, last, state, note]) => ({ first, last, part: this.strip(state, note) }));
     this.plots = chart.panels.map((panel, index) => this.plot(panel, index));
     this.main = this.plots[0];
     this.main.over.append(...this.marks.map(({ link }) => link));
     this.listen();
-    this.tell(null);
+    this.describe(null);
     new ResizeObserver(() => this.resize(this.place.clientWidth)).observe(this.place);
   }
 
@@ -57,7 +57,7 @@ class Chart {
       padding: [index ? 16 : 10, 12, isLast ? 4 : 7, 0],
       hooks: {
         setScale: [(plot, key) => key === "x" && this.plots && this.zoom(plot.scales.x.min, plot.scales.x.max)],
-        setCursor: [(plot) => plot === this.main && this.tell(plot.cursor.left >= 0 ? this.nearest(plot.posToVal(plot.cursor.left, "x")) : null)],
+        setCursor: [(plot) => plot === this.main && this.describe(plot.cursor.left >= 0 ? this.nearest(plot.posToVal(plot.cursor.left, "x")) : null)],
         draw: [() => this.lay()],
       },
     }, [this.x, ...rows.map((line) => this.x.map((step) => { const y = line.at.get(step) ?? null; return panel.is_log && y <= 0 ? null : y; }))], this.place);
@@ -94,7 +94,7 @@ class Chart {
   }
 
   // The keys above the curve say what each line is, and its value at the step that is pointed at.
-  tell(step) {
+  describe(step) {
     this.at = step;
     const shown = step === null ? this.chart.panels[0].lines : this.chart.panels.flatMap((panel) => panel.lines);
     const valueOf = (line) => line.at.get(line.kind === "limit" ? line.x.filter((x) => x <= step).at(-1) : step) ?? null;
@@ -109,7 +109,7 @@ class Chart {
 
   go(step) {
     for (const plot of this.plots) plot.setCursor(step === null ? { left: -10, top: -10 } : { left: plot.valToPos(step, "x"), top: plot.over.clientHeight / 2 });
-    this.tell(step);
+    this.describe(step);
   }
 
   zoom(low, high) {

@@ -82,7 +82,7 @@ if (stage && !stage.children.length) {
   if (id) {
     show(id).then(() => {
       const story = stage.querySelector(".story");
-      if (story) story.hidden = true; // it stands at the top of the page already
+      if (story) story.hidden = true; // it is at the top of the page already
       scrollTo(scrollX, scrollY);
     });
   }

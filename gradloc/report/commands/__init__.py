@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands, one module each.
+"""Subcommands, one per module.
 
-``add_arguments(parser)`` says what a subcommand takes; ``run(args)`` does it and returns the exit code.
+``add_arguments(parser)`` declares the arguments; ``run(args)`` runs the command and returns the exit code.
 """
 
 import argparse
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    """What says where the norm is in a log that does not; ``metric`` and ``pattern`` of :func:`..runs.run.read_run`."""
+    """Add ``--metric`` and ``--pattern``, which locate the norm in a log, see :func:`..runs.run.read_run`."""
     parser.add_argument("--metric", metavar="NAME", help="the metric that holds the gradient norms")
     parser.add_argument(
         "--pattern",
@@ -37,7 +37,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 FAIL_ON = {"found": "anything is found", "warning": "a step is in warning or danger", "danger": "a step is in danger"}
-"""What may make a command end with 1."""
+"""Conditions under which a command exits with 1."""
 EXIT_CODES = """\
 exit codes:
   0  judged, and nothing is wrong, or no --fail-on was given
@@ -47,13 +47,13 @@ exit codes:
 
 
 def add_fail_on(parser: argparse.ArgumentParser) -> None:
-    """``--fail-on``, which :func:`exit_code` reads."""
+    """Add ``--fail-on``, which :func:`exit_code` reads."""
     said = "; ".join(f"{name}: {when}" for name, when in FAIL_ON.items())
     parser.add_argument("--fail-on", choices=FAIL_ON, metavar="WHAT", help=f"end with 1 where {said}")
 
 
 def exit_code(fail_on: str | None, is_judged: bool, is_found: bool, states: Iterable[str]) -> int:
-    """The exit code of a command that judges runs; ``states`` are the worst ones of their health."""
+    """Return the exit code of a command that judges runs; ``states`` are their worst states of health."""
     states = {*states}
     if fail_on == "found" and is_found:
         return 1
@@ -63,15 +63,15 @@ def exit_code(fail_on: str | None, is_judged: bool, is_found: bool, states: Iter
 
 
 def add_set_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--set``, which :func:`assignments` reads."""
+    """Add ``--set``, which :func:`assignments` reads."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"{what}; may be given again")
 
 
 def assignments(given: Iterable[str], prefix: str, values: str, make: Callable[..., Made]) -> Made:
-    """What ``make`` makes of what ``--set KEY=VALUE`` sets; a key may be the full one, with what is before ``prefix``.
+    """Call ``make`` with the settings of ``--set KEY=VALUE``; a key may have its blocks up to ``prefix`` before it.
 
     Raises:
-        ReportError: where a value cannot be read, which ``values`` says how to write, or ``make`` refuses a setting.
+        ReportError: where a value cannot be read, with ``values`` as the hint, or ``make`` refuses a setting.
 
     >>> assignments(["trainer.health.policy_kl=[0.2,null]", "window=8"], "health.", "", dict)
     {'policy_kl': [0.2, None], 'window': 8}

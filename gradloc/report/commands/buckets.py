@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
-    """The analyses of these steps, or of all; raises ReportError where a step was not analysed."""
+    """Return the analyses of these steps, or of all; raise ReportError where a step was not analysed."""
     for step in steps or ():
         if step not in analyses:
             raise ReportError(f"step {step} was not analysed: there are {', '.join(map(str, analyses))}.")

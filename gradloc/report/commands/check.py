@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report check RUN_CONFIG``: what a run will have on, what it would be refused for, and what a search takes.
+"""``gradloc-report check RUN_CONFIG``: the features of a run, its refusal, and the cost of a search.
 
 Imports neither torch nor a trainer: the refusals are those of the trainer's start, the forecast is the search's own.
 """
@@ -34,7 +34,7 @@ examples:
   gradloc-report check +gradloc=mask trainer.nnodes=8        verl's own config with these
   gradloc-report check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
 """
-_TOLD = (
+_PLACEMENTS = (
     "everything stays on the device",
     "the optimizer's state moves to the host",
     "so do saved weights and gradients",
@@ -62,18 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Checked(NamedTuple):
-    """A run's config, read."""
+    """A run's config and what it asks for."""
 
     trainer: str
     settings: Any
     """``GradLocConfig``; None where it is off."""
     features: list[str]
-    """What is on, by the setting that switches it on."""
+    """Features that are on, by the setting that switches each on."""
     refusal: str
-    """The sentence that would end the run at its start; empty where there is none."""
+    """Sentence of the refusal at start; empty where there is none."""
     plan: Plan | None
     unchecked: str = ""
-    """Why it could not be said whether the run would start; empty where it could."""
+    """Why a refusal could not be checked; empty where it could."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,16 +84,16 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    told = [("refused", checked.refusal or checked.unchecked or "nothing: the run would start")]
+    rows = [("refused", checked.refusal or checked.unchecked or "nothing: the run would start")]
     if not checked.refusal:
-        told.append(("on", ", ".join(checked.features) or "nothing"))
+        rows.append(("on", ", ".join(checked.features) or "nothing"))
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
-            told += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
+            rows += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
     if args.json:
-        print(json.dumps({"config": args.config, "trainer": checked.trainer, **dict(told)}, indent=2))
+        print(json.dumps({"config": args.config, "trainer": checked.trainer, **dict(rows)}, indent=2))
         return 1 if checked.refusal else 0
     out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
-    for name, text in told:
+    for name, text in rows:
         table.add_row(name, one_line(text, 2000))
     out.print(table)
     return 1 if checked.refusal else 0
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- what the config says
 
 _WRONG_KINDS = (TypeError, AttributeError, ZeroDivisionError)
-"""What reckoning with a wrong setting raises."""
+"""Errors of computing with a wrong setting."""
 
 
 def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
@@ -188,7 +188,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
 
 
 def _read_alone(overrides: Sequence[str]) -> Checked:
-    """What overrides say by themselves, where verl and its defaults are not installed."""
+    """Read overrides by themselves where verl and its defaults are not installed."""
     from omegaconf import OmegaConf
 
     from ...adapters.verl_common.plan import plan_of
@@ -272,14 +272,16 @@ def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[st
     trigger = "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
     said = [("action", f"{settings.action.mode}; {trigger}; search {settings.search.strategy}")]
     if isinstance(model, str):
-        said.append(("memory", f"not told: {model}"))
+        said.append(("memory", f"not known: {model}"))
     else:
         try:
             trained = model.adapted(plan.adapters) if plan.adapters else 1.0
-            told = forecast(model, replace(plan.layout, trained=trained), plan.load)
-            said += _memory(model, plan, told, args.card * 2**30)
+            memory = forecast(model, replace(plan.layout, trained=trained), plan.load)
+            said += _memory(model, plan, memory, args.card * 2**30)
         except _WRONG_KINDS as error:
-            said.append(("memory", f"not told: a size in the model's config.json is missing, 0 or no number ({error})"))
+            said.append(
+                ("memory", f"not known: a size in the model's config.json is missing, 0 or no number ({error})")
+            )
     seconds, about = args.seconds, ""
     if seconds is None and not isinstance(model, str) and said[-1][0] != "memory":
         seconds = _update_seconds(model, plan)
@@ -294,14 +296,14 @@ PEAK, EFFICIENCY = 989e12, 0.4
 
 
 def _update_seconds(model: Model, plan: Plan) -> float:
-    """How long an update takes, by its operations: six for each weight and token, eight where forwards are repeated."""
+    """Estimate an update's seconds from six operations per weight and token, eight where forwards are repeated."""
     tokens = plan.load.micro_batches * plan.load.tokens * plan.optimizer_steps
     each = (8 if plan.load.is_checkpointed else 6) * model.weights / (plan.layout.tensor * plan.layout.pipeline)
     return tokens * each / (PEAK * EFFICIENCY)
 
 
 def _model(name: str) -> Model | str:
-    """The model's sizes, or why they are not known."""
+    """Return the model's sizes, or why they are unknown."""
     size = re.search(r"[-_](\d+(?:\.\d+)?B)\b", name, re.IGNORECASE)
     if size and not Path(name).expanduser().exists():
         name = size[1].upper()
@@ -317,10 +319,10 @@ def _model(name: str) -> Model | str:
         return f"{path}: {error}"
 
 
-def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple[str, str]]:
-    """What training takes of a device, and a search in each way, of a node as well."""
-    chosen, layout = told.plan_for(card), plan.layout
-    fits = "" if told.trained <= card else ", and does not fit"
+def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tuple[str, str]]:
+    """Describe the memory that training takes, and a search under each plan."""
+    chosen, layout = memory.plan_for(card), plan.layout
+    fits = "" if memory.trained <= card else ", and does not fit"
     said = [
         (
             "model",
@@ -328,13 +330,13 @@ def _memory(model: Model, plan: Plan, told: Forecast, card: float) -> list[tuple
             f"{layout.shards * layout.tensor * layout.pipeline}; "
             f"{plural(plan.load.micro_batches, 'micro-batch')} of {plan.load.tokens:,} tokens in an optimizer step",
         ),
-        ("training", f"{_gib(told.trained)} of {_gib(card)} at an update's peak{fits}"),
+        ("training", f"{_gib(memory.trained)} of {_gib(card)} at an update's peak{fits}"),
     ]
-    for number, (option, what) in enumerate(zip(PLANS, _TOLD, strict=True), 1):
-        host = f", {_gib(told.node(option))} of each node's memory" if told.node(option) else ""
-        moved = f", {told.seconds(option):.1f} s to pin and move it" if told.seconds(option) >= 0.05 else ""
+    for number, (option, what) in enumerate(zip(PLANS, _PLACEMENTS, strict=True), 1):
+        host = f", {_gib(memory.node(option))} of each node's memory" if memory.node(option) else ""
+        moved = f", {memory.seconds(option):.1f} s to pin and move it" if memory.seconds(option) >= 0.05 else ""
         mark = " <- the first that fits" if option == chosen else ""
-        said.append((f"search {number}", f"{_gib(told.device(option))}: {what}{host}{moved}{mark}"))
+        said.append((f"search {number}", f"{_gib(memory.device(option))}: {what}{host}{moved}{mark}"))
     none = ("search", "no way fits: the log will say so, and the step be taken as it was")
     return said if chosen else [*said, none]
 
@@ -344,7 +346,7 @@ def _gib(size: float) -> str:
 
 
 def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
-    """The longest that searches hold up one update."""
+    """Describe the longest stall of one update by searches."""
     budget = settings.budget if settings.search.strategy == "bisect" else None
     step = None if seconds is None else seconds / plan.optimizer_steps
     limit = Limit(plan.load.micro_batches, settings.search.max_steps, step, budget)
@@ -361,13 +363,16 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
 
 
 def _written(settings: Any) -> list[tuple[str, str]]:
-    """What goes to disk and elsewhere."""
+    """List where events go: disk, console, trackers, alerts."""
     evidence, notify = settings.evidence, settings.notify
     kept = f"{settings.trigger.max_events} events at most, text {evidence.text}, bundle {evidence.bundle}"
     weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
-    told = ["the console and the run's trackers", *(name for name in ("command", "webhook") if getattr(notify, name))]
-    told += ["trackers' alerts"] * notify.tracker_alerts
+    receivers = [
+        "the console and the run's trackers",
+        *(name for name in ("command", "webhook") if getattr(notify, name)),
+    ]
+    receivers += ["trackers' alerts"] * notify.tracker_alerts
     return [
         ("written", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
-        ("told", ", ".join(told)),
+        ("notified", ", ".join(receivers)),
     ]

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(comparison: Comparison) -> list[tuple[str, list[list[str]]]]:
-    """What the first column is called, and the rows."""
+    """Return each table's first column head and its rows."""
     tables = [("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)]
     return [(head, rows) for head, rows in tables if rows]
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report cure RUN_DIR``: which single setting heals how many of a run's events; where none was measured, what
-people do about their causes."""
+"""``gradloc-report cure RUN_DIR``: how many of a run's events each single setting heals, or the usual advice."""
 
 import argparse
 import json
@@ -34,32 +33,34 @@ def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, None, None)
     if not folder.events:
         raise ReportError(f"{args.path} has no event: cure counts what healed a run's events; name a run with some.")
-    told = [event for event in folder.events if event.cures is not None]
+    measured = [event for event in folder.events if event.cures is not None]
     if args.json:
         keys = ("setting", "heals", "does_not")
-        rows = [dict(zip(keys, row, strict=True)) for row in tally(told)]
+        rows = [dict(zip(keys, row, strict=True)) for row in tally(measured)]
         advised = [{"do": do, "setting": line, "events": count} for (do, line), count in advice(folder).items()]
         print(
             json.dumps(
-                {"events": len(folder.events), "measured": len(told), "cures": rows, "advice": advised}, indent=2
+                {"events": len(folder.events), "measured": len(measured), "cures": rows, "advice": advised}, indent=2
             )
         )
         return 0
-    if not told:
+    if not measured:
         _print_advice(folder)
         return 0
-    console, counted = terminal.console(), tally(told)
+    console, counted = terminal.console(), tally(measured)
     if not counted:
         console.print(
-            f"No setting that this trainer has would have changed {plural(len(told), 'event')}: look at the cause, "
+            f"No setting that this trainer has would have changed {plural(len(measured), 'event')}: look at the cause, "
             f"gradloc-report {args.path}"
         )
         return 0
     table = Table("heals", "does not", "not known", "setting", box=None, padding=(0, 2, 0, 0))
     for line, heals, fails in counted:
-        table.add_row(f"{heals} of {len(told)}", str(fails), str(len(told) - heals - fails), one_line(line, 120))
+        table.add_row(
+            f"{heals} of {len(measured)}", str(fails), str(len(measured) - heals - fails), one_line(line, 120)
+        )
     console.print(table)
-    left_out = len(folder.events) - len(told)
+    left_out = len(folder.events) - len(measured)
     if left_out:
         console.print(f"{plural(left_out, 'other event')} of it tried none.", style="dim")
     terminal.warn(folder.notes)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
-    """What people do about the causes of a run's events, each with its line; by how many events it is for."""
+    """Count the advice for a run's events, by its sentence and line."""
     found: Counter[tuple[str, str]] = Counter()
     for event in folder.events:
         if (do := next_step(event, read_actor(folder.events_root or folder.path, event))) is not None:
@@ -88,7 +89,7 @@ def _print_advice(folder: RunFolder) -> None:
 
 
 def tally(events: Sequence[Event]) -> list[tuple[str, int, int]]:
-    """Of each setting, as its line, how many of these events it heals, and how many it does not; the best first."""
+    """Count per setting the events that it heals and those that it does not; the best first."""
     by_line: dict[str, list[Cured]] = {}
     for event in events:
         for cured in event.cures or ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report health``: was the run well, step by step, and what people do where it was not."""
+"""``gradloc-report health``: a run's health step by step, with advice."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from ..runs.spikes import missing_norm
 from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assignments, exit_code
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
-STRIP_WIDTH, STRIP_LINES = 60, 5  # of a longer run, a mark stands for several steps
+STRIP_WIDTH, STRIP_LINES = 60, 5  # in a longer run, a mark is several steps
 EPILOG = f"""\
 examples:
   gradloc-report health runs/demo-1
@@ -108,7 +108,7 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
 
 
 def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> None:
-    """Each rule that found fault, and its advice; a line that several rules advise stands once."""
+    """Print each rule that found fault with its advice; a line that several rules advise appears once."""
     printed: set[str] = set()
     for finding in health.findings:
         mark, style = MARKS[finding.worst.state]
@@ -129,7 +129,7 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
 
 
 def _strip(health: RunHealth) -> Text:
-    """The states as a strip of marks; each line begins with its first step."""
+    """Draw the states as a strip of marks; each line begins with its first step."""
     size = -(-len(health.verdicts) // (STRIP_WIDTH * STRIP_LINES))
     text = Text()
     for start in range(0, len(health.verdicts), STRIP_WIDTH * size):

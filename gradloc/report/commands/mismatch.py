@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.step or list(steps)[-1]
     verdict = verdicts[name]
     if args.json:
-        told = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
-        print(json.dumps(plain(told), indent=1, allow_nan=False))
+        found = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
+        print(json.dumps(plain(found), indent=1, allow_nan=False))
     elif args.output is not None:
         output.deliver(args.output, page(steps[name], verdict))
     else:
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def headline(verdict: Verdict) -> str:
-    """The kind's title, or that it cannot be told."""
+    """Return the kind's title; ``Cannot tell`` with the reason where there is none."""
     return " and ".join(KINDS[kind].title for kind in verdict.kinds) or f"Cannot tell: {verdict.why_not}"
 
 
 def facts(verdict: Verdict) -> list[tuple[str, str]]:
-    """The numbers that every verdict has."""
+    """Return the numbers of every verdict, with their labels."""
     return [
         ("tokens", f"{verdict.tokens:,} in {plural(verdict.rows, 'row')}"),
         ("mean ratio", f"{number(verdict.ratio)} ± {number(verdict.ratio_error, 2)}"),
@@ -125,11 +125,11 @@ _NAMES = {
     "times": "times the other rows' difference",
     "has_ids": "token ids are known",
 }
-"""What the numbers of the evidence are."""
+"""Labels of the evidence's numbers."""
 
 
 def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
-    """What a kind was named by."""
+    """Return the evidence for a kind, with labels."""
     return [
         (_NAMES.get(name, name.replace("_", " ")), percent(value, 2) if name == "token_share" else number(value, 3))
         for name, value in verdict.evidence[kind].items()
@@ -168,7 +168,7 @@ _REPOSITORIES = {
 
 
 def links(threads: str) -> list[tuple[str, str]]:
-    """Each public thread and its address; an empty one where that is not known.
+    """Return each public thread with its address, empty where that is not known.
 
     >>> links("TRL #6789, none found")
     [('TRL #6789', 'https://github.com/huggingface/trl/issues/6789'), ('none found', '')]
@@ -182,7 +182,7 @@ def links(threads: str) -> list[tuple[str, str]]:
 
 
 def page(columns: Columns, verdict: Verdict) -> str:
-    """The page: the kind in its title, its numbers, what people do about it, three pictures."""
+    """Render the page: the kind, its numbers, what helps, three pictures."""
     from ..figures.mismatch import figures_of  # matplotlib takes a second to import
     from ..figures.style import to_svg
     from ..pages.page import fill
@@ -209,7 +209,7 @@ def page(columns: Columns, verdict: Verdict) -> str:
 
 
 def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
-    """A log's run and what the rules say of its mismatch metrics; None where it is no log.
+    """Read a log's run and judge its mismatch metrics; None where it is no log.
 
     Raises:
         ReportError: where the log has none of these metrics.

@@ -96,7 +96,7 @@ def _print(analysis: QuartileAnalysis, what: str) -> None:
 
 
 def _mean_changes(update: Update | None) -> list[str]:
-    """Of each quartile."""
+    """Return the mean |change| of probability in each quartile."""
     if update is None or update.changes is None:
         return ["–"] * len(QUARTILES)
     return ["–" if change is None else number(change.mean_abs, 2) for change in update.changes.quartiles]

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _code(folder: RunFolder, fail_on: str | None) -> int:
-    """What the command ends with: of events, or of all runs of a log."""
+    """Return the exit code by the events, or by all runs of a log."""
     if folder.events_root is not None:
         states = [health.worst.state] if fail_on not in (None, "found") and (health := judge(folder.metrics)) else []
         return exit_code(fail_on, True, bool(folder.events), states)

@@ -26,7 +26,7 @@ from . import add_log_arguments, add_set_argument, assignments
 
 _OVER_ONE = checks.number("a number greater than 1", lambda value: 1 < value < math.inf)
 SETTINGS = {"window": checks.integer(8), "warmup": checks.integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
-"""The rule's settings, and what each may be."""
+"""The rule's settings and their bounds."""
 SHOWN = 30
 """Flagged steps that the terminal lists."""
 EPILOG = """\
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked(**settings: Any) -> dict[str, float]:
-    """The rule's settings; raises ValueError with the key, what it must be and what was found."""
+    """Check the rule's settings; raise ValueError with one sentence."""
     checks.refuse_unknown("trigger", settings, SETTINGS)
     for name, value in settings.items():
         SETTINGS[name].check(name, value)

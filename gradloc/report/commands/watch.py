@@ -42,17 +42,17 @@ STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 class Follower:
-    """A run's folder as it is at the moment."""
+    """The current content of a run's folder."""
 
     def __init__(self, path: Path, *where: Any):
-        """``where``: as of :func:`..runs.run.read_run`, after ``path``."""
+        """Follow ``path``; ``where`` are the further arguments of :func:`..runs.run.read_run`."""
         self.path = path
         self.version = 0
         """Counts how often something new was read."""
         self.run: RunFolder | None = None
-        """None until there is an event or a metric."""
+        """The run; None until there is an event or a metric."""
         self.waiting = f"{path} is not there yet."
-        """Why there is nothing to show, in a sentence."""
+        """Sentence why there is nothing to show."""
         self._where = where
         self._seen: list[tuple[Path, int, int]] | None = None
 
@@ -80,7 +80,7 @@ class Follower:
 
 
 def view(follower: Follower, width: int) -> Group:
-    """The whole view of what was read last, for a terminal of so many columns."""
+    """Lay out the last reading for a terminal of this many columns."""
     run = follower.run
     if run is None:
         return Group(Text(f"Waiting: {one_line(follower.waiting)}", style="dim"))
@@ -104,7 +104,7 @@ def view(follower: Follower, width: int) -> Group:
 
 
 def news(run: RunFolder, known: set[str]) -> list[str]:
-    """A line for each event that is not in ``known``; adds them to it."""
+    """Return a line for each event that is not in ``known``, and add them to it."""
     lines = []
     for at, row in enumerate(run.events.rows):
         if row.event_id not in known:
@@ -149,7 +149,7 @@ POLICY = (
 
 
 class Site(ThreadingHTTPServer):
-    """Serves one run, which somebody else polls. Whoever can open a connection on this machine can read it."""
+    """Serves one run that another thread polls. Anyone who can connect to this machine's port can read it."""
 
     daemon_threads = True
 
@@ -164,7 +164,7 @@ class Site(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def report(self) -> bytes:
-        """The report of what was read last; made once for all who ask."""
+        """Render the last reading, once for all requests."""
         with self._lock:
             version, run = self.follower.version, self.follower.run
             if run is None:
@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """The terminal belongs to the view."""
+        """Log nothing, since the terminal shows the view."""
 
 
 EPILOG = """\

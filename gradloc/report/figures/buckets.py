@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a gradient analysis, as files and on the page: a colour per term of the loss, ``all`` dashed."""
+"""Figures of a gradient analysis by bucket: a colour per term of the loss, ``all`` dashed."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def summary(analysis: StepBuckets) -> Figure:
-    """Four panels: the task norm, all terms, the reward deviation, and how the buckets agree."""
+    """Draw four panels: the task norm, all terms, the reward deviation, and how the buckets agree."""
     figure = _figure(11, 7.6)
     (task, terms), (deviations, agreement) = figure.subplots(2, 2)
     _bars(task, analysis, ["task"])
@@ -41,7 +41,7 @@ def summary(analysis: StepBuckets) -> Figure:
 
 
 def norms(analysis: StepBuckets) -> Figure:
-    """One panel per term: the norm of each bucket's own gradient."""
+    """Draw one panel per term: the norm of each bucket's own gradient."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 4.2)
     _row(figure.subplots(1, len(terms), squeeze=False)[0], analysis, terms, "{}", "gradient norm")
@@ -50,7 +50,7 @@ def norms(analysis: StepBuckets) -> Figure:
 
 
 def losses(analysis: StepBuckets) -> Figure:
-    """One panel per term of the loss and one for their sum: each bucket's mean."""
+    """Draw one panel per term of the loss and one for their sum: each bucket's mean."""
     names = [name for name in LOSSES if any(f"loss/{name}" in v for v in analysis.values.values())] or ["total"]
     figure = _figure(3.8 * len(names), 4.0)
     _row(figure.subplots(1, len(names), squeeze=False)[0], analysis, names, "loss/{}", "loss, coefficient included")
@@ -59,7 +59,7 @@ def losses(analysis: StepBuckets) -> Figure:
 
 
 def reward_deviation(analysis: StepBuckets) -> Figure:
-    """Every group's reward deviation by bucket, or each bucket's mean and range without a table."""
+    """Draw every group's reward deviation by bucket, or each bucket's mean and range without a table."""
     figure = _figure(7.5, 4.4)
     _deviations(figure.subplots(), analysis)
     dress(figure, f"Reward deviation of the groups, step {analysis.step}")
@@ -67,7 +67,7 @@ def reward_deviation(analysis: StepBuckets) -> Figure:
 
 
 def normed(analysis: StepBuckets) -> Figure:
-    """Each bucket's part of the gradient, per row and per token."""
+    """Draw each bucket's part of the gradient, per row and per token."""
     terms = analysis.terms or ["task"]
     figure = _figure(4.4 * len(terms), 7.0)
     grid = figure.subplots(2, len(terms), squeeze=False)
@@ -78,7 +78,7 @@ def normed(analysis: StepBuckets) -> Figure:
 
 
 def three_steps(analyses: Sequence[StepBuckets], title: str) -> Figure:
-    """One row per term, one column per step, the same scale along a row; common buckets only."""
+    """Draw one row per term, one column per step, the same scale along a row; common buckets only."""
     common = [name for name in analyses[0].buckets if all(name in a.values for a in analyses)]
     kept = [
         StepBuckets(a.step, {name: a.values[name] for name in (*common, ALL) if name in a.values}) for a in analyses
@@ -107,7 +107,7 @@ def _row(row: Sequence[Axes], analysis: StepBuckets, names: list[str], pattern: 
 
 
 def _bars(axes: Axes, analysis: StepBuckets, names: list[str], pattern: str = "{}", is_log: bool = False) -> None:
-    """Bars side by side, one per bucket and name, and a dashed line where ``all`` is."""
+    """Draw bars side by side, one per bucket and name, and ``all`` as a dashed line."""
     at = np.arange(len(analysis.buckets))
     is_alone = len(names) == 1
     width = 0.72 / len(names)
@@ -139,7 +139,7 @@ def _bars(axes: Axes, analysis: StepBuckets, names: list[str], pattern: str = "{
 
 
 def _name_buckets(axes: Axes, analysis: StepBuckets) -> None:
-    """Each bucket's number, how many rows it has and how they differ."""
+    """Label the axis with each bucket's number, rows and mean deviation."""
     labels = []
     for bucket in analysis.buckets:
         rows, deviation = analysis.get(bucket, "sample_count"), analysis.get(bucket, "reward_std_mean")
@@ -178,7 +178,7 @@ def _deviations(axes: Axes, analysis: StepBuckets) -> None:
 
 
 def _agreement(axes: Axes, analysis: StepBuckets) -> None:
-    """The cosines between the buckets' task gradients: numbers on squares, fuller away from 0."""
+    """Draw the cosines between the buckets' task gradients as numbers on squares, darker away from 0."""
     buckets = analysis.buckets
     axes.set_title("Do the buckets pull the same way? (cosine)")
     for row, left in enumerate(buckets):
@@ -206,4 +206,4 @@ FIGURES = {
     "reward_std": ("Reward deviation", reward_deviation),
     "normed_grads": ("Per sample and per token", normed),
 }
-"""What the guide's files are called -> the figure's title on the page, and what draws it."""
+"""Name in the guide's files -> title on the page, and the function that draws it."""

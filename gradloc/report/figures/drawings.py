@@ -14,15 +14,15 @@ from ...explain.numbers import number, percent
 from ...record import Event
 
 CELLS_NAMED = 96
-"""Up to so many cells have their number written in them."""
+"""Most cells that have their numbers written in them."""
 ROWS_NAMED = 40
-"""Of more layers, every fourth is named."""
+"""Most layers that are all named; of more, every fourth is."""
 
 Grid = list[list[float | None]]
 
 
 def heat_map(event: Event) -> tuple[str | None, bool]:
-    """Share of the spike by rank (columns) and micro-batch (rows).
+    """Draw the share of the spike by rank (columns) and micro-batch (rows).
 
     Returns:
         The drawing, None when nothing is known; and whether every cell was measured. Where the strategy measures
@@ -61,7 +61,7 @@ def heat_map(event: Event) -> tuple[str | None, bool]:
 
 
 def share_grid(event: Event) -> tuple[Grid, bool]:
-    """Shares by micro-batch and rank, None where not measured or not trusted; and whether all are there."""
+    """Return shares by micro-batch and rank, None where not measured or not trusted, and whether all are known."""
     if event.shares is not None and event.shares.is_trusted and event.shares.micro_batches:
         return [list(row) for row in event.shares.micro_batches], True
     places = [(c.micro_batch, c.rank, trusted_share(event, c)) for c in event.culprits]
@@ -77,7 +77,7 @@ def share_grid(event: Event) -> tuple[Grid, bool]:
 
 
 def layer_bars(event: Event) -> str | None:
-    """Norm of the gradient by layer: the whole step as bars, the largest culprit as diamonds; None without norms."""
+    """Draw norms by layer: the whole step as bars, the largest culprit as diamonds; None without norms."""
     layers = sorted(event.layers, key=natural)
     norms = [_finite(event.layers[layer]) for layer in layers]
     if not any(norms):
@@ -111,7 +111,7 @@ def layer_bars(event: Event) -> str | None:
 
 
 def spark(part: Aftermath, step: int) -> str:
-    """A metric around an event: its values as a line, the event's step as a bar, and a dot for its own value."""
+    """Draw a metric around an event: a line, a bar at the event's step, and a dot at its own value."""
     wide, high, room = 130.0, 32.0, 4.0
     steps, values = zip(*part.points, strict=True)
     is_log = part.title == "norm" and min(values) > 0
@@ -130,14 +130,14 @@ def spark(part: Aftermath, step: int) -> str:
 
 
 def natural(layer: str) -> tuple:
-    """Sorts layers as the model has them: embedding, layer 0, 1, ..., 10, final norm, head."""
+    """Return a key that sorts layers in the model's order: embedding, layer 0, 1, ..., 10, final norm, head."""
     order = {"embedding": 0, "layer": 1, "norm": 2, "head": 3}
     digits = re.search(r"\d+", layer)
     return order.get(layer.split(" ")[0], 4), int(digits[0]) if digits else 0, layer
 
 
 def _ticks(count: int, size: int, least: int) -> range:
-    """Which rows or columns are numbered, so that the numbers do not touch."""
+    """Return the rows or columns to number, so that the numbers do not touch."""
     return range(0, count, max(-(-least // size), 1))
 
 

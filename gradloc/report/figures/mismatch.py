@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two columns of log-probs in three pictures: one against the other, the difference by place and by log-prob."""
+"""Figures of two columns of log-probs: one against the other, the difference by place and by log-prob."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ DOTS, BINS = 1000, 24
 
 
 def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
-    """Three pictures and their titles. Dots are a sample of the tokens, the lines 5 %, 50 % and 95 % of all."""
+    """Draw three figures, with titles. Dots are a sample of the tokens, lines the 5, 50 and 95 % quantiles of all."""
     known = np.flatnonzero(np.isfinite(columns.difference))
     some = known[:: max(1, len(known) // DOTS)]
     a, b, d = columns.trainer, columns.rollout, columns.difference
@@ -41,7 +41,7 @@ def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
 
 
 def _bands(axes: Axes, x: np.ndarray, d: np.ndarray) -> None:
-    """The spread of d over equally many tokens each."""
+    """Draw quantiles of ``d`` over bins of equally many tokens."""
     order = np.argsort(x, kind="stable")
     parts = [part for part in np.array_split(order, BINS) if len(part)]
     middles = [float(np.median(x[part])) for part in parts]

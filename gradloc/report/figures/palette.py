@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one palette, of the page and of every figure.
+"""The palette of the page and of every figure.
 
-Orange and blue keep apart for every kind of colour vision, and no meaning rests on colour alone. ``spike`` is what adds
-to the gradient, and what is too large; ``calm`` what is as usual, and what pulls the other way. The fills are areas
-shaded by size, drawn more or less transparent.
+Orange and blue differ for every kind of colour vision, and no meaning rests on colour alone. ``spike`` marks what adds
+to the gradient or is too large, ``calm`` what is usual or pulls the other way. Fills are shaded by transparency.
 """
 
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ LIGHT = SimpleNamespace(
     spike="#b8500a", calm="#1f64a8", good="#2b6a4d", warn="#a8760a", danger="#b3261e", violet="#6b5b95",
     spike_fill="#f08a24", calm_fill="#569ee6",
 )
-"""Of the page by day and of every figure."""
+"""Colours of the light page and of every figure."""
 DARK = SimpleNamespace(
     paper="#14161a", card="#1b1e23", ink="#e8e6e1", muted="#a2a8b3", line="#2e323a", soft="#444b57",
     spike="#f2a65a", calm="#7db8f0", good="#7fcaa3", warn="#e0b354", danger="#f08a80", violet="#b3a4dc",
@@ -24,7 +23,7 @@ DARK = SimpleNamespace(
 
 
 def variables(palette: SimpleNamespace) -> str:
-    """The palette as CSS custom properties; the fills as ``--spike-rgb: r g b``."""
+    """Return the palette as CSS custom properties; the fills as ``--spike-rgb: r g b``."""
     made = []
     for name, colour in vars(palette).items():
         if name.endswith("_fill"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a quartile analysis: panels (c) to (f) of Fig. 1 of arXiv 2505.12929, and more.
+"""Figure of a quartile analysis: panels (c) to (f) of Fig. 1 of arXiv 2505.12929, and more.
 
 A violin is the histogram of one quartile's probability changes; orange where its tokens were
 updated, blue where they were not. The box holds half of the tokens, the thick line 90 %, the thin
@@ -31,7 +31,7 @@ WIDTH = 0.42
 
 
 def figure_of(analysis: QuartileAnalysis) -> Figure:
-    """Shares, (d) norms, tokens one by one; then the changes (c), (e) and (f).
+    """Draw shares, (d) norms and single tokens; then the changes (c), (e) and (f).
 
     Where without any gradient the optimizer would still move the weights by over 5 % of its step, the changes once
     more without that.
@@ -59,7 +59,7 @@ def figure_of(analysis: QuartileAnalysis) -> Figure:
 
 
 def _draw_shares(axes: Axes, analysis: QuartileAnalysis) -> None:
-    """Of the tokens and of the gradient, side by side."""
+    """Draw each quartile's share of the tokens and of the gradient."""
     axes.set_title("Share of the tokens, share of the gradient")
     for offset, name, colour, label in (
         (-0.2, "token_share", LIGHT.line, "of the tokens"),
@@ -78,14 +78,14 @@ def _draw_shares(axes: Axes, analysis: QuartileAnalysis) -> None:
 
 
 def _draw_norms(axes: Axes, analysis: QuartileAnalysis) -> None:
-    """Panel (d): the norm of each quartile's part, and of the whole for reference."""
+    """Draw panel (d): the norm of each quartile's part, and of the whole for reference."""
     axes.set_title("(d) norm of the gradient of a quartile's tokens")
     norms = [quartile.norm if quartile.num_tokens else math.nan for quartile in analysis.quartiles]
     axes.plot(PLACES, norms, "o-", color=LIGHT.violet, linewidth=1.8, markersize=6)
     for place, norm in zip(PLACES, norms, strict=True):
         if math.isfinite(norm):
-            beside = {"xytext": (7, 5), "textcoords": "offset points"}
-            axes.annotate(number(norm, 2), (place, norm), fontsize=8.5, color=LIGHT.ink, **beside)
+            offset = {"xytext": (7, 5), "textcoords": "offset points"}
+            axes.annotate(number(norm, 2), (place, norm), fontsize=8.5, color=LIGHT.ink, **offset)
     whole = analysis.whole.norm
     if math.isfinite(whole):
         label = f"all tokens: {number(whole, 2)}"
@@ -97,7 +97,7 @@ def _draw_norms(axes: Axes, analysis: QuartileAnalysis) -> None:
 
 
 def _draw_tokens(axes: Axes, analysis: QuartileAnalysis) -> None:
-    """Every sampled token: its own gradient norm against 1 - pi."""
+    """Draw each sampled token's gradient norm against 1 - pi."""
     correlation = number(analysis.rank_correlation.log_prob_norm, 2)
     axes.set_title(f"{len(analysis.tokens)} single tokens: rank correlation {correlation}")
     sampled = [token for token in analysis.tokens if math.isfinite(token.log_prob_norm)]
@@ -119,7 +119,7 @@ def _draw_tokens(axes: Axes, analysis: QuartileAnalysis) -> None:
 
 
 def _draw_changes(row: list[Axes], analysis: QuartileAnalysis, kind: str) -> None:
-    """How the probabilities of each quartile's tokens changed: a panel for each update, on one scale."""
+    """Draw the changes of each quartile's probabilities: a panel per update, on one scale."""
     updates = {name: analysis.updates.get(name) for name in PANELS}
     moved = {name: None if update is None else getattr(update, kind) for name, update in updates.items()}
     changes = [change for panel in moved.values() if panel for change in panel.quartiles if change is not None]

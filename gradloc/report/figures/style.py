@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look of matplotlib's figures, and their SVG made fit to stand inside the page.
+"""Styles matplotlib's figures, and makes their SVG fit for the page.
 
-There its colours follow the theme, its ids clash with nobody's, and it needs no inline style, which the page's
-security policy forbids.
+In the page, colours follow the theme, ids are unique, and there is no inline style, which the security policy forbids.
 """
 
 import io
@@ -21,7 +20,7 @@ ET.register_namespace("xlink", XLINK)
 
 
 def dress(figure: Figure, title: str) -> None:
-    """Gives a finished figure its title and its axes the one look: quiet, with lines to read heights by."""
+    """Give a finished figure its title, and its axes the common style with horizontal lines."""
     figure.suptitle(title, color=LIGHT.ink, fontsize=13)
     for axes in figure.axes:
         axes.title.set(fontsize=10.5, color=LIGHT.ink)
@@ -41,7 +40,7 @@ def dress(figure: Figure, title: str) -> None:
 
 
 def draw(figure: Figure, **options) -> str:
-    """The figure as an SVG file, the same bytes each time: no date, no random ids."""
+    """Write the figure as SVG, the same bytes each time: no date, no random ids."""
     import matplotlib
 
     sink = io.StringIO()
@@ -51,12 +50,12 @@ def draw(figure: Figure, **options) -> str:
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an ``<svg>`` element that takes the colours of the page's theme.
+    """Convert the figure to an ``<svg>`` element in the colours of the page's theme.
 
     Args:
         figure: drawn in LIGHT's colours.
         name: prefix of every id inside, unique on the page.
-        title: what the picture shows, for those who do not see it.
+        title: the picture's text for screen readers.
     """
     root = ET.fromstring(draw(figure, transparent=True).encode("utf-8"))
     _strip(root)
@@ -71,7 +70,7 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
 
 
 def _strip(root: ET.Element) -> None:
-    """Takes out metadata, matplotlib's page-wide style rule, and groups with nothing in them."""
+    """Remove metadata, matplotlib's page-wide style rule, and empty groups."""
     for parent in list(root.iter())[::-1]:
         for child in list(parent):
             is_empty = child.tag == f"{{{SVG}}}g" and not len(child)
@@ -80,7 +79,7 @@ def _strip(root: ET.Element) -> None:
 
 
 def _rewrite(element: ET.Element, name: str) -> None:
-    """Turns inline style into attributes, prefixes ids, and puts theme colours in."""
+    """Turn inline style into attributes, prefix ids, and use the theme's colours."""
     for declaration in element.attrib.pop("style", "").split(";"):
         key, _, value = (part.strip() for part in declaration.partition(":"))
         if key == "font":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One event as a document: what is said of it, as data, made once. Page, terminal and Markdown only lay it out."""
+"""Builds the document of an event as data, which page, terminal and Markdown lay out."""
 
 import shlex
 from collections import Counter
@@ -35,31 +35,31 @@ from ..runs.events import bundle_folder, read_actor
 from ..runs.run import RunFolder
 
 CULPRITS = 40
-"""Culprits written out; the rest are counted."""
+"""Most culprits in the table; the rest are counted."""
 _DETAILED = 4
-"""Culprits of each cause that are told number by number."""
+"""Most culprits of a cause with all of their numbers."""
 _PARTS = 6
-"""Of the rows, prompts and data sources each."""
+"""Most rows, prompts and data sources."""
 _LISTED = ("advantage", "ratio")
-"""Numbers of a culprit in the table of them all."""
+"""Columns of a culprit in the table."""
 _REPLAYED = {
     "none": "the step",
     "subtract": "the culprits alone",
     "swap": "the culprits' micro-batches",
     "recompute": "a micro-batch without the culprits",
 }
-"""What a certificate replayed, by its method."""
+"""What a certificate replays, by method."""
 
 
 class TokenCell(NamedTuple):
-    """A cell that is a culprit's text; where no text is wanted its numbers stand for it."""
+    """A cell with a culprit's text, and its token ids for a reader that wants no text."""
 
     text: str
     ids: tuple[int, ...]
 
 
 class Heading(NamedTuple):
-    """What the next blocks are about."""
+    """A heading of the next blocks."""
 
     text: str
 
@@ -72,19 +72,19 @@ class Table(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Numbers by name; what is odd about one, where it is."""
+    """Triples of name, number, and a remark where the number is odd."""
 
     pairs: list[tuple[str, str, str]]
 
 
 class Lines(NamedTuple):
-    """Lines to copy, each under what it is for."""
+    """Lines to copy, by their purpose."""
 
     lines: dict[str, str]
 
 
 class Fold(NamedTuple):
-    """What a reader may want, and the token that it is about; a terminal has the summary alone of one that is shut."""
+    """Blocks that can be unfolded; a terminal shows only the summary of a closed one."""
 
     summary: str
     blocks: "list[Block]"
@@ -105,20 +105,20 @@ class Section(NamedTuple):
 
 
 class EventDocument(NamedTuple):
-    """What is said of one event, in the order in which a reader wants it."""
+    """The content of an event's page, in reading order."""
 
     event: Event
     title: str
-    """Where in training it was."""
+    """The place in training."""
     verdict: str
     headline: str
     lede: str
     quote: tuple[str, str, str] | None
-    """The largest culprit's token, between the text before and after it."""
+    """Text before the largest culprit, its own, and the text after it."""
     named: str
-    """Where no token made it: the parameters or tensors of the batch that did."""
+    """Parameters or tensors that made the spike, where no token did."""
     figures: list[tuple[str, str, str]]
-    """Three of value, what it is, and a remark."""
+    """Triples of value, caption and remark."""
     sections: list[Section]
 
     def section(self, name: str) -> Section:
@@ -152,7 +152,7 @@ def _title(event: Event) -> str:
 
 
 def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
-    """The norm that gradients were clipped to, as the event says, else its bundle; None where it is not known."""
+    """Return the clip limit from the event, else from its bundle; None where it is not known."""
     if event.consequence is not None:
         return event.consequence.grad_clip
     try:
@@ -183,7 +183,7 @@ def _todo(event: Event, actor: Mapping[str, Any]) -> Section:
 
 
 def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
-    """An event's origin by name, and how many of its run's events are like it."""
+    """Return where an event comes from, and how many of its run's events are similar."""
     made, first = event.run, event.leader
     made_by = (made.trainer, made.torch and f"torch {made.torch}", made.gradloc and f"gradloc {made.gradloc}")
     row = "" if first is None or first.data_row is None else f"row {first.data_row}"
@@ -201,7 +201,7 @@ def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _sampled(versions: tuple[int, int], step: int | None) -> str:
-    """By which weights, and by how many updates they lag: step n's own rollout has those of step n - 1."""
+    """Say which weights sampled it and their lag: step n's own rollout uses those of step n - 1."""
     behind = 0 if step is None else max(step - 1 - versions[1], 0)
     return f"by the weights of {_each('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
 
@@ -218,7 +218,7 @@ def _when(time: str | None) -> str | None:
 
 
 def culprit_count(event: Event) -> str:
-    """``2 tokens``, ``1 sequence``; spans of several kinds are counted as culprits."""
+    """Count the culprits: ``2 tokens``, ``1 sequence``, ``3 culprits`` of several kinds."""
     spans = {culprit.span for culprit in event.culprits}
     return plural(len(event.culprits), spans.pop() if len(spans) == 1 else "culprit")
 
@@ -304,9 +304,9 @@ def _advice(event: Event, meaning: CauseInfo) -> list[Block]:
 
 
 def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """A culprit's numbers that are known: those to look at first, and the others.
+    """Return a culprit's known numbers: the essential ones and the others.
 
-    The one that its cause is about comes first, with what is odd about it.
+    The number that its cause is about comes first, with a remark.
     """
     facts = {name: (column.label, culprit.at(name)) for name, column in OF_A_TOKEN.items()} | {
         "sequence_ratio": ("ratio of the sequence", culprit.sequence_ratio),
@@ -329,12 +329,12 @@ def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], 
 
 
 def _in_words(name: str) -> str:
-    """``advantage_over_typical`` as ``advantage / typical``."""
+    """Write ``advantage_over_typical`` as ``advantage / typical``."""
     return name.replace("_over_", " / ").replace("_", " ")
 
 
 def _each(noun: str, first: int, last: int) -> str:
-    """``step 3``, ``steps 3 to 5``."""
+    """Write a range: ``step 3``, ``steps 3 to 5``."""
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
@@ -374,7 +374,7 @@ def _part(part: PartShare) -> tuple[str, ...]:
 
 
 def cost(search: Search) -> str:
-    """What a search took."""
+    """Write the passes and seconds of a search."""
     passes = (search.backwards, "backward pass"), (search.forwards, "forward pass")
     parts = [plural(count, kind) for count, kind in passes if count is not None]
     return ", ".join(parts + ([] if search.seconds is None else [f"{number(search.seconds, 3)} s"]))
@@ -409,7 +409,7 @@ def _proof(event: Event, run: RunFolder, root: Any) -> Section:
 
 
 def _again(event: Event) -> Iterator[str]:
-    """What came of running parts of the step again; sentences."""
+    """Yield sentences about replays of the step, and the norm at the head."""
     rerun, difference = event.rerun, event.certificate.replay_difference
     if rerun is not None:
         outcome = "it came back" if rerun.is_reproduced else "it did not come back"
@@ -423,7 +423,7 @@ def _again(event: Event) -> Iterator[str]:
 
 
 LIMIT = 160
-"""Parts of a path that are told; the rest are counted."""
+"""Most parts of a path that are listed."""
 STAGES = {
     "share": "shares of all tokens",
     "coefficients": "loss coefficients",
@@ -432,11 +432,11 @@ STAGES = {
     "sketch": "norms by random directions",
     "bisect": "bisection",
 }
-"""What the phases measure that are about no part of the batch."""
+"""Phases that are about no part of the batch."""
 
 
 def _probe(probe: PathEntry) -> tuple[str, ...]:
-    """A measured part: what it was, its norm and threshold, what came of it."""
+    """Return a row of the path: part, norm, threshold, outcome."""
     places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
     places += [_each("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
     places += [_each("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []

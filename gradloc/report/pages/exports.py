@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's events as JSON and CSV, which are the record and its table: for a script, a spreadsheet."""
+"""Exports a run's events as JSON and CSV."""
 
 import csv
 import io
@@ -53,8 +53,10 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
 
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
-    """The events' records, of logs alone what happened in each run, and what was noted while reading; non-finite
-    numbers are spelled out."""
+    """Write the events as JSON with the notes; of logs alone what happened in each run.
+
+    Numbers that are not finite are strings.
+    """
     document: dict[str, Any] = {"run": run.name, "notes": run.notes, "events": [*events]}
     if run.events_root is None:
         document["diagnoses"] = [
@@ -74,10 +76,9 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
 
 
 def to_csv(run: RunFolder, events: list[Event]) -> str:
-    """One line per culprit; an event without culprits has one line with those columns empty but its cause.
+    """Write one line per culprit; an event without culprits has one line with its cause.
 
-    Tokens and names are JSON strings: their quotes keep a spreadsheet from running ``=...`` as a
-    formula.
+    Tokens and names are JSON strings, whose quotes keep a spreadsheet from running ``=...`` as a formula.
     """
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
@@ -92,7 +93,7 @@ def to_csv(run: RunFolder, events: list[Event]) -> str:
 
 
 def _quoted(text: str | None) -> str | None:
-    """Plain words as they are; anything else as a JSON string."""
+    """Quote text as a JSON string, unless it is plain words."""
     if text is None or text.replace("_", "").replace("-", "").isalnum() and not text.startswith("-"):
         return text
     return json.dumps(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's events as Markdown: a page for an issue. Tokens are numbers in it, and their text a part of its own."""
+"""Writes a run's events as Markdown for an issue. Tokens are numbers, and their text is a separate part."""
 
 import re
 
@@ -10,7 +10,7 @@ from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenC
 
 
 def to_markdown(run: RunFolder, events: list[Event]) -> str:
-    """The events as a page of Markdown to paste into an issue."""
+    """Write the events as Markdown to paste into an issue."""
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
     for said in run.diagnoses if run.events_root is None else ():
@@ -48,7 +48,7 @@ def issue(made: EventDocument) -> tuple[str, str]:
 
 
 def _block(block: Block) -> list[str]:
-    """A block's paragraphs."""
+    """Return the paragraphs of a block."""
     if isinstance(block, str):
         return [escape(block)]
     if isinstance(block, Heading):
@@ -81,5 +81,5 @@ def _lines(lines: dict[str, str]) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown, and the HTML inside it, takes literally."""
+    """Escape text for Markdown and the HTML in it."""
     return "".join(f"\\{c}" if c in "\\`*_{}[]()#+!|<>~$&@" else c for c in one_line(text))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the report together: one HTML file that needs nothing else and can reach nothing else.
+"""Renders the report: one HTML file that needs no other file and can make no request.
 
-The security policy allows exactly the one script and the one style sheet inside, by their hash, and
-no request of any kind. Token text enters through jinja2's autoescape or the escaped JSON payload.
+The security policy allows only its own script and style sheet, by their hashes. Token text enters through jinja2's
+autoescape or the escaped JSON payload.
 
-Up to ``INLINE`` events stand in the page as they are. Of more, the worst ``DETAILED`` are carried whole
-but compressed, and unpacked by the browser when they are opened; the others are a row of the list each.
+Up to ``INLINE`` events are plain HTML. Of more, the worst ``DETAILED`` are compressed, and the browser unpacks one when
+it is opened; the others are rows of the list.
 """
 
 import base64
@@ -40,24 +40,24 @@ from .markdown import issue
 from .panel import Panel
 
 INLINE = 10
-"""Up to so many events stand one below the other; of more, one is open at a time."""
+"""Most events shown one below the other; of more, one is open at a time."""
 DETAILED = 40
-"""Events that the page carries whole: the worst ones."""
+"""Most events with all of their details: the worst ones."""
 SHOWN_TOKENS = 4000
-"""Tokens that the page shows before anything is unfolded."""
+"""Tokens shown before anything is unfolded."""
 BUDGET = {"one": 6_000_000, "many": 1_100_000}
-"""Bytes of token arrays in a page of one event, and of several."""
+"""Bytes of token arrays in a page of one event or of several."""
 ANALYSES = 6
-"""Gradient analyses that the page draws, the latest ones."""
+"""Most gradient analyses drawn, the latest ones."""
 SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 """Parts of the one script, in order."""
 
 
 def render(run: RunFolder, events: Events | None = None) -> str:
-    """The whole report of a run.
+    """Render the report of a run.
 
     Args:
-        run: what was read; sentences about what could not be read are added to its notes.
+        run: the run; sentences about unreadable parts are added to its notes.
         events: the events to show in detail; all of them when None.
     """
     chosen = run.events if events is None else events
@@ -116,7 +116,7 @@ class View(NamedTuple):
 
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
-    """The latest gradient analyses, each with its figures' titles and ``<svg>``; and how many more there are."""
+    """Return the latest gradient analyses with their figures, and the number of others."""
     try:
         analyses, _ = read_analyses(run.path, run.runs)
     except ReportError:
@@ -136,7 +136,7 @@ def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], 
 
 
 def _packed(view: View, payload: dict[str, Any]) -> str:
-    """An event's article and its tokens, compressed; the browser unpacks it with DecompressionStream."""
+    """Compress an event's article and tokens; the browser unpacks them with DecompressionStream."""
     html = _environment().get_template("event.html").module.event_article(view, True)
     document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     packed = zlib.compress(printable(document).encode("utf-8"), 9)
@@ -144,13 +144,13 @@ def _packed(view: View, payload: dict[str, Any]) -> str:
 
 
 def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list[str]) -> str:
-    """The page of two runs side by side."""
+    """Render the page of two runs side by side."""
     chart = script_data.comparison_chart(runs, comparison)
     return fill("compare.html", chart, comparison=comparison, notes=notes)
 
 
 def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str, str]]:
-    """Numbers above the curve: of events, or of a log alone those of its spikes."""
+    """Return the numbers above the curve: of the events, or of a log's spikes."""
     made = [("events", number(len(run.events)))]
     if diagnosis is not None:
         made = [("spikes", number(len(diagnosis.explosions)))]
@@ -189,9 +189,13 @@ def _environment() -> Environment:
 
 
 def fill(template: str, chart: script_data.Chart | None = None, events: dict[str, Any] | None = None, **named) -> str:
-    """A whole page: a template that extends frame.html, the curve, the events that its script reads, and what it names.
+    """Render a template that extends frame.html, with the data that its script reads.
 
-    ``events``: the labels of their tokens' numbers, the events themselves, and a row for each of the list.
+    Args:
+        template: its file.
+        chart: the curve.
+        events: labels of the tokens' numbers, the events, and the rows of the list.
+        named: the template's own variables.
     """
     payload = {"labels": {}, "events": {}, "rows": [], "show": "", "charts": {"run": chart}} | (events or {})
     style = asset("uPlot.min.css") + "\n" + asset("report.css")
@@ -210,7 +214,7 @@ def fill(template: str, chart: script_data.Chart | None = None, events: dict[str
 
 
 def breakable(line: str) -> Markup:
-    """A config line that may break after each name."""
+    """Allow a line break after each name of a config line."""
     return escape(line).replace(".", Markup(".<wbr>"))
 
 
@@ -219,12 +223,12 @@ def asset(name: str) -> str:
 
 
 def hash_of(text: str) -> str:
-    """As a security policy names what it allows."""
+    """Hash text as a security policy wants it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 def escape_json(value: Any) -> Markup:
-    """JSON that can stand inside a script element: nothing in it can end the element.
+    """Write JSON that cannot end the script element around it.
 
     >>> escape_json({"t": "</script>"})
     Markup('{"t":"\\\\u003c/script\\\\u003e"}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page has of an event beyond its document: the sequences token by token, pictures, drawings."""
+"""The parts of an event's page beyond its document: sequences token by token, pictures, drawings."""
 
 import base64
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ..runs.run import RunFolder
 from .document import Table
 
 PICTURE_BYTES = 3_000_000
-"""Of the pictures of one event in a page."""
+"""Most bytes of pictures per event."""
 
 
 class Panel:
@@ -54,16 +54,16 @@ class Panel:
 
     @property
     def default(self) -> str:
-        """Name of the column that shades at first."""
+        """Return the column that shades at first."""
         return self.shades[0].name if self.shades else ""
 
     def level(self, sequence: int, position: int) -> str:
-        """The letter that shades a token at first."""
+        """Return a token's letter of its first shade."""
         return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
 
 
 def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
-    """The sequence with the shares that the page shows: none that is not trusted, and a culprit's own as measured."""
+    """Drop shares that are not trusted, and use a culprit's own share where it was measured."""
     if "share" not in sequence.columns:
         return sequence
     columns = {name: values for name, values in sequence.columns.items() if not COLUMNS[name].is_summed}
@@ -80,7 +80,7 @@ def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
 
 
 def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, Table]]:
-    """Prompt by prompt, its rollouts. The culprit's own comes first."""
+    """Return a table of rollouts per prompt, the culprit's own first."""
     made = []
     for culprit in {culprit.sequence_id: culprit for culprit in event.culprits if culprit.siblings}.values():
         own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)

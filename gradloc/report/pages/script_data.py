@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page's script reads: the curves, point by point, and the list of events."""
+"""Data for the page's script: the curves point by point, and the list of events."""
 
 import math
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ from ..runs.run import RunFolder
 from ..runs.spikes import KINDS
 
 POINTS = 4000
-"""Points per curve; of more, the lowest and highest of each bin are kept, so that no spike is lost."""
+"""Most points per curve; of more, each bin keeps its lowest and highest, so that no spike is lost."""
 LINKED = 300
-"""Events that the curve marks; the largest ones."""
+"""Most events that the curve marks, the largest ones."""
 OTHERS = 6
-"""Other runs of the same log that are drawn."""
+"""Most other runs of the same log that are drawn."""
 SPANS = 120
-"""Parts that the strip of states has at most; each that is not healthy can be tabbed to."""
+"""Most parts of the strip of states; each unhealthy one is a tab stop."""
 THRESHOLD = "gradloc/threshold"
 BELOW = {"reward": SCORES, "entropy": ENTROPY, "KL": (*REFERENCE_KL, "actor/ppo_kl")}
-"""Panels under the norm, and the metrics that can fill each: the first that the run has and that is not always 0."""
+"""Panels under the norm, with their metrics: the first that the run logs and that is not always 0."""
 
 Chart = dict[str, Any]
 Points = list[tuple[int, float]]
 
 
 def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = None) -> Chart | None:
-    """Gradient norm, threshold and events, with reward, entropy and KL below; None when there is nothing to draw.
+    """Return the chart of norm, threshold and events, with reward, entropy and KL below; None without data.
 
-    ``diagnosis``: of a log alone, whose spikes are marked, and whose threshold is what the trigger's rule would have.
+    ``diagnosis`` is of a log alone: its spikes are marked, with the threshold of the trigger's rule.
     """
     metrics, events = run.metrics, [row for row in run.events.rows if row.model != "critic"]  # its norms are others
     if not metrics and not events:
@@ -61,7 +61,7 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
 
 
 def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
-    """Of each explosion of a log: its step, norm, where to go, and the threshold in words."""
+    """Return the marks of a log's explosions: step, norm, target of the link, note."""
     marks = []
     for explosion in diagnosis.explosions[:LINKED]:
         peak = explosion.peak
@@ -71,7 +71,7 @@ def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
 
 
 def _others(run: RunFolder) -> list[Chart]:
-    """The norms that the run's own hide: what a resume overwrote, and other runs of the same log."""
+    """Return lines of norms that a resume overwrote, and of other runs of the same log."""
     if not run.runs or run.events:
         return []
     first, *others = run.runs
@@ -87,7 +87,7 @@ def _others(run: RunFolder) -> list[Chart]:
 
 
 def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart | None:
-    """The gradient norms of two runs in one picture; None when neither has metrics."""
+    """Return the chart of two runs' gradient norms; None when neither has metrics."""
     lines = []
     for name, run, kind in zip(comparison.names, runs, ("calm", "spike"), strict=True):
         norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
@@ -103,7 +103,7 @@ def _line(points: Points, label: str, kind: str) -> list[Chart]:
 
 
 def thin(points: Points, most: int = POINTS) -> Points:
-    """At most so many points; the lowest and highest of each bin stay.
+    """Thin points to at most ``most``; each bin keeps its lowest and highest.
 
     >>> thin([(1, 0.0), (2, 9.0), (3, 1.0), (4, 1.0)], 2)
     [(1, 0.0), (2, 9.0)]
@@ -119,7 +119,7 @@ def thin(points: Points, most: int = POINTS) -> Points:
 
 
 def _threshold(metrics: Metrics, events: list[EventRow]) -> Points:
-    """The threshold as far as the events know it, from the run's first step to its last."""
+    """Return the events' thresholds, extended to the run's first and last step."""
     known = {row.step: row.threshold for row in events if row.threshold is not None and math.isfinite(row.threshold)}
     points = sorted(known.items())
     if not points:
@@ -129,19 +129,19 @@ def _threshold(metrics: Metrics, events: list[EventRow]) -> Points:
 
 
 def _marks(events: list[EventRow]) -> list[list[Any]]:
-    """Step, norm, place and note of the events, the largest ones."""
+    """Return the marks of the largest events: step, norm, target of the link, note."""
     placed = [(row.norm, row) for row in events if row.norm is not None]
     placed.sort(key=lambda entry: entry[0] if math.isfinite(entry[0]) else math.inf, reverse=True)
     return [[row.step, _height(norm), f"event-{row.event_id}", "select to open"] for norm, row in placed[:LINKED]]
 
 
 def _height(norm: float) -> float | None:
-    """Rounded; null where it is not finite."""
+    """Round a norm; None where it is not finite."""
     return float(f"{norm:.4g}") if math.isfinite(norm) else None
 
 
 def row(event: EventRow) -> dict[str, Any]:
-    """What the list tells of an event."""
+    """Return an event's row of the list."""
     excess = times(event.norm, event.threshold)
     return {
         "id": event.event_id,

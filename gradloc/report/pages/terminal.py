@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terminal shows of a run: its events, or where there is a log alone, the diagnosis.
+"""Prints a run to the terminal: its events, or the diagnosis of a log alone.
 
-Tokens are hostile here, too: text is made visible first, and never read as rich's markup.
+Tokens are untrusted: text is made visible first and never parsed as rich's markup.
 """
 
 import math
@@ -27,17 +27,17 @@ from .document import Block, EventDocument, Facts, Fold, Heading, Lines, TokenCe
 from .document import Table as Cells
 
 HEIGHT = 12
-"""Lines of the curve."""
+"""Height of the curve, lines."""
 EVENTS = 30
-"""Events listed in the summary: the last ones."""
+"""Most events in the summary, the last ones."""
 CULPRITS = 8
-"""Culprits listed per event."""
+"""Most culprits listed per event."""
 RUNS = 20
-"""Runs of a log with a line each, after the worst one."""
+"""Most other runs of a log that are listed."""
 
 
 class _Printable(Console):
-    """No character of what is printed can command the terminal; colours and the cursor are rich's own."""
+    """Prints no character that controls the terminal, except rich's own colours and cursor."""
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):
@@ -45,18 +45,18 @@ class _Printable(Console):
 
 
 def console(**options) -> Console:
-    """Prints text as it is: no markup, no colours of its own."""
+    """Make a console that prints text unchanged: no markup, no highlighting."""
     return _Printable(highlight=False, markup=False, emoji=False, **options)
 
 
 def warn(notes: list[str]) -> None:
-    """Prints what could not be read to standard error."""
+    """Print notes to standard error."""
     for note in notes:
         say(note, sys.stderr)
 
 
 def summary(run: RunFolder, events: Events) -> None:
-    """Prints a run's events; of one event alone, all that its document says."""
+    """Print a run's events; the whole document of a single event."""
     out, where = console(), shlex.quote(str(run.path))
     out.print(one_line(run.name), style="bold")
     steps: dict[str, str] = {}
@@ -137,7 +137,7 @@ def _print_block(out: Console, block: Block) -> None:
 
 
 def event_table(rows: Sequence[EventRow]) -> Table:
-    """A line for each event."""
+    """Make a table with a row per event."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
     widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "fault": 5, "cause": 9, "certificate": 11}
@@ -158,7 +158,7 @@ def event_table(rows: Sequence[EventRow]) -> Table:
 
 
 def _group_table(groups: Sequence[EventGroup]) -> Table:
-    """A line for each kind of event."""
+    """Make a table with a row per kind of event."""
     table = Table("fault", "cause", "events", "last at step", "the worst of them", box=None, padding=(0, 2, 0, 0))
     for group in groups:
         cells = (spoken(group.fault) or "–", spoken(group.cause) or "–", f"{group.count:,}", f"{group.last:,}")
@@ -167,7 +167,7 @@ def _group_table(groups: Sequence[EventGroup]) -> Table:
 
 
 def diagnosis(folder: RunFolder) -> None:
-    """Prints what happened in the worst run of a log, a line for each other one, and what to do next."""
+    """Print what happened in the worst run of a log, a line per other run, and what to do next."""
     out = console()
     first, *others = folder.diagnoses
     out.print(_head(first), style="bold")
@@ -217,9 +217,9 @@ def _head(first: Diagnosis) -> str:
 
 
 def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:
-    """The largest norm of each column's steps, and the lowest threshold over it, on a log scale; round steps below.
+    """Plot each column's largest norm and lowest threshold on a log scale, with round steps below.
 
-    Segments share the axis of steps; what a later one logged again is drawn as overwritten.
+    Segments share the axis of steps; steps that a later one logged again are drawn as overwritten.
     """
     latest = {step.step: id(step) for steps in segments for step in steps}
     judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
@@ -257,7 +257,7 @@ def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") 
 
 
 def _ticks(columns: Sequence[Sequence[Judged]]) -> str:
-    """Round steps below their columns, a dozen columns or more apart."""
+    """Write round steps below their columns, at least twelve columns apart."""
     least = 12 * (columns[-1][-1].step - columns[0][0].step) / len(columns)
     unit = next(size * 10**power for power in range(30) for size in (1, 2, 5) if size * 10**power >= least)
     line = ""

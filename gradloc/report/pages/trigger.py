@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trigger's picture as a file of its own: an SVG, or a page that follows the reader's theme."""
+"""Draws the trigger's decisions as an SVG file, or as a page that follows the reader's theme."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ from .page import fill
 
 TITLE = "What the trigger would have flagged"
 Runs = Mapping[str, Sequence[Judged]]
-"""The steps of each run, by the name that its panel is to have."""
+"""Steps of each run, by the title of its panel."""
 
 
 def svg(runs: Runs) -> str:
-    """A picture that needs nothing around it."""
+    """Draw a self-contained picture."""
     return draw(_figure(runs), facecolor=LIGHT.card)
 
 
 def html(runs: Runs) -> str:
-    """The report's page around the picture, with the flagged steps below it."""
+    """Render a page with the picture and the flagged steps."""
     spikes = [(name, judged) for name, steps in runs.items() for judged in steps if judged.spike]
     return fill("trigger.html", figure=to_svg(_figure(runs), "trigger", TITLE), spikes=spikes)
 
 
 def _figure(runs: Runs) -> Figure:
-    """A panel for each run: the norm, the threshold over it, and what was flagged."""
+    """Draw a panel per run: norm, threshold, flagged steps."""
     figure = Figure(figsize=(10, 1 + 2.3 * len(runs)), layout="constrained")
     FigureCanvasSVG(figure)
     panels = [figure.add_subplot(len(runs), 1, place) for place in range(1, len(runs) + 1)]

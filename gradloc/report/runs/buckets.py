@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient analyses by reward-variance bucket, as read from a run's folder.
+"""Reads gradient analyses by reward-variance bucket from a run's folder, its logs or W&B.
 
-Whatever the source, an analysis is a dictionary of metrics under the guide's names
-(``grad_norm/<bucket>/...``) and, where it could be had, the table of the groups' reward deviations.
+An analysis is a dictionary of metrics under the guide's names (``grad_norm/<bucket>/...``) and, where it is known, the
+table of the groups' reward deviations.
 """
 
 import csv
@@ -30,7 +30,7 @@ _COSINE = re.compile(r"grad_cosine/task/(bucket_\d+)/(bucket_\d+)")
 class StepBuckets:
     step: int
     values: dict[str, dict[str, float]]
-    """By bucket, lowest variance first and ``all`` last: what follows its name in the metric -> value."""
+    """Values by bucket (lowest variance first, ``all`` last) and by the rest of the metric's name."""
     cosines: dict[tuple[str, str], float] = field(default_factory=dict)
     """Cosine of two buckets' task gradients; both orders are there."""
     table: list[tuple[str, float]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class StepBuckets:
 
     @property
     def buckets(self) -> list[str]:
-        """The variance buckets, without ``all``."""
+        """Return the variance buckets, without ``all``."""
         return [name for name in self.values if name != ALL]
 
     @property
@@ -46,12 +46,12 @@ class StepBuckets:
         return [term for term in TERMS if any(term in values for values in self.values.values())]
 
     def get(self, bucket: str, name: str) -> float:
-        """One metric; NaN when the run does not have it."""
+        """Return one metric; NaN when the run does not have it."""
         return self.values.get(bucket, {}).get(name, math.nan)
 
 
 def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | None:
-    """Picks an analysis out of a step's metrics; None when no bucket was measured at this step."""
+    """Pick an analysis out of a step's metrics; None when no bucket was measured at this step."""
     values: dict[str, dict[str, float]] = {}
     cosines = {}
     for name, value in row.items():
@@ -69,7 +69,7 @@ def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | No
 
 
 def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> tuple[dict[int, StepBuckets], list[str]]:
-    """The analyses in a run's folder; ``runs`` are what its logs tell, where they have been read.
+    """Read the bucket analyses in a run's folder; ``runs`` are its logs where they have been read.
 
     See :func:`read_steps`.
     """
@@ -81,9 +81,9 @@ def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> tuple[
 def read_steps(
     path: Path, kind: str, parse: Callable[[dict], Any], from_logs: Callable[[], dict[int, Any]] = dict
 ) -> tuple[dict[int, Any], list[str]]:
-    """What the trainer wrote into ``<kind>_analysis/step_<N>.json``; where it is nothing, what ``from_logs`` finds.
+    """Read the trainer's ``<kind>_analysis/step_<N>.json``; without any, call ``from_logs``.
 
-    ``parse`` may say that a record holds nothing with None.
+    ``parse`` returns None for a record without an analysis.
 
     Returns:
         The analyses in the order of their steps, and a sentence for each thing that could not be read.
@@ -124,7 +124,7 @@ def _from_record(record: dict) -> StepBuckets | None:
 
 
 def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
-    """From the metrics that any logger kept; tables from the trainer's CSV."""
+    """Read analyses from any logger's metrics, with tables from the trainer's CSV."""
     analyses: dict[int, StepBuckets] = {}
     for metrics in (run.metrics for run in runs):
         series = {name: values for name, values in metrics.series.items() if name.startswith("grad_")}
@@ -144,13 +144,13 @@ def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
 
 
 def _files(path: Path, folder: str, pattern: str) -> list[Path]:
-    """The files in every folder of that name in a run, or in the run's own folder if it is one."""
+    """Return the files in a run's folders of this name; ``path`` may be one itself."""
     places = [path] if path.name == folder else sorted(path.rglob(folder))
     return [file for place in places for file in sorted(place.glob(pattern))]
 
 
 def to_json(analysis: StepBuckets) -> dict:
-    """What ``gradient_analysis_metrics_step_<N>.json`` holds."""
+    """Return the content of ``gradient_analysis_metrics_step_<N>.json``."""
 
     def in_order(values: dict[str, float]) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
@@ -186,9 +186,9 @@ _TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
 ) -> tuple[dict[int, StepBuckets], list[str], str]:
-    """The analyses of ENTITY/PROJECT/RUN_ID by step, notes, and a folder name: ``<run name>_<run id>``.
+    """Read ENTITY/PROJECT/RUN_ID from W&B: analyses by step, notes, and a folder name ``<run name>_<run id>``.
 
-    Only the tables of ``steps`` are read, where these are given; ``api`` stands in for ``wandb.Api()``.
+    Only the tables of ``steps`` are read, where these are given; ``api`` replaces ``wandb.Api()``.
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
@@ -225,7 +225,7 @@ def read_wandb(
 
 
 def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
-    """The groups of one step, and why their table could not be had."""
+    """Read the table of one step's groups, and why it is missing."""
     table: list[tuple[str, float]] = []
     for key, reference in row.items():
         if not _TABLE.fullmatch(key) or not isinstance(reference, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two runs: norms, events, causes, the end of training."""
+"""Compares two runs: norms, events, causes, the end of training."""
 
 import math
 import os
@@ -15,11 +15,11 @@ from ..logs.recording import MAX, MEAN, Metrics
 from .run import RunFolder
 
 _TIMED = re.compile(r"tim(?:e|ing)|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE)
-"""What differs between any two runs."""
+"""Metrics that differ between any two runs."""
 _FIRST = (MAX, MEAN, "critic/score/mean", "actor/entropy", "actor/kl_loss", "actor/ppo_kl", "response_length/mean")
-"""What people look at first."""
+"""Metrics to look at first."""
 _NUM_SCATTERED = 40
-"""Metrics whose scatter is looked at."""
+"""Most metrics whose scatter is compared."""
 _LEARNED, _WINDOW = 8, 50
 """Steps from which a scatter is learned, at least and at most."""
 
@@ -37,13 +37,13 @@ class Comparison:
     steps: list[list[str]]
     """For every step with an event in either run: the step, and what each run found there."""
     parted: str = ""
-    """Where the two part, in a sentence."""
+    """Sentence about the step at which the two diverge."""
     settings: list[list[str]] = field(default_factory=list)
-    """The settings in which they differ, where both logs hold theirs: name, first run, second run."""
+    """Settings that differ, where both logs have them: name, first run, second run."""
 
 
 def compare(first: RunFolder, second: RunFolder) -> Comparison:
-    """Puts two runs side by side; a run without metrics or events has dashes."""
+    """Compare two runs; a run without metrics or events has dashes."""
     names = [first.name, second.name]
     if first.name == second.name:  # two runs of one experiment
         shared = os.path.commonpath([first.path.resolve(), second.path.resolve()])
@@ -58,7 +58,7 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
 
 
 def _parted(first: Metrics, second: Metrics) -> str:
-    """The first step at which two runs part, and by which metric.
+    """Say at which step and by which metric two runs diverge first.
 
     Runs that are the same for a while part where any metric differs; runs that differ from the start, as seeds do, part
     where a metric leaves the scatter of the differences before it, for good.
@@ -99,7 +99,7 @@ def _parted(first: Metrics, second: Metrics) -> str:
 
 
 def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
-    """Where the difference of two series leaves its scatter, for three steps in a row or at once by far.
+    """Find where the difference of two series leaves its scatter, for three steps in a row or by far at once.
 
     A norm is positive, so that 40 times the other one's is by far, however much they scattered.
     """

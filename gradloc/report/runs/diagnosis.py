@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a run of which there is a log alone: what exploded, what that did, what to do now.
+"""Diagnoses a run by its log alone: what exploded, the effects, and what to do now.
 
-Where to resume is a checkpoint that is surely the run's own, in the words of its trainer.
+It names a checkpoint to resume from only where that is certainly the run's own.
 """
 
 import math
@@ -37,51 +37,51 @@ from .signals import (
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
 AROUND = 5
-"""Values whose median stands for the time before an explosion."""
+"""Values before an explosion whose median is its reference."""
 SHORT = 8
 """Fewer norms say nothing of a run."""
 AFTER = 30
 """Steps after an explosion in which its effects are looked for."""
 _DECIDING = {"reward", "loss"}
-"""What says whether a spike did harm."""
+"""Effects that decide whether a spike did harm."""
 _CURVES, _NEAR = 3, 20
 """Small curves around an explosion at most, and the values before and after it that each has."""
 
 
 @dataclass
 class Diagnosis:
-    """What a log says of one run."""
+    """The diagnosis of one run."""
 
     run: LoggedRun
     headline: str
     kind: str = ""
-    """Of :data:`~.spikes.KINDS`; empty where the norms are well."""
+    """One of :data:`~.spikes.KINDS`; empty where the norms are healthy."""
     explosions: list[Explosion] = field(default_factory=list)
-    """The worst first."""
+    """Explosions, the worst first."""
     sentences: list[str] = field(default_factory=list)
-    """About the worst: what it did, whether it was overwritten, which tokens, where to resume."""
+    """Sentences about the worst: effects, whether a resume overwrote it, which tokens, where to resume."""
     command: str = ""
-    """The options to resume with."""
+    """Options to resume with."""
     limits: list[str] = field(default_factory=list)
-    """What the rules could not see, and what was overwritten."""
+    """Sentences about what the rules cannot see, and about overwritten steps."""
     judged: list[list[Judged]] = field(default_factory=list)
-    """The steps of each segment."""
+    """Judged steps of each segment."""
     is_judged: bool = True
-    """Whether the log has enough rows to say that nothing is wrong, where nothing is found."""
+    """Whether the log has enough rows to call the run healthy where nothing is found."""
 
     @property
     def label(self) -> str:
-        """The kind in words; empty where the norms are well."""
+        """Return the kind in words; empty where the norms are healthy."""
         return KINDS.get(self.kind, "")
 
     @property
     def advice(self) -> str:
-        """Whether to go back, and where to; empty where nothing is wrong."""
+        """Return the sentence on whether and where to go back; empty where nothing is wrong."""
         return self.sentences[-1] if self.sentences else ""
 
     @property
     def ground(self) -> str:
-        """What it was judged from: rows and metrics."""
+        """Say which rows and metrics it was judged from."""
         metrics = self.run.metrics
         names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
         own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
@@ -100,10 +100,10 @@ class Diagnosis:
 
 
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Diagnosis:
-    """Says what happened in a run.
+    """Diagnose a run.
 
     Args:
-        run: as it was read.
+        run: from its log.
         settings: of the trigger's rule.
     """
     beyond = findings(run)
@@ -171,7 +171,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
 
 
 def _say(made: Diagnosis, found: list[Sign]) -> None:
-    """Leads with what other metrics than the norm show."""
+    """Lead the diagnosis with findings of other metrics than the norm."""
     first, *others = found
     made.kind, made.headline = first.kind, first.sentence
     made.sentences += [finding.sentence for finding in others]
@@ -183,7 +183,7 @@ def _say(made: Diagnosis, found: list[Sign]) -> None:
 
 
 def _unseen(run: LoggedRun) -> list[str]:
-    """Says that steps between the logged ones are not seen."""
+    """Note that steps between the logged ones are not seen."""
     apart = interval(run.metrics)
     if apart < 2:
         return []
@@ -191,7 +191,7 @@ def _unseen(run: LoggedRun) -> list[str]:
 
 
 def _calm(judged: Sequence[Sequence[Judged]]) -> str:
-    """Where nothing exploded: how near the largest norm came."""
+    """Describe a run without explosions by its largest norm."""
     steps = [step for segment in judged for step in segment if math.isfinite(step.norm)]
     above = [step.norm for step in steps if step.norm > 0]
     if not above:
@@ -214,7 +214,7 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
 
 
 def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
-    """Says in which steps the trigger's rule could not flag a norm."""
+    """Note in which steps the trigger's rule could not flag a norm."""
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
@@ -242,7 +242,7 @@ def _overwritten(run: LoggedRun) -> list[str]:
 
 
 def _effects(worst: Explosion) -> tuple[str, bool | None]:
-    """What it did, in a sentence; and whether that hurt: None where it is not known."""
+    """Describe an explosion's effects, and return whether they hurt; None where that is not known."""
     metrics = surviving(worst.segment)
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
@@ -283,7 +283,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
 
 
 def aftermath(worst: Explosion) -> list[Aftermath]:
-    """What metrics did around an explosion, for small curves: reward and entropy, then what changed, then the rest."""
+    """Return metrics around an explosion for small curves: reward and entropy, then those that changed, then others."""
     metrics, made = surviving(worst.segment), []
     last = worst.steps[-1].step
     for title, names, fall, rise in EFFECTS:
@@ -333,7 +333,7 @@ def _change(
 
 
 def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
-    """Whether the run was resumed from before it, and logged its step again."""
+    """Return whether the run was resumed from before it, and logged its step again."""
     return any(explosion.peak.step in lost for segment, lost in run.overwritten if segment is explosion.segment)
 
 
@@ -348,7 +348,7 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
 
 
 def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: bool) -> tuple[str, str]:
-    """Whether to go back and where to, and the line that does it."""
+    """Say whether and where to go back, with the line that does it."""
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
     earlier = " It began before this log." if is_first and begin == "late" else ""
@@ -387,7 +387,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
 
 
 def _deciding(run: LoggedRun) -> str:
-    """What says whether the run is well: its reward, else its loss."""
+    """Return the metric that decides whether the run is healthy: its reward, else its loss."""
     return _deciding_of(run.metrics)
 
 
@@ -403,7 +403,7 @@ _SLACK = 120.0
 
 
 def turn_on(run: LoggedRun) -> str:
-    """What switches GradLoc on in the run's trainer; empty for a trainer that has no line for it."""
+    """Return the line that switches GradLoc on in the run's trainer; empty where there is none."""
     if is_trl(run.trainer):
         name = trainer_class(run.metrics)
         return f'from gradloc.trl import {name}; {name}(..., gradloc="observe")'
@@ -411,7 +411,7 @@ def turn_on(run: LoggedRun) -> str:
 
 
 def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
-    """Where to resume from, and options or code that do it, empty where there are none.
+    """Say where to resume from, with the options or code that do it, empty where there are none.
 
     ``before`` is the first step that must not be in the checkpoint; the sentence begins with the condition.
     """
@@ -435,7 +435,7 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
 
 
 def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
-    """The run's own checkpoints, by step: not empty, and not newer than the log; none where steps were counted."""
+    """Yield the run's own checkpoints by step: not empty, not newer than the log; none where steps were counted."""
     if run.folder is None or run.is_counted:
         return
     logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
@@ -452,8 +452,7 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
 
 
 def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
-    """Where the run's checkpoints may lie: where its settings say; else in its log's folder, if no other run's log is
-    in there."""
+    """Yield folders that may hold the run's checkpoints: by its settings, else its log's if no other log is there."""
     if _CHECKPOINT.fullmatch(own.name):  # a trainer_state.json in a checkpoint
         yield own.parent
         return
@@ -474,7 +473,7 @@ def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
 
 
 def _has_other_logs(run: LoggedRun, own: Path) -> bool:
-    """Whether the folder holds logs besides the run's own."""
+    """Return whether the folder holds logs besides the run's own."""
     known = {Path(segment.metrics.source).name.partition(".")[0] for segment in run.segments}
     others = (entry.name for entry in own.iterdir() if entry.is_file() and LOGLIKE.search(entry.name))
     return any(

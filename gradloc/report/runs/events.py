@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's events: a row each in memory, the whole record when it is asked for; and the files of an event's folder.
+"""Reads a run's events, with a row of each in memory and the record on demand, and the files of their folders.
 
-A run that is still going, or that was killed while writing, leaves a cut-off last line of events.jsonl. That is a note,
-not an error: everything before it is whole.
+A run that is still going, or was killed while writing, leaves a cut-off last line of events.jsonl. That is a note, not
+an error: everything before it is whole.
 """
 
 import functools
@@ -25,9 +25,9 @@ from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_js
 from ...record.reading import read
 
 KEPT = 256
-"""Whole events that stay in memory; others are read again."""
+"""Most whole events in memory; others are read again."""
 WORDS = 24
-"""Different texts of an event's culprits that can be searched."""
+"""Most different texts of an event's culprits that can be searched."""
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
 _PNG = b"\x89PNG\r\n"
 RECORDS = ("meta", "event")
@@ -47,7 +47,7 @@ class EventRow(NamedTuple):
     verdict: str
     action: str
     fault: str
-    """The link that broke; empty where it was not looked for."""
+    """Link that broke; empty where it was not looked for."""
     cause: str
     token: str
     """The largest culprit's text; empty where there is none."""
@@ -55,15 +55,15 @@ class EventRow(NamedTuple):
     words: str
     """The culprits' texts."""
     seconds: float | None
-    """That its search took."""
+    """Seconds of its search."""
     trainer: str
     name: str
-    """The run's, as the event says it."""
+    """Name of the run by the event."""
     folder: str
 
     @property
     def severity(self) -> float:
-        """How bad the spike is: its norm over its threshold; one that is not finite is worst."""
+        """Return the norm over its threshold, infinity for a norm that is not finite."""
         if self.norm is None:
             return 0.0
         if self.norm != self.norm:
@@ -72,7 +72,7 @@ class EventRow(NamedTuple):
 
 
 _same = functools.cache(str)
-"""One object for each text: 100,000 rows have few."""
+"""Cache of texts, since 100,000 rows have few different ones."""
 
 
 def row_of(event: Event) -> EventRow:
@@ -94,7 +94,7 @@ def row_of(event: Event) -> EventRow:
 
 
 class Events(Sequence[Event]):
-    """A run's events in order. Each has a row; its record is read from the file again once it is no longer kept."""
+    """A run's events in order. Rows stay in memory; a record that is not kept is read from the file again."""
 
     def __init__(self, events: Iterable[Event] = ()):
         self.rows: list[EventRow] = []
@@ -142,7 +142,7 @@ class Events(Sequence[Event]):
         return self._kept[number]
 
     def in_order(self) -> "Events":
-        """The same by step, epoch and mini-batch."""
+        """Sort by step, epoch and mini-batch."""
         made = Events()
         order = sorted(range(len(self)), key=lambda at: (*self.rows[at][1:4], at))
         made.rows, made._places = [self.rows[at] for at in order], [self._places[at] for at in order]
@@ -151,7 +151,7 @@ class Events(Sequence[Event]):
 
 
 def read_events(path: Path) -> tuple[Events, list[str]]:
-    """The events of an existing events.jsonl in the order written, and a sentence for each thing not readable."""
+    """Read an existing events.jsonl: its events in order, and a sentence per unreadable part."""
     events, notes = Events(), list[str]()
     if not is_inside(path, path.parent):
         return events, [f"{path.name} is a link out of the run's folder, and was not followed."]
@@ -176,7 +176,7 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from going through 100,000 rows again and again: they stay, and form no cycle."""
+    """Pause garbage collection, since 100,000 rows stay in memory and form no cycles."""
     gc.disable()
     try:
         yield
@@ -209,7 +209,7 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
 
 
 def recover(root: Path, listed: Events) -> tuple[list[Event], list[str]]:
-    """The events whose folders are there and that events.jsonl does not list, and sentences about them.
+    """Read events whose folders exist but that events.jsonl does not list, with sentences about them.
 
     A run that was killed while it wrote, or a copy that was cut short, loses lines of events.jsonl, or all of it; the
     record is in the event's own folder as well.
@@ -240,7 +240,7 @@ def recover(root: Path, listed: Events) -> tuple[list[Event], list[str]]:
 
 
 def _read_record(folder: Path | None, root: Path, name: str = "meta") -> dict[str, Any]:
-    """A JSON file of an event's folder; empty where it cannot be read, or leads out of the run's folder."""
+    """Read a JSON file of an event's folder; empty where it cannot be read or leads out of the run's folder."""
     with suppress(OSError, ValueError):
         record = read_json(folder / f"{name}.json", root) if folder else {}
         return record if isinstance(record, dict) else {}
@@ -248,13 +248,13 @@ def _read_record(folder: Path | None, root: Path, name: str = "meta") -> dict[st
 
 
 def read_actor(root: Path, event: Event) -> dict[str, Any]:
-    """The run's ``actor_rollout_ref.actor``, as the event's bundle has it; empty where it is not there."""
+    """Read the run's ``actor_rollout_ref.actor`` from the event's bundle; empty where it is not there."""
     actor = _read_record(bundle_folder(root, event), root).get("actor")
     return actor if isinstance(actor, dict) else {}
 
 
 def read_sequences(root: Path, event: Event) -> tuple[list[TokenSequence], str | None]:
-    """The culprits' sequences token by token, and a sentence when they cannot be had.
+    """Read the culprits' sequences token by token, or a sentence why they are missing.
 
     ``root`` is the folder of events.jsonl; an event's ``folder`` is relative to it, and may be null.
     """
@@ -274,7 +274,7 @@ def read_sequences(root: Path, event: Event) -> tuple[list[TokenSequence], str |
 def read_pictures(
     root: Path, event: Event, sequences: list[TokenSequence], limit: int
 ) -> tuple[dict[str, bytes], str | None]:
-    """The pictures of these sequences' prompts by file name, and a sentence when some are not here.
+    """Read the pictures of these sequences' prompts by file name, with a sentence when some are missing.
 
     From the first on with which all would have more than ``limit`` bytes, none is read.
     """
@@ -295,7 +295,7 @@ def read_pictures(
 
 
 def bundle_folder(root: Path, event: Event) -> Path | None:
-    """The event's bundle folder, or None when it names none, or one outside the run's folder."""
+    """Return the event's bundle folder, or None when it names none, or one outside the run's folder."""
     # The record is not trusted: "../.." must not make the report read somebody else's files.
     if not event.folder or "\0" in event.folder or not is_inside(root / event.folder, root):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's health from its metrics, judged by the very rules that the trainer's monitor asks."""
+"""Judges a run's health from its metrics by the rules of the trainer's monitor."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ CLIP = 1.0
 """verl's own clip limit, used where none is named."""
 _LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
 _UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "critic/advantages/", "critic/returns/")
-"""What no rule reads: half of what verl logs."""
+"""Prefixes of metrics that no rule reads, half of verl's."""
 
 
 @dataclass(frozen=True)
 class Finding:
     worst: Reason
-    """At its worst state, the first time."""
+    """The first reason of its worst state."""
     worst_step: int
     steps: tuple[int, ...]
     """Every step with this fault."""
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
     last: int
     state: str
     note: str
-    """What is wrong at its first step; empty where nothing is."""
+    """The fault at its first step; empty for a healthy one."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RunHealth:
     judging: tuple[str, ...] = ()
     """Rules that had as many values as they need before they say anything."""
     metrics: tuple[str, ...] = ()
-    """What the rules read, as the log calls it."""
+    """Metrics that the rules read, by the log's names."""
     warmup: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -56,12 +56,12 @@ class RunHealth:
 
     @property
     def state(self) -> str:
-        """At the last step."""
+        """Return the state at the last step."""
         return self.verdicts[-1].state
 
     @property
     def worst(self) -> Judgement:
-        """The first step of the worst state."""
+        """Return the first step of the worst state."""
         return _worst(self.verdicts)
 
     @property
@@ -70,7 +70,7 @@ class RunHealth:
 
     @property
     def headline(self) -> str:
-        """The run's state in a sentence or two."""
+        """Return the run's state in a sentence or two."""
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
         if not self.num_unwell and len(self.verdicts) <= self.warmup:
@@ -87,7 +87,7 @@ class RunHealth:
 
     @property
     def findings(self) -> list[Finding]:
-        """Every rule that found fault: the worst first, then in the order of the rules."""
+        """Return every rule that found fault: the worst first, then in the order of the rules."""
         findings = []
         for name in HealthConfig.rule_names():
             faults = [(v.step, reason) for v in self.verdicts for reason in v.reasons if reason.name == name]
@@ -97,7 +97,7 @@ class RunHealth:
         return sorted(findings, key=lambda finding: -STATES.index(finding.worst.state))
 
     def spans(self, most: int) -> list[Stretch]:
-        """The run as at most so many spans; of more, the worst step of neighbours stands for all."""
+        """Split the run into at most ``most`` spans; of more, neighbours merge into the worst."""
         size = max(-(-len(self.verdicts) // most), 1)
         parts = [self.verdicts[at : at + size] for at in range(0, len(self.verdicts), size)]
         worsts = [(part[0].step, part[-1].step, _worst(part)) for part in parts]
@@ -118,7 +118,7 @@ def _worst(verdicts: Sequence[Judgement]) -> Judgement:
 def judge(
     metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = CLIP
 ) -> RunHealth:
-    """Judges a run's steps in the order in which they were logged.
+    """Judge a run's steps in the order in which they were logged.
 
     Args:
         metrics: of a run that was resumed, each part's: a step that was logged twice is judged twice.
@@ -155,7 +155,7 @@ def judge(
 
 
 def _in_own_words(verdict: Judgement, metrics: Metrics) -> Judgement:
-    """A verdict whose reasons name the metrics as the log does."""
+    """Rename the metrics in a verdict's reasons as the log does."""
     reasons = []
     for reason in verdict.reasons:
         own = metrics.called.get(reason.metric, reason.metric)
@@ -164,7 +164,7 @@ def _in_own_words(verdict: Judgement, metrics: Metrics) -> Judgement:
 
 
 def _with_sound_loss(verdict: Judgement, metrics: Metrics) -> Judgement:
-    """A verdict in which a norm alone that is not finite is no danger: the loss is finite, so the weights are."""
+    """Lower a danger to a warning where only a norm is not finite: with a finite loss, the weights are finite."""
     if verdict.state != STATES[-1] or all(reason.name != "non_finite" for reason in verdict.reasons):
         return verdict
     at = metrics.steps.index(verdict.step)
@@ -181,7 +181,7 @@ def _with_sound_loss(verdict: Judgement, metrics: Metrics) -> Judgement:
 
 
 def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:
-    """A note when the run's own monitor judged otherwise."""
+    """Note where the run's own monitor judged differently."""
     logged = dict(metrics.logged(LOGGED))
     known = [v for v in verdicts if v.step in logged]
     others = [v.step for v in known if STATES[int(logged[v.step])] != v.state]
@@ -194,7 +194,7 @@ def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:
 
 
 def ranges(steps: Sequence[int], most: int = 5) -> str:
-    """Steps as ranges.
+    """Write steps as ranges.
 
     >>> ranges((5, 8, 9, 10)), ranges(())
     ('5, 8-10', '')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a run's folder holds, events and metrics, and reads both; says in sentences what could not be read."""
+"""Finds and reads the events and metrics in a run's folder, with sentences about what could not be read."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from .events import RECORDS, EventRow, Events, read_events, recover
 from .signals import is_supervised, trainer_class
 
 DEPTH = 3
-"""How many folders down events are looked for."""
+"""Levels of folders in which events are looked for."""
 MOST_RUNS = 400
-"""Runs of a log that are looked into: those with the highest norms."""
+"""Most runs of a log that are diagnosed, those with the highest norms."""
 
 
 class EventGroup(NamedTuple):
@@ -37,49 +37,49 @@ class EventGroup(NamedTuple):
     cause: str
     count: int
     last: int
-    """The last one's step."""
+    """Step of the last one."""
     worst: EventRow
 
 
 @dataclass
 class RunFolder:
-    """A run as read: whatever there was, and a sentence for each thing that could not be read."""
+    """A run's content, and a sentence per unreadable part."""
 
     path: Path
     events_root: Path | None = None
-    """The folder of events.jsonl."""
+    """Folder of events.jsonl; None for logs alone."""
     events: Events = field(default_factory=Events)
     runs: list[LoggedRun] = field(default_factory=list)
-    """What the logs tell; the first is the one that the page is about."""
+    """Runs in the logs; the page is about the first."""
     notes: list[str] = field(default_factory=list)
     named: list[str] = field(default_factory=list)
-    """What a command takes to read the first run of a log again."""
+    """Arguments of a command that reads the first run of a log again."""
 
     @property
     def metrics(self) -> Metrics:
-        """Of the first run: every step as it was logged last."""
+        """Return the first run's metrics: every step as it was logged last."""
         return self.runs[0].metrics if self.runs else Metrics()
 
     @cached_property
     def diagnoses(self) -> list[Diagnosis]:
-        """What happened in each run, judged once and from its log alone."""
+        """Diagnose each run by its log alone, once."""
         return [diagnose(run) for run in self.runs]
 
     @property
     def trainer(self) -> str | None:
-        """The trainer by the events, else by the log of the first run."""
+        """Return the trainer's name by the events, else by the log of the first run."""
         known = (row.trainer for row in self.events.rows if row.trainer)
         return next(known, self.runs[0].trainer if self.runs else None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the first run, by verl's names, as far as its log says them."""
+        """Return the first run's settings by verl's names, as far as its log has them."""
         return self.runs[0].settings if self.runs else {}
 
     def advice(self, reason: Reason) -> list[tuple[str, str]]:
-        """What people do about a reason of the health rules: pairs of a sentence and its lines.
+        """Return the advice for a reason of the health rules as pairs of a sentence and a line.
 
-        A supervised run gets nothing of rollouts, rewards and a KL.
+        A supervised run gets no advice on rollouts, rewards and a KL.
         """
         metrics, found = self.metrics, reason.advice(self.trainer, self.settings)
         if not is_supervised(metrics):
@@ -90,14 +90,14 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Project and experiment where an event says them, else the folder's name."""
-        told = next((row.name for row in self.events.rows if row.name), "")
-        if told:
-            return told
+        """Return project and experiment by the events, else the folder's name."""
+        named = next((row.name for row in self.events.rows if row.name), "")
+        if named:
+            return named
         return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
     def seen(self, event: Event) -> str:
-        """How often this token with this cause, and how often this cause."""
+        """Say how often this token had this cause, and how often this cause came."""
         cause, token, rows = cause_of(event), event.leader.text[:200] if event.leader else "", self.events.rows
         alike = [row.step for row in rows if (row.cause, row.token) == (cause, token)]
         same = sum(row.cause == cause for row in rows)
@@ -109,7 +109,7 @@ class RunFolder:
 
     @property
     def groups(self) -> list[EventGroup]:
-        """The kinds of events, the commonest first."""
+        """Group the events by fault and cause, the commonest first."""
         found: dict[tuple[str, str], list[EventRow]] = {}
         for row in self.events.rows:
             found.setdefault((row.fault, row.cause), []).append(row)
@@ -120,11 +120,11 @@ class RunFolder:
         return sorted(groups, key=lambda group: (-group.count, group.fault, group.cause))
 
     def show_command(self, event_id: str) -> str:
-        """The command that shows one event with every token."""
+        """Return the command that shows one event with every token."""
         return f"gradloc-report show {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
 
     def find(self, event_id: str) -> Event:
-        """The event of that name; raises ReportError with the names there are."""
+        """Return the event of this name; raise ReportError with the known names."""
         known = {row.event_id: at for at, row in enumerate(self.events.rows)}
         if event_id in known:
             return self.events[known[event_id]]
@@ -135,7 +135,7 @@ class RunFolder:
 def read_run(
     path: Path, metrics_path: Path | None = None, metric: str | None = None, pattern: str | None = None
 ) -> RunFolder:
-    """Reads a run.
+    """Read a run.
 
     Args:
         path: the run's folder, the folder of its events, its events.jsonl, or the folder of one event; or, of a run
@@ -175,9 +175,9 @@ def read_run(
 def read_logs(
     paths: Sequence[Path], metric: str | None = None, path: Path | None = None, pattern: str | None = None
 ) -> RunFolder:
-    """Runs of which there are logs alone; the one with the worst gradient norm first.
+    """Read runs from logs alone, the one with the worst gradient norm first.
 
-    ``path`` is what the user named, where the logs lie elsewhere.
+    ``path`` is the path that the user named, where the logs are elsewhere.
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
@@ -199,7 +199,7 @@ def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern
 
 
 def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> RunFolder:
-    """The run of an event's folder, with that event alone."""
+    """Read the run of an event's folder, with that event alone."""
     run = read_run(folder.parent.parent, metrics_path, metric)
     named = [at for at, row in enumerate(run.events.rows) if row.folder and Path(row.folder).name == folder.name]
     run.events = Events(run.events[at] for at in named)
@@ -211,12 +211,12 @@ def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> R
 
 
 def _events_file(path: Path) -> Path | None:
-    """The events.jsonl that lies nearest; where it is lost, its place beside a folder of events."""
+    """Find the nearest events.jsonl; where it is lost, its place next to a folder of events."""
     files = [file for file in files_of(path, DEPTH) if file.name == "events.jsonl"]
     nearest = [file for file in files if len(file.parts) == min(len(other.parts) for other in files)]
     if len(nearest) > 1:
         names = ", ".join(str(file.parent) for file in nearest[:4])
-        raise ReportError(f"several runs lie under this folder: name one of {names}.")
+        raise ReportError(f"several runs are under this folder: name one of {names}.")
     for folder in () if nearest else (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
         if any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in RECORDS):
             return folder / "events.jsonl"
@@ -224,22 +224,22 @@ def _events_file(path: Path) -> Path | None:
 
 
 def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
-    """Adds the runs that logs tell of, the longest first."""
+    """Add the runs in logs, the longest first."""
     try:
         _add_runs(run, [named or run.path], metric)
     except ReportError:
         if named is not None or metric is not None:
             raise
     if not run.runs and run.events_root == run.path:
-        # the events' folder was named: the metrics usually lie one folder up, beside it
-        beside = [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
+        # the events' folder was named: the metrics are usually one folder up
+        siblings = [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
         with suppress(ReportError):
-            _add_runs(run, [entry for entry in beside if entry.suffix in (".jsonl", ".csv", ".log")], metric)
+            _add_runs(run, [entry for entry in siblings if entry.suffix in (".jsonl", ".csv", ".log")], metric)
     run.runs.sort(key=lambda logged: len(logged.metrics.steps), reverse=True)
 
 
 def _check(run: RunFolder, events_file: Path) -> None:
-    """Notes what is missing; raises ReportError where there is nothing to show."""
+    """Note missing parts; raise ReportError where there is nothing to show."""
     if run.events and not run.metrics:
         trainer = run.events.rows[0].trainer
         way = "write norm, loss or reward of each step to a CSV"
@@ -248,7 +248,7 @@ def _check(run: RunFolder, events_file: Path) -> None:
         elif (trainer or "verl").startswith("verl"):
             way = "add `file` to trainer.logger"
         run.notes.append(
-            "No metrics were found beside the events, so the curve shows the events alone: "
+            "No metrics were found with the events, so the curve shows the events alone: "
             f"{way}, or name them with --metrics."
         )
     elif run.metrics.verdicts and not run.events:
@@ -262,10 +262,10 @@ def _check(run: RunFolder, events_file: Path) -> None:
 
 
 def _note_verdicts(run: RunFolder) -> None:
-    """Notes what the log says of events whose folder is not here: how many, and the last sentences."""
+    """Note the number of events in the log whose folder is not here, and their last sentences."""
     if verdicts := run.metrics.verdicts:
         run.notes.append(
-            f"{run.metrics.source} tells of {plural(len(verdicts), 'event')} whose folder is not here: "
+            f"{run.metrics.source} has sentences on {plural(len(verdicts), 'event')} whose folder is not here: "
             "name the one that gradloc.dump_dir named."
         )
         run.notes += verdicts[-3:]

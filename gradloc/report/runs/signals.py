@@ -26,9 +26,9 @@ EFFECTS = (
     ("response length", (LENGTH,), 0.5, 1.5),
     ("loss", LOSSES, None, 1.3),
 )
-"""What is watched: its metrics, and the multiples of its earlier value that count as a fall and as a rise."""
+"""Effects: title, metrics, and the multiples of the earlier value that are a fall and a rise."""
 _COLLAPSES = {"reward": (0.5, None), "entropy": (0.25, 4.0), "KL to the reference": (None, 20.0), "loss": (None, 1.5)}
-"""The multiples that are a collapse where no norm stands out."""
+"""Multiples that are a collapse in a run without odd norms."""
 _AROUND = 8
 """Values on each side of a collapse, at least."""
 _JUMPS = 40
@@ -52,21 +52,21 @@ class Sign:
 
 
 def is_supervised(metrics: Metrics) -> bool:
-    """Whether nothing that a run logs is of rollouts, rewards or a policy."""
+    """Return whether a run logs nothing about rollouts, rewards or a policy."""
     known = (*SCORES, *REFERENCE_KL, LENGTH, "actor/ppo_kl", "actor/pg_clipfrac")
     has_words = any(re.search(r"policy|actor/|reward|rollout", name.lower()) for name in metrics.own_names)
     return bool(metrics) and not has_words and not any(metrics.logged(name) for name in known)
 
 
 def trainer_class(metrics: Metrics) -> str:
-    """TRL's trainer that logs such metrics."""
+    """Return the name of TRL's trainer that logs such metrics."""
     if any("rewards/margins" in name or "rewards/chosen" in name for name in metrics.series):
         return "DPOTrainer"
     return "SFTTrainer" if is_supervised(metrics) else "GRPOTrainer"
 
 
 def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
-    """The loss as the log calls it, and its values; empty where there is none, or where a reward is what counts."""
+    """Return the loss's own name and values; empty where there is none, or where the run has a reward."""
     if any(metrics.finite(name) for name in SCORES):
         return "", []
     name = next((name for name in LOSSES if metrics.logged(name)), "")
@@ -74,7 +74,7 @@ def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
 
 
 def sound_loss(metrics: Metrics, first: int) -> str:
-    """That the loss is finite from a step on, with its range; empty where it is not, or is not logged after it."""
+    """Say that the loss is finite from a step on, with its range; empty where it is not finite or not logged."""
     name = next((name for name in LOSSES if metrics.logged(name)), "")
     values = [value for step, value in metrics.logged(name) if step >= first]
     if not values or not all(map(math.isfinite, values)):
@@ -95,7 +95,7 @@ def sound_loss(metrics: Metrics, first: int) -> str:
 
 
 def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
-    """Where a loss is that was NaN, in a trainer that does not log it as such; empty where that is not known."""
+    """Explain how a trainer logs a NaN loss that is not in the log; empty where that is not known."""
     name, logged = loss_of(run.metrics)
     zeros = [step for step, value in logged if value == 0 and step in lost]
     if zeros:
@@ -106,7 +106,7 @@ def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
 
 
 def begins(run: LoggedRun) -> str:
-    """Where a log begins: at the run's ``start``, ``late``, or empty where that is not known."""
+    """Return whether a log begins at the run's ``start`` or ``late``; empty where that is not known."""
     metrics = run.segments[0].metrics
     apart = interval(metrics)
     if not run.is_counted:
@@ -119,20 +119,20 @@ def begins(run: LoggedRun) -> str:
 
 
 def interval(metrics: Metrics) -> int:
-    """How many steps apart the logged ones are, in the median."""
+    """Return the median distance between logged steps."""
     steps = metrics.steps[-1000:]
     return int(median(b - a for a, b in zip(steps, steps[1:], strict=False))) if len(steps) > 2 else 1
 
 
 def findings(run: LoggedRun) -> list[Sign]:
-    """What is wrong with a run beyond single norms, the surest first."""
+    """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
     found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
     return [finding for finding in found if finding is not None and finding.kind]
 
 
 def minor_skips(run: LoggedRun) -> list[str]:
-    """That a few steps were skipped, as fp16's scaler does while it finds its scale; empty where none were."""
+    """Note that a few steps were skipped, as fp16's scaler does to find its scale; empty where none were."""
     skips = _skipped(run)
     return [f"{skips.sentence} {skips.advice}"] if skips is not None and not skips.kind else []
 
@@ -170,7 +170,7 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
 
 
 def _reported(run: LoggedRun) -> Sign | None:
-    """That the trainer says of a loss that it is NaN, where no row has it."""
+    """Find a NaN loss that the trainer reports and no row has."""
     steps = [skip.step for skip in run.skips if skip.is_nan_loss and skip.step is not None]
     if not steps or any(not math.isfinite(value) for _, value in loss_of(run.metrics)[1]):
         return None
@@ -179,7 +179,7 @@ def _reported(run: LoggedRun) -> Sign | None:
 
 
 def _repeats(title: str, begin: str) -> str:
-    """What to do where something is so from a log's first row on."""
+    """Advise on a fault that a log has from its first row on."""
     if begin == "late":
         return "It began before this log: look at the earlier log, and for a checkpoint from before it began."
     what = (
@@ -192,7 +192,7 @@ def _repeats(title: str, begin: str) -> str:
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
-    """Steps that the trainer says it skipped; without a kind where they are few, and no fault."""
+    """Find steps that the trainer reports as skipped; without a kind where they are few, and no fault."""
     skips = [skip for skip in run.skips if not skip.is_nan_loss]
     name = next(
         (own for own in run.metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps")), ""
@@ -281,7 +281,7 @@ def _height(metrics: Metrics) -> Sign | None:
 
 
 def _collapse(metrics: Metrics) -> Sign | None:
-    """The metric that fell or rose for good, where it did so first."""
+    """Find the first metric that fell or rose for good."""
     found = []
     for title, names, *_ in EFFECTS:
         fall, rise = _COLLAPSES.get(title, (None, None))
@@ -316,7 +316,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
 
 
 def _parted(metrics: Metrics) -> Sign | None:
-    """The loss of a short log, where every later value is above twice every earlier one."""
+    """Find a short log's loss whose later values are all over twice every earlier one."""
     own, logged = loss_of(metrics)
     known = [(step, value) for step, value in logged if math.isfinite(value)]
     for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
@@ -330,7 +330,7 @@ def _parted(metrics: Metrics) -> Sign | None:
 
 
 def _drift(metrics: Metrics) -> Sign | None:
-    """The reward or the loss, where it went away from its best bit by bit and stayed away."""
+    """Find a reward or loss that drifted away from its best and stayed away."""
     for title, names, *_ in (EFFECTS[0], EFFECTS[-1]):
         name = next((name for name in names if len(metrics.known(name)) >= 4 * _AROUND), "")
         known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []

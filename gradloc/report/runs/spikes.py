@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spiked in a run, and what kind of explosion it is: a spike and back, a new level, growth, clipped, zeros.
+"""Finds a run's spikes by its log, and their kind: a spike and back, a new level, growth, clipped, zeros.
 
-Norms go through the trigger's adaptive rule, the very one that training asks. A log has one norm for each step, so the
+Norms go through the trigger's adaptive rule, as in training. A log has one norm for each step, so the
 rule sees one mini-batch position: the largest norm where the run logged it, else the mean over the step's mini-batches.
 """
 
@@ -22,7 +22,7 @@ from ..logs.segments import LoggedRun, Segment, surviving
 from .health import ranges
 
 EARLY = 10.0
-"""While the rule has no threshold yet, a norm of so many times the median of the others counts as a spike."""
+"""Multiple of the others' median from which a norm is a spike while the rule has no threshold yet."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Judged:
     step: int
     norm: float
     threshold: float | None
-    """None during the warm-up."""
+    """The rule's threshold; None during the warm-up."""
     spike: bool
     typical: float | None = None
-    """What is normal: the rule's level; during the warm-up the median of the norms before it."""
+    """Normal norm: the rule's level; during the warm-up the median of the norms before it."""
     is_early: bool = False
-    """As good as a spike, during the warm-up, when the rule itself says nothing."""
+    """Whether it is a spike by its size during the warm-up, when the rule cannot flag it."""
 
     @property
     def ratio(self) -> float | None:
@@ -43,7 +43,7 @@ class Judged:
 
     @property
     def times(self) -> float | None:
-        """The norm in multiples of what is normal."""
+        """Return the norm as a multiple of the normal one."""
         return self.norm / self.typical if self.typical and math.isfinite(self.norm) else None
 
     @property
@@ -52,7 +52,7 @@ class Judged:
 
 
 def missing_norm(metrics: Metrics, name: str) -> str:
-    """That a run has no gradient norm, or several fit, and what there is; empty where it has one."""
+    """Explain that a run has no gradient norm, or several; empty where it has one."""
     if metrics.norm is not None:
         return ""
     known = [own for own in metrics.own_names if is_norm(own)]
@@ -65,8 +65,7 @@ def missing_norm(metrics: Metrics, name: str) -> str:
 
 
 def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> list[list[Judged]]:
-    """The steps with a norm of each of a run's segments; one that goes on from another is held against that one's
-    history."""
+    """Judge the norms of each segment of a run; a segment that continues another has that one's history."""
     settings, judged = settings or {}, []
     for segment in run.segments:
         metrics, rule, steps = surviving(segment), AdaptiveThreshold(**settings), []
@@ -79,10 +78,10 @@ def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> li
 
 
 def _judge_warmup(judged: list[Judged], window: int) -> list[Judged]:
-    """The same steps; those of the warm-up held against the norms before them, the first three against the others.
+    """Judge the steps of the warm-up by the norms before them, the first three by all others.
 
-    What comes after a spike may be its work, so it is no measure of what is normal. A norm that only goes on from a
-    rise is none: it has to be three times the largest before it.
+    Norms after a spike may be its effect, so they do not define what is normal. A spike has to be three times the
+    largest norm before it, so that a rise is none.
     """
     norms = sorted(j.norm for j in judged[:window] if 0 < j.norm < math.inf)
     before: list[float] = []
@@ -116,15 +115,15 @@ KINDS = {
     "height": "norms too large to train at",
     "fell": "a collapse without a spike",
 }
-"""The kinds, as a title says them."""
+"""Kinds of explosions with their titles."""
 LEVEL = 3.0
-"""Norms that stay above so many times what was normal are a new level."""
+"""Multiple of the normal norm above which norms are a new level."""
 LASTING = 8
-"""Values that a level lasts at least."""
+"""Least values of a level."""
 RISING = 5
-"""Values over which norms grow at least."""
+"""Least values of a growth."""
 GROWTH = 10.0
-"""Norms that grow so many times, without a step of their own, have grown."""
+"""Growth factor that counts as growth."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,11 @@ class Explosion:
     is_start: bool = False
     """Whether the run begins with it: norms often start high."""
     kind: str = "back"
-    """Of :data:`KINDS`."""
+    """One of :data:`KINDS`."""
     level: float | None = None
-    """Of a new level: the median norm after it."""
+    """Median norm after it, for a new level."""
     doubling: float | None = None
-    """Of growth: in how many steps a norm doubles."""
+    """Steps in which a norm doubles, for growth."""
 
     @property
     def first(self) -> int:
@@ -148,7 +147,7 @@ class Explosion:
 
     @cached_property
     def peak(self) -> Judged:
-        """The largest finite norm; the first step, where none is finite."""
+        """Return the largest finite norm; the first step, where none is finite."""
         finite = [j for j in self.steps if math.isfinite(j.norm)]
         return max(finite, key=lambda j: j.norm, default=self.steps[0])
 
@@ -158,7 +157,7 @@ class Explosion:
 
     @property
     def times(self) -> float:
-        """The peak in multiples of what was normal; inf where no norm is finite."""
+        """Return the peak as a multiple of the normal norm; inf where no norm is finite."""
         return self.peak.times or math.inf
 
     @property
@@ -188,7 +187,7 @@ class Explosion:
 
 
 def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
-    """A segment's explosions, each with its kind as far as the norms alone tell it."""
+    """Find a segment's explosions, each with its kind by the norms alone."""
     groups = [tuple(group) for stands_out, group in groupby(judged, lambda step: step.stands_out) if stands_out]
     is_begun = segment.before is None
     found = [Explosion(segment, g, is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
@@ -223,7 +222,7 @@ def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
 
 
 def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
-    """Norms that grow exponentially, each too little more than the last to be a spike; None where they do not.
+    """Find norms that grow exponentially without a spike; None where they do not.
 
     Over medians of five of the norms' logarithms: from the last low one to the highest they must follow a line, and
     stay near its end.
@@ -252,7 +251,7 @@ def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
 
 
 def ceiling(steps: Sequence[Judged]) -> str:
-    """That norms were clipped before they were logged; empty where nothing says so.
+    """Say that norms were clipped before they were logged; empty without signs of it.
 
     A clipped norm is a round number up to rounding, and is the largest. Among norms of many digits one such is enough;
     among coarse ones it must be far commoner than any other.
@@ -280,7 +279,7 @@ def ceiling(steps: Sequence[Judged]) -> str:
 
 
 def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
-    """That norms are 0, always or from a step on; empty where they are not."""
+    """Say that norms are 0, always or from a step on; empty where they are not."""
     if steps and all(step.norm == 0 for step in steps):
         subject = "The one gradient norm is 0" if len(steps) == 1 else f"All {len(steps)} gradient norms are 0"
         if loss and abs(loss[-1]) > 1e-8:
@@ -299,7 +298,7 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
 
 
 def clipped_or_zero(judged: Sequence[Sequence[Judged]], loss: Sequence[float] = ()) -> tuple[str, str]:
-    """The kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
+    """Return the kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
     if sentence := zeros(next(filter(None, reversed(judged)), []), loss):
         return "zero", sentence
     sentence = ceiling([step for segment in judged for step in segment])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a sequence a page carries, which it shows at first, what is folded away, and how each is shaded.
+"""Chooses the tokens of a sequence that a page carries, shows or folds, and shades them.
 
-A response can have 32,000 tokens, of which a reader wants the culprits and what stands around
-them. So three sets, each within the next: shown at first; carried (a click unfolds them); all.
-Tokens that are not even carried are counted; a report of that one event (``--event``) has them.
+A response can have 32,000 tokens, but a reader wants the culprits and their context. So there are three sets, each
+within the next: shown at first; carried (a click unfolds them); all. Tokens that are not carried are counted; a report
+of one event (``--event``) has them.
 
-A shade is a level from -10 to 10 on a square-root scale (a share of 1% must still show beside one
-of 99%); its sign picks the colour. Levels travel as one character per token, so that the page's
-script needs no arithmetic. All sequences of an event share one scale, so that they compare.
+A shade is a level from -10 to 10 on a square-root scale, so that a share of 1% is visible next to one of 99%; its sign
+picks the colour. Levels are one character per token, so that the page's script needs no arithmetic. All sequences of
+an event share one scale.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,11 +38,11 @@ class Shades:
     levels: list[str]
     """Per sequence one character per token."""
     scale: float
-    """What the full shade stands for."""
+    """Value of the full shade."""
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the two ends of the scale stand for, as text."""
+        """Return the values of the scale's two ends, as text."""
         if self.column.is_ratio:
             return number(float(np.exp(-self.scale)), 3), number(float(np.exp(self.scale)), 3)
         show = percent if self.column.is_summed else number
@@ -51,13 +51,13 @@ class Shades:
 
 
 def values(sequence: Sequence, name: str) -> np.ndarray | None:
-    """A column's numbers over the tokens (T,); None when it is not known."""
+    """Return a column over the tokens (T,); None when it is not known."""
     found = sequence.column(name)
     return None if found is None else np.array(found, dtype=float)
 
 
 def shade(sequences: list[Sequence]) -> list[Shades]:
-    """Every column that shades and is known of at least one of the sequences, the default one first.
+    """Return the shades of every column that is known of a sequence, the default one first.
 
     The default is the share; where the strategy did not measure it, the loss coefficient.
     """
@@ -92,9 +92,9 @@ CONTEXT = 60
 SHORT = 240
 """Sequences up to this length are shown whole."""
 BYTES_PER_TOKEN = 85
-"""What a carried token costs in the page, measured on GRPO runs with all arrays recorded."""
+"""Size of a carried token in the page, measured on GRPO runs with all arrays recorded."""
 LABELS = {name: column.label for name, column in SHOWN.items()}
-"""Of the columns that a page can tell of a token."""
+"""Labels of the columns on the page."""
 Interval = tuple[int, int]
 """Positions [start, end)."""
 
@@ -126,9 +126,9 @@ class TokenView:
     """Positions that belong to culprits, ascending."""
     pieces: list[Piece] = field(default_factory=list)
     carried: list[Interval] = field(default_factory=list)
-    """Where text and numbers are in the page."""
+    """Intervals with text and numbers in the page."""
     turns: dict[int, int] = field(default_factory=dict)
-    """Where a turn begins: its number; empty where the response has a single one."""
+    """Number of each turn by its first position; empty for a single turn."""
     left_out: frozenset[int] = frozenset()
     """Positions between turns: what a tool answered, left out of the loss."""
 
@@ -136,7 +136,7 @@ class TokenView:
         return len(self.sequence)
 
     def text(self, position: int) -> str:
-        """One token as visible text; its number where the run kept no text."""
+        """Return one token as visible text; its number where the run kept no text."""
         tokens, ids = self.sequence.tokens or [], self.sequence.token_ids or []
         if position < len(tokens):
             return visible(tokens[position])
@@ -144,7 +144,7 @@ class TokenView:
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
-    """Lays out one sequence.
+    """Lay out one sequence.
 
     Args:
         sequence: T tokens.
@@ -170,12 +170,12 @@ Place = tuple[int | None, int | None, int | None]
 
 
 def place(of: Culprit | Sequence) -> Place:
-    """Rank, micro-batch and row in it."""
+    """Return rank, micro-batch, and row in the micro-batch."""
     return of.rank, of.micro_batch, of.micro_batch_row
 
 
 def by_sequence(culprits: Iterable[Culprit]) -> dict[Place, list[Culprit]]:
-    """The culprits of each sequence, by its place."""
+    """Return the culprits of each sequence, by its place."""
     found: dict[Place, list[Culprit]] = {}
     for culprit in culprits:
         found.setdefault(place(culprit), []).append(culprit)
@@ -183,7 +183,7 @@ def by_sequence(culprits: Iterable[Culprit]) -> dict[Place, list[Culprit]]:
 
 
 def around(anchors: list[int], num: int, limit: int, reach: int) -> list[Interval]:
-    """Intervals of [0, num) within ``reach`` of the anchors, with at most ``limit`` tokens in all.
+    """Return intervals of [0, num) within ``reach`` of the anchors, with at most ``limit`` tokens in all.
 
     Every anchor gets its own part of the limit, so that many culprits share the room fairly; where
     there is not room for all anchors, the first ones have it.
@@ -212,7 +212,7 @@ def _merge(intervals: list[Interval]) -> list[Interval]:
 
 
 def _pieces(made: TokenView, windows: list[Interval]) -> Iterator[Piece]:
-    """The windows, and what lies between them."""
+    """Yield the windows and the pieces between them."""
     at = 0
     for start, end in [*windows, (len(made), len(made))]:
         cuts = sorted({at, start, *(c for pair in made.carried for c in pair if at < c < start)})
@@ -235,7 +235,7 @@ def _sum(numbers: tuple[float | None, ...] | None, start: int, end: int, power: 
 
 
 def payload(made: TokenView, index: int, shades: list[Shades]) -> dict[str, Any]:
-    """What the page's script needs to unfold, shade and describe the carried tokens of an event's sequence ``index``.
+    """Return the carried tokens of an event's sequence ``index`` for the page's script.
 
     A list whose values are all equal (GRPO's advantages, a ratio of 1) is sent as that one value.
     """
