@@ -272,11 +272,13 @@ def given(event: Event, clip: float | None = None) -> str:
     if clip is None:
         return "The optimizer took the step with the spike in it."
     if norm <= clip:
-        return f"The optimizer took the step as it was: its norm is within the clip limit of {number(clip, 3)}."
+        return f"The optimizer took the step unchanged: its norm is within the clip limit of {number(clip, 3)}."
     share = carried(event, event.culprits) if _is_part(event) else None
     whose = f"that {span_of(event, event.culprits[0].span)}'s" if len(event.culprits) == 1 else "theirs"
-    took = f"{share} of what the optimizer took was {whose}" if share is not None else "the optimizer took it"
-    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}, and {took}."
+    took = (
+        f"; after clipping, {share} of the update was {whose}" if share is not None else ", and the optimizer took it"
+    )
+    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}{took}."
     if not after or event.certificate.verdict != "explained":
         return said
     healthy = consequence.healthy_norm if consequence else None

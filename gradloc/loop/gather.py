@@ -31,7 +31,7 @@ from ..record import (
     Trigger,
 )
 from ..record.bundle import BundleMeta, Sequence
-from ..record.columns import OF_A_TOKEN
+from ..record.columns import OF_A_TOKEN, exp
 from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, norms_by
@@ -390,7 +390,7 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
         positions=tuple(positions),
         peak=peak,
         values={name: float(columns[name][row, peak]) for name in columns if name in OF_A_TOKEN},
-        sequence_ratio=None if log_ratio is None else _exp(float(log_ratio)),
+        sequence_ratio=None if log_ratio is None else exp(float(log_ratio)),
         grad_norm=culprit.norm,
         is_exact=culprit.is_exact,
         threshold=culprit.threshold,
@@ -423,7 +423,3 @@ def _consequence(context: SpikeContext, culprits: tuple[Culprit, ...]) -> Conseq
         culprit_share=0.0 if taken == "mask" else share,
         healthy_norm=None if limit is None else healthy,
     )
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if not value >= 700 else math.inf

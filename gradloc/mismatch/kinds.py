@@ -21,5 +21,9 @@ class Kind:
 _TABLE = read_table("mismatch.ini")
 DOUBTS = _TABLE.pop("doubts")
 """Sentences added to a verdict, by name, where the kind alone would mislead."""
+NUMBERS = _TABLE.pop("numbers")
+"""Labels of the evidence's numbers."""
+REPOSITORIES = _TABLE.pop("repositories")
+"""GitHub repositories of the public threads, by lower-case project."""
 KINDS = {name: Kind(**section) for name, section in _TABLE.items()}
 NOTHING = "cannot tell"

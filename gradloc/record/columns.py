@@ -136,7 +136,12 @@ def value(values: Mapping[str, float], name: str) -> float | None:
     difference = first - second
     if not COLUMNS[name].is_ratio:
         return difference
-    return math.exp(difference) if not difference >= 700 else math.inf
+    return exp(difference)
+
+
+def exp(value: float) -> float:
+    """Return e ** value; infinity where no float holds it, NaN for NaN."""
+    return math.exp(value) if not value >= 700 else math.inf
 
 
 def column(columns: Mapping[str, tuple[float, ...]], name: str) -> tuple[float, ...] | None:

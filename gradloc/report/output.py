@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the file that ``-o`` names, whole or not at all."""
 
+import json
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..explain.text import printable
 from ..record.files import write_whole
+from ..record.store import plain
 from .errors import ReportError
 
 HTML = (".html", ".htm", "")
@@ -28,6 +30,11 @@ def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise ReportError(f"{path} cannot be written: there is no folder {folder}. Make it with: mkdir -p {folder}")
+
+
+def as_json(document: Any) -> str:
+    """Write a document as every ``--json`` does; numbers that are not finite are strings."""
+    return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
 def deliver(path: Path | None, text: str) -> None:

@@ -48,7 +48,7 @@ def test_a_run_of_verl_is_told_on_a_page(verl, shown):
     assert len(out.splitlines()) < 40 and max(map(len, out.splitlines())) <= 80
     told = lines(shown("check", *ON, "trainer.nnodes=4", "--model", "7B", "--seconds", "60", columns=1000))
     assert told["refused"] == "nothing: the run would start" and told["on"] == f"{ACTOR}.gradloc.enable"
-    assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, a copy on each 32; 2 micro-batches of 4,096 tokens")
+    assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, one replica over 32; 2 micro-batches of 4,096 tokens")
     assert told["search 1"].endswith("everything stays on the device <- the first that fits")
     # an update of four optimizer steps, and one setting that is measured when time is up
     seconds = Limit(2, 4.0, 60 / 4).seconds * 5 / 4
@@ -86,7 +86,7 @@ def test_what_the_trainer_refuses_at_start_is_refused_in_the_same_words(verl, ca
 
 def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsys):
     told = lines(shown("check", trl(gradloc="mask"), "per_device_train_batch_size=2", "--gpus", "8", "--model", "0.5B"))
-    assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, a copy on each 1; 8 micro-batches of 1,536 tokens")
+    assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, one replica over 1; 8 micro-batches of 1,536 tokens")
     assert told["action"].startswith("mask") and told["written"].startswith("/runs/x/gradloc on the driver")
     assert list(lines(shown("check", trl(gradloc="off")))) == ["refused", "on"]
     for wrong, said in (
@@ -108,7 +108,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
     named = lines(shown("check", trl(), "--model", "7B"))
     for name in ("training", "search 1", "search 4"):
         assert read[name] == named[name]
-    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not told: no config.json at")
+    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not known: no config.json at")
     none = lines(shown("check", trl(), "--model", "72B", "--card", "40"))
     assert none["training"].endswith("does not fit") and none["search"].startswith("no way fits")
     for wrong in ({"num_attention_heads": 0}, {"intermediate_size": None}):

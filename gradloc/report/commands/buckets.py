@@ -4,11 +4,9 @@
 import argparse
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
 
-from ...record.store import plain
 from .. import output
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             to_json(analysis) | {"groups": [{"bucket": bucket, "reward_std": std} for bucket, std in analysis.table]}
             for analysis in chosen(analyses, args.step)
         ]
-        print(json.dumps(plain({"steps": steps, "notes": notes}), indent=1, allow_nan=False))
+        output.deliver(None, output.as_json({"steps": steps, "notes": notes}))
         return 0
     for note in notes:
         output.say(f"note: {note}")
@@ -93,7 +91,7 @@ def write(analysis: StepBuckets, folder: Path) -> list[Path]:
         paths.append(place(name, "png"))
         save(draw(analysis), paths[-1])
     metrics, table = place("metrics", "json"), place("bucket_rv_table", "csv")
-    output.write(metrics, json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n")
+    output.write(metrics, output.as_json(to_json(analysis)))
     rows = io.StringIO()
     csv.writer(rows, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
     output.write(table, rows.getvalue())

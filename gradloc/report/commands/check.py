@@ -21,6 +21,7 @@ from rich.table import Table
 from ...core.forecast import MODELS, PLANS, Forecast, Model, Plan, forecast, model_of
 from ...explain.text import one_line, plural
 from ...search.limit import Limit
+from .. import output
 from ..errors import ReportError
 from ..pages import terminal
 from ..shell import is_script, overrides_in
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
             rows += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
     if args.json:
-        print(json.dumps({"config": args.config, "trainer": checked.trainer, **dict(rows)}, indent=2))
+        output.deliver(None, output.as_json({"config": args.config, "trainer": checked.trainer, **dict(rows)}))
         return 1 if checked.refusal else 0
     out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
     for name, text in rows:
@@ -326,7 +327,7 @@ def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tup
     said = [
         (
             "model",
-            f"{model.name}: {model.weights / 1e9:.1f}B weights on {plural(layout.gpus, 'GPU')}, a copy on each "
+            f"{model.name}: {model.weights / 1e9:.1f}B weights on {plural(layout.gpus, 'GPU')}, one replica over "
             f"{layout.shards * layout.tensor * layout.pipeline}; "
             f"{plural(plan.load.micro_batches, 'micro-batch')} of {plan.load.tokens:,} tokens in an optimizer step",
         ),

@@ -2,7 +2,6 @@
 """``gradloc-report compare RUN_A RUN_B``: two runs side by side."""
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.table import Table
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if len(r.runs) > 1
     ]
     if args.format == "json":
-        output.deliver(args.output, json.dumps(vars(comparison) | {"notes": notes}, indent=2) + "\n")
+        output.deliver(args.output, output.as_json(vars(comparison) | {"notes": notes}))
     elif args.format == "md":
         output.deliver(args.output, _markdown(comparison))
     elif args.output is not None:

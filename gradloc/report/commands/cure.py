@@ -2,7 +2,6 @@
 """``gradloc-report cure RUN_DIR``: how many of a run's events each single setting heals, or the usual advice."""
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 from ...explain.next_step import next_step
 from ...explain.text import one_line, plural
 from ...record import Cured, Event
+from .. import output
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.events import read_actor
@@ -38,11 +38,8 @@ def run(args: argparse.Namespace) -> int:
         keys = ("setting", "heals", "does_not")
         rows = [dict(zip(keys, row, strict=True)) for row in tally(measured)]
         advised = [{"do": do, "setting": line, "events": count} for (do, line), count in advice(folder).items()]
-        print(
-            json.dumps(
-                {"events": len(folder.events), "measured": len(measured), "cures": rows, "advice": advised}, indent=2
-            )
-        )
+        counts = {"events": len(folder.events), "measured": len(measured)}
+        output.deliver(None, output.as_json(counts | {"cures": rows, "advice": advised}))
         return 0
     if not measured:
         _print_advice(folder)

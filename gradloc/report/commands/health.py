@@ -2,7 +2,6 @@
 """``gradloc-report health``: a run's health step by step, with advice."""
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from ...explain.advice import sampling_cut
 from ...explain.text import one_line
-from ...record.store import plain
+from .. import output
 from ..errors import ReportError
 from ..pages import terminal
 from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for run, health in zip(folder.runs, healths, strict=True):
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
-        print(_json(folder, healths[0]))
+        output.deliver(None, _json(folder, healths[0]))
     else:
         _print(folder, healths)
     terminal.warn(folder.notes)
@@ -82,7 +81,7 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "other_runs": [run.name for run in folder.runs[1:]],
         "notes": health.notes + folder.notes,
     }
-    return json.dumps(plain(document), indent=2, allow_nan=False)
+    return output.as_json(document)
 
 
 def _print(folder: RunFolder, healths: list[RunHealth]) -> None:

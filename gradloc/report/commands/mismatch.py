@@ -2,7 +2,6 @@
 """``gradloc-report mismatch PATH``: why the log-probs of the rollout engine and of the trainer differ."""
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +12,7 @@ from ...explain.numbers import number, percent
 from ...explain.text import plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
 from ...mismatch.files import read
-from ...record.store import plain
+from ...mismatch.kinds import NUMBERS, REPOSITORIES
 from .. import output
 from ..errors import ReportError
 from ..logs import LoggedRun
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             logged, health = means
             found = {"run": logged.name, "state": health.worst.state, "metrics": health.metrics}
-            print(json.dumps(plain(found | {"findings": health.findings}), indent=1, allow_nan=False))
+            output.deliver(None, output.as_json(found | {"findings": health.findings}))
         else:
             show_means(terminal.console(), *means)
         return 0
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = verdicts[name]
     if args.json:
         found = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
-        print(json.dumps(plain(found), indent=1, allow_nan=False))
+        output.deliver(None, output.as_json(found))
     elif args.output is not None:
         output.deliver(args.output, page(steps[name], verdict))
     else:
@@ -86,52 +85,10 @@ def facts(verdict: Verdict) -> list[tuple[str, str]]:
     ]
 
 
-_NAMES = {
-    "token_share": "tokens that show it",
-    "noise": "noise of logits, nats",
-    "mean_ratio": "mean ratio",
-    "ratio_error": "its standard error",
-    "kl": "KL of a token (k3), nats",
-    "upward": "share of the difference that is upward",
-    "upper": "one token in a hundred is higher by, nats",
-    "highest": "one token in a thousand is higher by, nats",
-    "slope": "slope of one column's log-odds over the other's",
-    "r": "correlation of the log-odds",
-    "uneven": "unevenness of the rows",
-    "uneven_sigma": "the same in standard errors",
-    "prompts": "unevenness of the prompts",
-    "lag": "places that one column is off by",
-    "lags": "different shifts found",
-    "before": "difference as given, nats",
-    "after": "difference after moving it back, nats",
-    "constants": "tokens with one and the same value",
-    "missing": "tokens without a value",
-    "one_sided": "share of the differences that have one sign",
-    "together": "share of these tokens that follow one another",
-    "pure": "share of the unlikely tokens that differ",
-    "below": "log-prob below which tokens differ",
-    "rows": "share of the rows that differ",
-    "whole_prompts": "share of a prompt's rows that differ",
-    "early_over_late": "difference early in a row over late",
-    "length": "correlation with the length of the prompt",
-    "neighbours": "share explained by a token's neighbours",
-    "by_id": "share explained by the token's id",
-    "error": "standard error of the slope",
-    "along": "correlation with the log-odds",
-    "tilt": "lean to one side",
-    "tilt_sigma": "the same in standard errors",
-    "size": "median difference of these tokens, nats",
-    "share": "share of the tokens",
-    "times": "times the other rows' difference",
-    "has_ids": "token ids are known",
-}
-"""Labels of the evidence's numbers."""
-
-
 def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
     """Return the evidence for a kind, with labels."""
     return [
-        (_NAMES.get(name, name.replace("_", " ")), percent(value, 2) if name == "token_share" else number(value, 3))
+        (NUMBERS.get(name, name.replace("_", " ")), percent(value, 2) if name == "token_share" else number(value, 3))
         for name, value in verdict.evidence[kind].items()
     ]
 
@@ -152,21 +109,6 @@ def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verd
         console.print("\nOther steps: " + ", ".join(f"{step} {kind}" for step, kind in others.items()), style="dim")
 
 
-_REPOSITORIES = {
-    "TRL": "huggingface/trl",
-    "verl": "verl-project/verl",
-    "prime-rl": "PrimeIntellect-ai/prime-rl",
-    "vLLM": "vllm-project/vllm",
-    "ms-swift": "modelscope/ms-swift",
-    "slime": "THUDM/slime",
-    "miles": "radixark/miles",
-    "NeMo-RL": "NVIDIA-NeMo/RL",
-    "NeMo Automodel": "NVIDIA-NeMo/Automodel",
-    "lmdeploy": "InternLM/lmdeploy",
-    "unsloth-zoo": "unslothai/unsloth-zoo",
-}
-
-
 def links(threads: str) -> list[tuple[str, str]]:
     """Return each public thread with its address, empty where that is not known.
 
@@ -176,7 +118,7 @@ def links(threads: str) -> list[tuple[str, str]]:
     made = []
     for thread in threads.split(", "):
         name, _, count = thread.partition(" #")
-        place = _REPOSITORIES.get(name)
+        place = REPOSITORIES.get(name.lower())
         made.append((thread, f"https://github.com/{place}/issues/{count}" if place and count else ""))
     return made
 

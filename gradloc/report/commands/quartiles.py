@@ -2,7 +2,6 @@
 """``gradloc-report quartiles``: which tokens' gradients dominate, by probability."""
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.table import Table
@@ -10,7 +9,6 @@ from rich.table import Table
 from ...explain.numbers import number, percent
 from ...record.analysis import QUARTILES, Moved, QuartileAnalysis, Update
 from ...record.reading import read
-from ...record.store import plain
 from .. import output
 from ..pages import terminal
 from ..runs.buckets import read_steps
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     analyses, notes = read_steps(args.run_dir, "quartile", _from_record)
     wanted = chosen(analyses, args.step)
     if args.json:
-        print(json.dumps(plain({"steps": wanted, "notes": notes}), indent=1, allow_nan=False))
+        output.deliver(None, output.as_json({"steps": wanted, "notes": notes}))
         return 0
     for note in notes:
         output.say(f"note: {note}")

@@ -3,7 +3,6 @@
 
 import argparse
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ... import checks
 from ...core.trigger import AdaptiveThreshold
 from ...explain.numbers import number, percent
 from ...explain.text import one_line, plural
-from ...record.store import plain
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         if len(runs) > 1:
             raise ReportError(f"--json is of one run, found {len(runs)}: name a log of one.")
-        text = json.dumps(plain({"steps": _steps(*runs.values())}), indent=1, allow_nan=False) + "\n"
+        text = output.as_json({"steps": _steps(*runs.values())})
         output.deliver(None if str(args.json) == "-" else args.json, text)
     if args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import

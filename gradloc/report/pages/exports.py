@@ -12,7 +12,7 @@ from ...explain.cures import healer
 from ...explain.story import cause_of
 from ...record import Culprit, Event
 from ...record.columns import OF_A_TOKEN
-from ...record.store import plain
+from ..output import as_json
 from ..runs.run import RunFolder
 from .markdown import to_markdown
 
@@ -72,7 +72,7 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
             }
             for d in run.diagnoses
         ]
-    return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+    return as_json(document)
 
 
 def to_csv(run: RunFolder, events: list[Event]) -> str:

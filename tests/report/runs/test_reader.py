@@ -121,7 +121,7 @@ def test_what_is_missing_is_said(tmp_path):
     for trainer, way in (("verl 0.9.1", "trainer.logger"), ("trl 1.16.0", "trainer_state.json")):
         run = read_run(write_run(tmp_path / trainer, [make_event(run={"trainer": trainer})]))
         assert len(run.events) == 1
-        assert run.notes[0].startswith("No metrics were found beside the events") and way in run.notes[0]
+        assert run.notes[0].startswith("No metrics were found with the events") and way in run.notes[0]
 
 
 def test_refusals_are_one_sentence_each(tmp_path):
@@ -138,7 +138,7 @@ def test_refusals_are_one_sentence_each(tmp_path):
         (tmp_path / "empty", "holds no run's log: name a folder or file with one"),
         (other, "holds no run's log (notes.txt cannot be read as logs): name a folder or file with one"),
         (other / "notes.txt", "has no metrics that can be read. What can be read: a console log"),
-        (tmp_path / "several", "several runs lie under this folder"),
+        (tmp_path / "several", "several runs are under this folder"),
         (broken, "holds no event that can be read"),
     ]:
         with pytest.raises(ReportError) as caught:
@@ -182,10 +182,10 @@ def test_the_verdict_s_own_line_is_no_step_and_tells_of_events_that_are_elsewher
     write_run(tmp_path, metrics=[*rows[:4], {"step": 5, "data": told}, *rows[4:]])
     run = read_run(tmp_path)
     assert run.metrics.steps == [1, 2, 3, 4, 5, 6] and run.metrics.get(MEAN)[4] == 100.0
-    assert run.notes[0].startswith("metrics.jsonl tells of 1 event whose folder is not here")
+    assert run.notes[0].startswith("metrics.jsonl has sentences on 1 event whose folder is not here")
     assert run.notes[1] == told["gradloc/verdict"][0]
     write_run(tmp_path, [make_event()])
-    assert [note for note in read_run(tmp_path).notes if "tells of" in note] == []
+    assert [note for note in read_run(tmp_path).notes if "has sentences on" in note] == []
 
 
 def test_metrics_elsewhere_can_be_named(tmp_path):
