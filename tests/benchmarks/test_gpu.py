@@ -18,6 +18,12 @@ RESULTS = REPO / "lab" / "benchmarks" / "results" / "gpu.json"
 PAGE = (REPO / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
+def test_the_first_part_runs_and_holds(tmp_path, capsys):
+    given = ["--device", "cpu", "--size", "tiny", "--tokens", "64", "--parts", "first", "--out", str(tmp_path)]
+    assert gpu.main(given) == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_all_parts_run_and_hold_on_kernels_that_repeat(tmp_path, capsys):
     given = ["--device", "cpu", "--size", "tiny", "--tokens", "128", "--attention", "varlen", "--out", str(tmp_path)]
@@ -33,7 +39,6 @@ def test_all_parts_run_and_hold_on_kernels_that_repeat(tmp_path, capsys):
     assert found["mask"][0]["difference"] == found["first"][1]["backward_difference"] == 0.0
     assert [cell["recall"] for cell in found["room"][:2]] == [1.0, 1.0]
     assert found["syncs"][0]["search"] and not found["syncs"][0]["healthy"]
-    assert found["head"][0]["error"] < 1e-5 < found["head"][0]["error_of_bfloat16"]
     table = (tmp_path / "gpu.md").read_text()
     assert all(f"| {cell['part']} | {cell['cell']} |" in table for cell in run["cells"])
 
@@ -63,7 +68,7 @@ def test_a_cell_that_fails_is_written_and_the_others_go_on(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_the_first_session_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
-    tiny = "--parts head --device cpu --size tiny --tokens 64"
+    tiny = "--parts syncs --device cpu --size tiny --tokens 64"
     monkeypatch.setattr(gpu, "STEPS", (("one", f"{tiny} --dtype nothing", {}), ("two", tiny, {})))
     assert gpu.main(["--first", "--out", str(tmp_path)]) == 1, "the first fails, and the second runs all the same"
     run = tmp_path / "2" / "gpu.json"

@@ -46,7 +46,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("short answers", "--parts first --tokens 1024", {}),
     ("long answers", "--parts first --tokens 32768", {}),
-    ("head, two ranks on one card, waits", "--parts head two syncs --tokens 4096", {}),
+    ("two ranks on one card, waits", "--parts two syncs --tokens 4096", {}),
     ("room", "--parts room mask --size 1.5B --tokens 32768", {}),
     ("room, expandable segments", "--parts room mask --size 1.5B --tokens 32768", EXPANDABLE),
     ("16k", "--parts cells --tokens 16384", {}),
@@ -58,8 +58,6 @@ STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield a part's cells as (name, function that measures it)."""
     least = min(parsed.tokens)
-    if part == "head":
-        yield "head", lambda: cells.head_cell(parsed.size, device)
     if part == "two" and "RANK" not in os.environ:
         yield "two", lambda: cells.two_cell(device, parsed.size, least, parsed.out)
     repeats = {"repeats": (cells.repeat_cell,)}

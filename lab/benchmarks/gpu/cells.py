@@ -185,7 +185,7 @@ def repeat_cell(bench: Bench) -> dict[str, Any]:
     space.add(first, alpha=-1.0)
     difference = space.norm() / first_norm
     space.clear()
-    log_prob, again, alone = step.forward(0)[0], step.forward(0)[0], step.forward_rows(0, [0])[0]
+    log_prob, again, alone = step.forward(0).log_prob, step.forward(0).log_prob, step.forward_rows([(0, [0])]).log_prob
     return {
         "backward_difference": difference,
         "forward_difference": float((log_prob - again).abs().max()),
