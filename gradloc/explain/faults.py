@@ -2,7 +2,7 @@
 """Sentences about the link of a step that broke. Pure, standard library only."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..record import Event
 from .numbers import number
@@ -39,7 +39,7 @@ def fault_sentences(event: Event) -> list[str]:
         made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
     if "norm_without_change" in known:
         made.append(f"With that change taken back it is {number(known['norm_without_change'], 3)}.")
-    if "loudest_norm_without_update" in known and "only since" in fault.reason:
+    if is_new_since_update(known):
         before, now = (number(known[name], 3) for name in ("loudest_norm_without_update", "loudest_norm"))
         made.append(
             f"It is loud only since the last update: its loudest micro-batch has norm {now}, and {before} without it."
@@ -49,6 +49,19 @@ def fault_sentences(event: Event) -> list[str]:
     if not made and fault.reason and fault.at == "undecided":
         made.append(f"Which link broke is not decided: {fault.reason}.")
     return made
+
+
+def is_new_since_update(evidence: Mapping[str, float | None]) -> bool:
+    """Return whether a batch is loud only since the last update, as where ratios run away over epochs.
+
+    Its loudest micro-batch then has, without that update, a norm of at most the geometric mean of the step's norm and
+    the usual one, and is quieter by the root of their ratio.
+    """
+    names = ("norm", "usual_norm", "loudest_norm", "loudest_norm_without_update")
+    norm, usual, now, before = (evidence.get(name) for name in names)
+    if norm is None or usual is None or now is None or before is None:
+        return False
+    return before <= math.sqrt(norm * usual) and before * math.sqrt(norm / usual) <= now
 
 
 def step_before(event: Event, events: Sequence[Event]) -> str:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which link broke, in words: what the golden events, each alone, cannot hold."""
 
-from gradloc.explain.faults import fault_sentences, step_before
+import pytest
+
+from gradloc.explain.faults import fault_sentences, is_new_since_update, step_before
 from gradloc.record import Event
 from gradloc.record.reading import read
 from tests.report import events as golden
@@ -23,3 +25,12 @@ def test_the_setting_that_the_mechanism_is_of_is_in_the_cure():
     evidence = fault["evidence"] | {"usual_weight_decay": 0.01, "norm_under_usual_update": 0.6123}
     found = read(Event, golden.event(name, fault=fault | {"evidence": evidence}))
     assert "weight decay at 0.01, as before, it would be 0.612." in " ".join(fault_sentences(found))
+
+
+@pytest.mark.parametrize(
+    ("loudest", "without", "is_new"),
+    [(80.0, 8.0, True), (79.0, 8.0, False), (200.0, 11.0, False), (80.0, None, False)],
+)
+def test_a_batch_is_new_since_the_update_by_its_numbers_alone(loudest, without, is_new):
+    evidence = {"norm": 100.0, "usual_norm": 1.0, "loudest_norm": loudest, "loudest_norm_without_update": without}
+    assert is_new_since_update(evidence) is is_new
