@@ -2,13 +2,13 @@
 """Decide which link broke, by the norms of two batches at two sets of weights.
 
 With S the spike's norm, N an ordinary step's and J = S / N, a reference micro-batch whose norm rose by a factor j is
-*loud* from j >= sqrt(J) on: half of the way on a logarithmic scale, so neither side is favoured and no unit matters.
+*loud* from j >= sqrt(J) on: the middle on a logarithmic scale, so neither side is favoured and no unit matters.
 
 - quiet at these weights: the **batch** is at fault, and its tokens are searched;
 - loud, and quiet again with the last update undone: the **last update**;
 - loud with that, too: the **weights**.
 
-Before that the gradient that the taps give is held against ``.grad``: where they differ the fault is **after the
+Before that the gradient that the taps give is compared with ``.grad``: where they differ the fault is **after the
 backward**. All numbers are the same on every rank, so all decide alike.
 """
 
@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from ..core.history import UNUSUAL
 from ..core.probe import Prober
 from ..core.sharding import local_shard
 from ..explain.numbers import number
 from ..explain.text import listed, plural
 from ..record import Fault, PathEntry
-from ..search.step_causes import fault_result
+from ..search.step_causes import MOST_NAMES, fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
 from .reference import Reference
@@ -32,8 +33,6 @@ from .updates import Updates
 
 _GROWTH = 0.75  # M micro-batches' gradients add up to between sqrt(M) and M times one: the middle of the exponents
 _FACTOR = 2.5  # times the usual factor between backward and step; a loss scale that is halved makes 2
-_MOST_NAMES = 8
-_NOTABLE = 3.0  # times usual: parameters that moved by less are not named
 _DECAYED = 0.5  # of a step's movement: weight decay made it from here on
 _ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
 _SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
@@ -303,8 +302,8 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
     names: tuple[str, ...] = ()
     label, how = "update_too_large", f"the update of step {last} is at fault"
     if ratios is not None:
-        order = [int(index) for index in ratios.argsort(descending=True) if ratios[index] >= _NOTABLE]
-        names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
+        order = [int(index) for index in ratios.argsort(descending=True) if ratios[index] >= UNUSUAL]
+        names = tuple(updates.names[index] for index in order[:MOST_NAMES])
         times = float(ratios.median()) if len(order) > len(ratios) / 2 else float(ratios.max())
         evidence["moved_times"] = times
         who = "all parameters" if len(order) > len(ratios) / 2 else listed([*names[:3]])
@@ -314,7 +313,7 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
         how += more
         _cure(case, label, times)
         if order and len(order) <= len(ratios) / 2:
-            alone = _with_update(case, 0.0, frozenset(order[:_MOST_NAMES]))
+            alone = _with_update(case, 0.0, frozenset(order[:MOST_NAMES]))
             if alone is not None:
                 evidence["norm_with_those_undone"] = alone
                 case.note(f"this step with the last update of {listed(names[:3])} undone alone", alone)
@@ -343,7 +342,7 @@ def _mechanism(case: _Case, times: float) -> tuple[str, str]:
     (rate, _), (usual_rate, _) = updates.movements.settings[-1], updates.movements.usual_settings()
     rate_times = rate / usual_rate if usual_rate > 0 else 1.0
     evidence |= {"learning_rate": rate, "learning_rate_times": rate_times}
-    if rate_times >= _NOTABLE and times / rate_times < _SPREAD:
+    if rate_times >= UNUSUAL and times / rate_times < _SPREAD:
         return (
             "learning_rate_jumped",
             f": the learning rate was {number(rate, 3)}, {number(rate_times, 3)} times the usual",
@@ -402,7 +401,7 @@ def _moments(case: _Case) -> tuple[float, bool, float | None]:
 def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
     """Return the fault of weights that something else than the optimizer changed; verified by taking it back."""
     order = sorted(changed, key=lambda name: -abs(math.log(max(changed[name], 1e-60))))
-    names = tuple(order[:_MOST_NAMES])
+    names = tuple(order[:MOST_NAMES])
     factor, evidence = changed[names[0]], case.evidence
     evidence |= {"norm_times": factor, "parameters": float(len(changed))}
     element = _loudest_element(case, names[0])
@@ -468,6 +467,6 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
     steps = [moved for number, moved in updates.movements.steps if number >= since]
     if usual is not None and steps:
         total = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
-        order = [int(index) for index in total.argsort(descending=True) if total[index] >= _NOTABLE]
-        names = tuple(updates.names[index] for index in order[:_MOST_NAMES])
+        order = [int(index) for index in total.argsort(descending=True) if total[index] >= UNUSUAL]
+        names = tuple(updates.names[index] for index in order[:MOST_NAMES])
     return Fault("weights", "weights_grown", ranks.broadcast_from(0, names), since, case.evidence, why)

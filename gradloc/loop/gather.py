@@ -32,13 +32,13 @@ from ..record import (
 )
 from ..record.bundle import BundleMeta, Sequence
 from ..record.columns import OF_A_TOKEN, exp
+from ..search.step_causes import NOTABLE_SHARE
 from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, norms_by
 
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
-_NOTABLE_SHARE = 0.05  # of the spike: sequences from here on are kept token by token
 _MAX_SEQUENCES = 16
 
 
@@ -239,7 +239,7 @@ def _notable_rows(context: SpikeContext) -> list[tuple[float, _Row]]:
     if result.shares is not None and result.shares.is_trusted:
         for index in range(step.num_micro_batches):
             sizes = result.shares.shares(index).sum(-1).abs().tolist()
-            pairs += [(size, _Row(rank, index, row)) for row, size in enumerate(sizes) if size >= _NOTABLE_SHARE]
+            pairs += [(size, _Row(rank, index, row)) for row, size in enumerate(sizes) if size >= NOTABLE_SHARE]
     return sorted(pairs, key=lambda pair: -pair[0])[:_MAX_SEQUENCES]
 
 

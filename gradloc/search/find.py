@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from ..core.certificate import judge
 from ..core.gradients import GradientSpace
 from ..core.host_step import HostStep
@@ -37,7 +39,6 @@ from .task import SearchResult, Task
 
 Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
 _METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
-
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
@@ -97,21 +98,7 @@ def localize(
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
-        objection = getattr(held, "objection", "")
-        reran = rerun(task) if reruns and not objection else None
-        task = replace(task, reran=reran)
-        first = None
-        result, fault = _link(task, objection, reran, judge)
-        result = result or whole_loss(task, typical or {})
-        if result is None and not math.isfinite(spike.grad_norm):
-            overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
-            if overflow is None:
-                first, broken = first_not_finite(task)
-                task = replace(task, broken=broken)
-            else:
-                found = scaled_batch(overflow, typical or {}) or _METHODS[strategy](overflow)
-                result = in_training_unit(overflow, found)
-        result = result or _METHODS[strategy](task)
+        result = _find(task, strategy, typical or {}, reruns, judge)
         if result.certificate is None:
             result.certificate = task.certify(result.tokens)
             is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
@@ -120,12 +107,10 @@ def localize(
             result.certificate = _without(result.certificate, outside, held.unsearched)
         elif getattr(held, "apart", 0.0):
             result.certificate = _with_error(result.certificate, held.apart)
-        # entropies take forwards, which bisection, for want of memory, does not run
-        holders = _with_unlikely(result, held, ranks) if strategy != "bisect" else []
-        holders = holders if task.can_afford(forwards=len(holders), is_certificate=True) else []
-        looked_up = {index: prober.entropies(index) for index in holders}
-        result.entropies = {index: values for index, values in looked_up.items() if values is not None}
-        if max_cures > 0 and first is None and (result.source is None or result.source.label in _OF_LOSS):
+        if strategy != "bisect":  # which has no memory for forwards
+            result.entropies = _entropies_of_unlikely(task, result)
+        is_of_loss = result.source is None or result.source.label in _OF_LOSS
+        if max_cures > 0 and result.first_not_finite is None and is_of_loss:
             result.cures = try_cures(task, result, groups, max_cures)
         result.rest = None
     finally:
@@ -134,11 +119,32 @@ def localize(
         finally:
             space.put(saved)
             rng.restore()
-    result.fault = _fault_with(result, fault)
-    result.strategy, result.tau, result.rerun, result.first_not_finite = strategy, tau, reran, first
+    result.strategy, result.tau = strategy, tau
     result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
     result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
     result.seconds = time.perf_counter() - started
+    return result
+
+
+def _find(
+    task: Task, strategy: str, typical: Mapping[str, tuple[float, float]], reruns: bool, judge: Judge | None
+) -> SearchResult:
+    """Ask what made the spike: a broken link of the step, the loss as a whole, or tokens; return the first answer."""
+    search, first = _METHODS[strategy], None
+    objection = getattr(task.prober.step, "objection", "")
+    reran = rerun(task) if reruns and not objection else None
+    task = replace(task, reran=reran)
+    result, fault = _link(task, objection, reran, judge)
+    result = result or whole_loss(task, typical)
+    if result is None and not math.isfinite(task.spike.grad_norm):
+        overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
+        if overflow is None:
+            first, broken = first_not_finite(task)
+            task = replace(task, broken=broken)
+        else:
+            result = in_training_unit(overflow, scaled_batch(overflow, typical) or search(overflow))
+    result = result or search(task)
+    result.rerun, result.first_not_finite, result.fault = reran, first, _fault_with(result, fault)
     return result
 
 
@@ -191,12 +197,13 @@ def _with_error(found: Certificate, error: float) -> Certificate:
     return replace(found, error_bound=bound, verdict=verdict, reason=reason)
 
 
-def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[int]:
-    """Return the micro-batches with an unlikely culprit that the loss makes likelier.
+def _entropies_of_unlikely(task: Task, result: SearchResult) -> dict[int, torch.Tensor]:
+    """Return the entropies (B, T), by micro-batch that holds an unlikely culprit that the loss makes likelier.
 
-    Its entropy shows whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises
-    the log-prob, since the step goes against the gradient.
+    They show whether the model was sure of another token, a cause worth a forward. A coefficient under 0 raises the
+    log-prob, since the step goes against the gradient.
     """
+    prober, step, ranks = task.prober, task.prober.step, task.prober.ranks
     holders = sorted({token.micro_batch for token in result.tokens})
 
     def local() -> list[float]:
@@ -211,7 +218,11 @@ def _with_unlikely(result: SearchResult, step: HostStep, ranks: Ranks) -> list[i
         return list(found.values())
 
     flags = ranks.max(ranks.run_local_synced(local)) if holders else []
-    return [index for index, flag in zip(holders, flags, strict=True) if flag]
+    indices = [index for index, flag in zip(holders, flags, strict=True) if flag]
+    if not task.can_afford(forwards=len(indices), is_certificate=True):
+        return {}
+    known = {index: prober.entropies(index) for index in indices}
+    return {index: values for index, values in known.items() if values is not None}
 
 
 def _rehearsal_tau(spike: Spike, step: HostStep, ranks: Ranks) -> float:

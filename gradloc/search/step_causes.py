@@ -37,9 +37,9 @@ TRANSIENT = "the spike did not come back when its micro-batches were run again a
 
 _STABLE = 1.5  # a factor: closures of two step sizes that are closer do not depend on the step
 
-_MOST_NAMES = 8  # parameters, or positions, named in an event
+MOST_NAMES = 8  # parameters, or positions, named in an event
 _SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
-_NOTABLE_SHARE = 0.05  # of a squared norm: parameters with less are not named
+NOTABLE_SHARE = 0.05  # of a squared norm: parameters or rows with less are not listed
 _NUM_BEFORE = 3  # modules listed before the first that is not finite
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _DIRECTIONS = ("forward", "backward")
@@ -87,8 +87,8 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
     given = space.squares(task.gradient) / task.scale**2
     ratios = (given / again.clamp(min=TINY)).sqrt()
     off = (given.sqrt() - again.sqrt()).square()
-    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE_SHARE * off.sum()]
-    names = tuple(space.names[index] for index in order[:_MOST_NAMES])
+    order = [int(index) for index in off.argsort(descending=True) if off[index] >= NOTABLE_SHARE * off.sum()]
+    names = tuple(space.names[index] for index in order[:MOST_NAMES])
     factor = float(ratios[order[0]]) if order else 1.0
     numbers = {**numbers, "factor": factor}
     if float(ratios[again > 0].max()) <= _STABLE * float(ratios[again > 0].min()):
@@ -168,16 +168,16 @@ def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 def suspects(squares: Mapping[str, float], usual: Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Return the parameters with a notable part of a squared norm: first those furthest above what is ``usual`` in a
     sound gradient; without that the largest."""
-    least = _NOTABLE_SHARE * math.fsum(squares.values())
+    least = NOTABLE_SHARE * math.fsum(squares.values())
     kept = [name for name in squares if squares[name] >= least]
     order = sorted(kept, key=lambda name: -squares[name] / (max(usual[name], TINY) if usual else 1))
-    return tuple(order[:_MOST_NAMES])
+    return tuple(order[:MOST_NAMES])
 
 
 def _by_weights(task: Task, label: str, names: tuple[str, ...], verbs: tuple[str, str], what: str) -> SearchResult:
     """Make the result for parameters that are the cause; ``verbs`` of a single one and of several."""
     why = f"{plural(len(names), 'parameter')} {verbs[len(names) > 1]} {what}"
-    return _result(task, "weights", StepCause(label, why, {"parameters": len(names)}, names[:_MOST_NAMES]))
+    return _result(task, "weights", StepCause(label, why, {"parameters": len(names)}, names[:MOST_NAMES]))
 
 
 def _padding(task: Task) -> SearchResult | None:
@@ -191,9 +191,9 @@ def _padding(task: Task) -> SearchResult | None:
         for index in range(step.num_micro_batches):
             bad, mask, rows = ~torch.isfinite(step.coefficients(index)[0]), step.token_mask(index), step.rows(index)
             num_bad += int((bad & mask).sum())
-            for row, position in (bad & ~mask).nonzero()[:_MOST_NAMES].tolist():
+            for row, position in (bad & ~mask).nonzero()[:MOST_NAMES].tolist():
                 places.append((rows[row] if rows else None, position))
-        return num_bad, places[:_MOST_NAMES]
+        return num_bad, places[:MOST_NAMES]
 
     gathered = ranks.gather(ranks.run_local_synced(local))
     places = [place for _, part in gathered for place in part]
@@ -204,7 +204,7 @@ def _padding(task: Task) -> SearchResult | None:
     if not math.isfinite(norm):
         return None
     why = "only positions outside of the response mask have a loss that is not finite"
-    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:_MOST_NAMES]))
+    source = StepCause("non_finite_padding", why, {}, (), tuple(places[:MOST_NAMES]))
     bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
     threshold = task.spike.threshold
     verdict, reason = judge(norm, bound, threshold, was_finite=False)
