@@ -33,7 +33,7 @@ REPLAY_TOLERANCE = 0.1
 """Relative error of a gradient. Two passes over the same micro-batches differ by less, however badly kernels repeat, or
 nothing could be trained. A residual with a larger error is no direction to search along."""
 _UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
-_FINE = 2.0**-16  # 256 units of float32; two backwards of the culprits differ by about 5
+_FINE = 256 * UNITS[torch.float32]  # two backwards of the culprits differ by about 5 units
 _AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
 
 

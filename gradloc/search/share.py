@@ -40,7 +40,7 @@ _FINE = 0.02  # of closure: an error that is not worth another step
 _NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
 
 FAR = 3.0  # a factor: a gradient in half precision differs from the function's own by less
-_LAST_PLACES = 2.0**-20  # error of a log-prob in float32: a few units of logits near 10
+_LAST_PLACES = 16 * UNITS[torch.float32]  # error of a log-prob in float32, whose logits are near 10
 _LEAST_REST = UNITS[torch.float32]  # the smallest 1 - p that float32 distinguishes from 0
 
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
