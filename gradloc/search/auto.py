@@ -16,14 +16,14 @@ import torch
 
 from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
-from .batch import culprits_of, is_spread
+from .batch import is_spread, keep_culprits
 from .bisect import bisect
-from .candidates import FEW, MAX_MISSES, apart, carried, non_finite, proposed
-from .overflow import in_training_unit, rescaled
+from .candidates import FEW, MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
+from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
 from .sketch import sketch
-from .step_causes import doubt_backward, nothing_found, split_off
-from .task import SearchResult, Span, Task, measured, tokens_of, verify
+from .step_causes import certify_nothing, doubt_backward, split_off
+from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
 
 _MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps
 
@@ -69,7 +69,7 @@ class _AutoSearch:
                 self._stop(self.task.limit.words, exhausted=True)
                 return True
             self.shares = shares
-            candidates = proposed(self.task, shares, self.result.culprits)
+            candidates = propose(self.task, shares, self.result.culprits)
             is_open = not shares.is_trusted or any(not candidate.norm for candidate in candidates)  # to be proved
             if not is_open and is_spread(self.task, shares, candidates):
                 self._stop("the spike is spread: all spans that may be culprits leave most of it to others")
@@ -80,7 +80,8 @@ class _AutoSearch:
             if self._certify():
                 return True
             if len(self.result.culprits) >= self.task.max_culprits:
-                more = [span.norm for span in apart(self.result.culprits, candidates) if span.norm >= span.threshold]
+                others = drop_overlapping(self.result.culprits, candidates)
+                more = [span.norm for span in others if span.norm >= span.threshold]
                 self._cut(len(more) * shares.is_exact, math.hypot(*more) if more and shares.is_exact else None)
                 return True
         return False
@@ -148,7 +149,7 @@ class _AutoSearch:
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
             if len(others) >= self.task.max_culprits or num_misses == MAX_MISSES:
                 break
-            if not apart(others, [candidate]):
+            if not drop_overlapping(others, [candidate]):
                 continue
             if is_proved:
                 culprit = candidate
@@ -160,7 +161,7 @@ class _AutoSearch:
             num_misses = 0 if is_culprit else num_misses + 1
             if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
-                left -= carried(self.task, shares, [candidate])
+                left -= sum_products(self.task, shares, [candidate])
         return has_named
 
     def _verify(self, candidate: Span) -> Span:
@@ -222,7 +223,7 @@ class _AutoSearch:
         result.path += found.path
         # bisection names tokens over the published threshold per token, which loud healthy tokens pass as well
         loud = [culprit for culprit in found.culprits if not culprit.norm < self.task.culprit_norm]
-        result.culprits, result.certificate = [*result.culprits, *apart(result.culprits, loud)], None
+        result.culprits, result.certificate = [*result.culprits, *drop_overlapping(result.culprits, loud)], None
         self._stop(f"{why}; bisection: {found.stop_reason}", found.exhausted)
 
     def _ask_about_batch(self) -> None:
@@ -231,7 +232,7 @@ class _AutoSearch:
         if not result.culprits or self.others is not None:
             return
         certificate = result.certificate = result.certificate or task.certify(result.tokens)
-        kept = culprits_of(task, result.culprits, certificate)
+        kept = keep_culprits(task, result.culprits, certificate)
         if len(kept) == len(result.culprits):
             return
         kept = kept if task.can_afford(backwards=self.prober.step.num_micro_batches, is_certificate=True) else []
@@ -262,7 +263,7 @@ class _AutoSearch:
             for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0), (total, -1.0)):
                 if gradient is not None:
                     self.prober.add(gradient, alpha)
-            found[culprits[0]] = measured(task, culprits[0], task.culprit_norm)
+            found[culprits[0]] = with_measured_norm(task, culprits[0], task.culprit_norm)
         result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]
 
     # ---- causes that are not tokens
@@ -282,7 +283,7 @@ class _AutoSearch:
         self.scale, self.result.culprits, self.result.certificate = 1.0, [], None
         self._blame(source, source.numbers["others_norm"])
         if (source.numbers["tokens_norm"] or 0.0) < self.task.reference:
-            self.result.certificate = nothing_found(self.task, source.reason)
+            self.result.certificate = certify_nothing(self.task, source.reason)
         return True
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
@@ -294,7 +295,7 @@ class _AutoSearch:
             return False
         self._blame(*found)
         self.result.culprits = []
-        self.result.certificate = nothing_found(self.task, found[0].reason)
+        self.result.certificate = certify_nothing(self.task, found[0].reason)
         return True
 
     def _blame(self, source: StepCause, norm: float | None) -> None:
@@ -304,7 +305,7 @@ class _AutoSearch:
 
     def _trace_non_finite(self, goes_on: bool) -> bool:
         """Name the source of a NaN or inf; returns whether the gradient without it is finite, and is to be searched."""
-        candidates, most, result = non_finite(self.task), self.task.max_culprits, self.result
+        candidates, most, result = find_non_finite(self.task), self.task.max_culprits, self.result
         if not candidates:
             self._bisect("all coefficients are finite, so it was the backward that made the gradient non-finite")
         else:
@@ -336,10 +337,10 @@ def auto(task: Task) -> SearchResult:
     found = _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
     norm = 0.0 if found.certificate is None else found.certificate.norm_after or 0.0
     is_open = found.culprits and task.unit == 1.0 and not math.isfinite(norm)
-    other = rescaled(task, found.culprits) if is_open else None
+    other = rescale_task(task, found.culprits) if is_open else None
     if other is None:
         return found
-    more = in_training_unit(other, auto(other))  # without what is not finite itself, the norm overflows
+    more = to_training_unit(other, auto(other))  # without what is not finite itself, the norm overflows
     more.path = found.path + more.path
     return more
 

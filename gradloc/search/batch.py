@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..core.history import UNUSUAL
 from ..record import Certificate
-from .candidates import carried, pulls_of, usual_pulls
+from .candidates import compute_pulls, find_usual_pulls, sum_products
 from .share import ShareMap
 from .task import Span, Task
 
@@ -23,12 +23,12 @@ _FEWER = 4.0  # times: culprits are at least that much fewer than equal tokens t
 
 def is_spread(task: Task, shares: ShareMap, spans: Sequence[Span]) -> bool:
     """Whether these, all that may be culprits, leave most of R to others, and the loss pulls none of them more."""
-    if task.spike.threshold is None or carried(task, shares, spans) >= shares.square / 2:
+    if task.spike.threshold is None or sum_products(task, shares, spans) >= shares.square / 2:
         return False
     return not any(_pulls(task, spans)[0])
 
 
-def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> list[Span]:
+def keep_culprits(task: Task, culprits: Sequence[Span], found: Certificate) -> list[Span]:
     """Return those that the batch is not to blame for. Where it is not scaled, these are all."""
     rest, before = found.norm_after, task.spike.grad_norm
     if task.spike.threshold is None or rest is None or not math.isfinite(rest):
@@ -44,10 +44,10 @@ def culprits_of(task: Task, culprits: Sequence[Span], found: Certificate) -> lis
 def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
     """Return of each span whether the loss pulls one of its tokens more than chance pulls any; and whether the batch is
     scaled as a whole."""
-    step, ranks, (usual, most) = task.prober.step, task.prober.ranks, usual_pulls(task)
+    step, ranks, (usual, most) = task.prober.step, task.prober.ranks, find_usual_pulls(task)
 
     def local() -> list[float]:
-        pulls = [pull[step.token_mask(index)] for index, pull in enumerate(pulls_of(task))]
+        pulls = [pull[step.token_mask(index)] for index, pull in enumerate(compute_pulls(task))]
         own = [span.rank == ranks.rank for span in spans]
         there = [pulls[span.micro_batch][span.start : span.end] for span in spans]
         return [float(each.max()) if is_own else 0.0 for is_own, each in zip(own, there, strict=True)]

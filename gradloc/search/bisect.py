@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..core.selection import Part
 from ..record import PathEntry
-from .task import SearchResult, Span, Task, measured
+from .task import SearchResult, Span, Task, with_measured_norm
 
 
 class _Bisection:
@@ -66,7 +66,7 @@ class _Bisection:
         if is_token:
             first = part.first_token
             token = Span(0.0, "token", part.micro_batch, part.first_rank, first, first + 1)
-            self.result.culprits.append(measured(self.task, token, threshold))
+            self.result.culprits.append(with_measured_norm(self.task, token, threshold))
         elif is_over:
             ratio = found.norm / threshold if math.isfinite(found.norm) and threshold > 0 else math.inf
             heapq.heappush(self._open, (-ratio, len(self.result.path) - 1, part, found.num_tokens))

@@ -36,29 +36,29 @@ _Found = tuple[float, int, int, int, str, float]
 """(size by which candidates are ordered, micro-batch, first token, end, kind of span, bound): cheap to send."""
 
 
-def proposed(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+def propose(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Return spans whose share makes them culprits, loudest first; then tokens that a backward has to prove: those with
     the largest coefficients and, where there is no span, the loudest."""
     is_read = math.isfinite(shares.closure)
-    found = by_share(task, shares, named) if is_read else []
+    found = find_by_share(task, shares, named) if is_read else []
     if not found and shares.is_exact:
-        similar = alike(task, shares, named)
-        found = similar if carried(task, shares, similar) > shares.square / 2 else []
+        similar = find_similar(task, shares, named)
+        found = similar if sum_products(task, shares, similar) > shares.square / 2 else []
     if found and shares.is_exact and task.prober.step.num_micro_batches <= MAX_MISSES:
         return found  # a further round of so few costs hardly more than the hints' backwards
-    hints = by_coefficient(task, MAX_MISSES, [*named, *found])
+    hints = find_by_coefficient(task, MAX_MISSES, [*named, *found])
     if found or not is_read:
         return found + hints
     sizes = [part.abs() for part in shares.products]
-    return hints + by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
+    return hints + find_by_value(task, sizes.__getitem__, 0.0, [*named, *hints])[: task.max_culprits]
 
 
-def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Return spans with at least a culprit's norm, by Cauchy-Schwarz and after subtracting the noise, loudest first.
 
     :func:`spans_in` decides what of a row is a span. Tokens that are ``named`` already read 0.
     """
-    norm, strong = shares.square**0.5, UNUSUAL * usual_pulls(task)[0]
+    norm, strong = shares.square**0.5, UNUSUAL * find_usual_pulls(task)[0]
     carried_by_row = _over_rows(
         task, lambda: [float(values.sum().abs()) for _, _, (values,) in rows_of(task, shares.products.__getitem__)]
     )
@@ -66,7 +66,7 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
 
     def local() -> list[_Found]:
         found = []
-        values = shares.products.__getitem__, shares.doubt, pulls_of(task).__getitem__
+        values = shares.products.__getitem__, shares.doubt, compute_pulls(task).__getitem__
         for index, first, (products, doubts, pulls) in rows_of(task, *values):
             counted = pulls[pulls > 0]
             is_strong = 0 < strong and float((counted >= strong).sum()) >= _NEARLY_ALL * max(len(counted), 1)
@@ -79,15 +79,15 @@ def by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     return [replace(span, threshold=task.culprit_norm) for span in _merge(task, local, named)]
 
 
-def alike(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
+def find_similar(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     """Return tokens that are culprits if gradients are orthogonal: then ||g||^2 = <g, R>. The bound of each of n equal
     tokens is 1 / sqrt(n) of its norm."""
     least, per_norm = task.culprit_norm**2, shares.square**-0.5
-    found = by_value(task, shares.products.__getitem__, least, named, per_norm)
+    found = find_by_value(task, shares.products.__getitem__, least, named, per_norm)
     return [replace(token, threshold=least * per_norm) for token in found]
 
 
-def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
+def sum_products(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
     """Return <sum of these spans' gradients, R>, over all ranks."""
     ranks, mask = task.prober.ranks, task.prober.step.token_mask
 
@@ -99,7 +99,7 @@ def carried(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
     return ranks.sum(ranks.run_local_synced(local))[0]
 
 
-def pulls_of(task: Task) -> list[torch.Tensor]:
+def compute_pulls(task: Task) -> list[torch.Tensor]:
     """Return how much the loss pulls each token of this rank: |c_t| + |e_t| over the token's weight in the loss,
     float64 (B, T) of each micro-batch."""
     found = []
@@ -109,12 +109,12 @@ def pulls_of(task: Task) -> list[torch.Tensor]:
     return found
 
 
-def usual_pulls(task: Task) -> tuple[float, float]:
+def find_usual_pulls(task: Task) -> tuple[float, float]:
     """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is; and
     how large that may be by chance, since rows are few: two standard errors of its rank further up."""
 
     def local() -> list[float]:
-        return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, pulls_of(task).__getitem__)]
+        return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, compute_pulls(task).__getitem__)]
 
     known = _over_rows(task, local) or [0.0]
     place = _USUAL * len(known)
@@ -128,7 +128,7 @@ def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:
     return sorted(number for part in ranks.gather(ranks.run_local_synced(local)) for number in part if number > 0)
 
 
-def apart(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+def drop_overlapping(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     """Return those of the spans that share no token with any known one."""
     held = _Held(known)
     return [span for span in spans if not held.parts(span)]
@@ -148,7 +148,7 @@ class _Held:
         return sum(max(min(each.end, span.end) - max(each.start, span.start), 0) for each in there)
 
 
-def by_value(
+def find_by_value(
     task: Task, value: Callable[[int], torch.Tensor], least: float, named: Sequence[Span], bound: float = 0.0
 ) -> list[Span]:
     """Return tokens whose ``value``, (B, T) of a micro-batch, is at least ``least``, largest first, without ``named``.
@@ -173,7 +173,7 @@ def _largest(
     return found
 
 
-def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
+def find_by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
     """Return hints: at most ``most`` tokens whose coefficients would make them culprits if their log-prob gradients
     were typical ones, without those ``named``.
 
@@ -201,7 +201,7 @@ def by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
     return kept
 
 
-def non_finite(task: Task) -> list[Span]:
+def find_non_finite(task: Task) -> list[Span]:
     """Return spans whose coefficients are NaN or inf; takes no forward.
 
     If a row's log-probs are not finite, one span reaches from the first to the last of them: attention passes a NaN on

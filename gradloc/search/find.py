@@ -24,16 +24,16 @@ from .auto import auto, share
 from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, PROBE, STRATEGIES, Limit
-from .overflow import in_training_unit, rescaled
+from .overflow import rescale_task, to_training_unit
 from .sketch import sketch
 from .step_causes import (
-    apart_from_any_batch,
     fault_result,
+    find_batch_independent_cause,
+    find_loss_cause,
     first_not_finite,
+    make_unsearched,
     rerun,
     scaled_batch,
-    unsearched,
-    whole_loss,
 )
 from .task import SearchResult, Task
 
@@ -135,14 +135,14 @@ def _find(
     reran = rerun(task) if reruns and not objection else None
     task = replace(task, reran=reran)
     result, fault = _link(task, objection, reran, judge)
-    result = result or whole_loss(task, typical)
+    result = result or find_loss_cause(task, typical)
     if result is None and not math.isfinite(task.spike.grad_norm):
-        overflow = rescaled(task) if strategy != "bisect" else None  # which has no memory for another gradient
+        overflow = rescale_task(task) if strategy != "bisect" else None  # which has no memory for another gradient
         if overflow is None:
             first, broken = first_not_finite(task)
             task = replace(task, broken=broken)
         else:
-            result = in_training_unit(overflow, scaled_batch(overflow, typical) or search(overflow))
+            result = to_training_unit(overflow, scaled_batch(overflow, typical) or search(overflow))
     result = result or search(task)
     result.rerun, result.first_not_finite, result.fault = reran, first, _fault_with(result, fault)
     return result
@@ -154,9 +154,9 @@ def _link(
     """Return which link of the step broke; and the result, where that is not the batch."""
     if objection:
         fault: Fault | None = getattr(task.prober.step, "fault", None)
-        result = unsearched(task, objection)
+        result = make_unsearched(task, objection)
         return (fault_result(task, fault, result.path) if fault is not None and fault.label else result), fault
-    broken = apart_from_any_batch(task, reran)
+    broken = find_batch_independent_cause(task, reran)
     if broken is not None or judge is None:
         return broken, None
     cost, started = task.prober.cost, time.perf_counter()

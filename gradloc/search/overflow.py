@@ -56,7 +56,7 @@ class RescaledTask(Task):
         return replace(found, norm_before=math.inf, verdict="not_explained", reason=reason)
 
 
-def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
+def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
     """Return the spike in a unit in which its gradient is finite, if its coefficients alone made its norm overflow;
     else None.
 
@@ -91,7 +91,7 @@ def rescaled(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
     return RescaledTask(prober, *given, unit=unit, original=task, known=tuple(known))
 
 
-def in_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
+def to_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
     """Return the result with norms in training's unit."""
     assert task.original is not None
     unit, found = task.unit, result.certificate

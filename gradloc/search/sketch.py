@@ -18,7 +18,7 @@ import torch
 from ..core.precision import UNITS, NoFloat32
 from ..core.step import Outputs
 from ..record import PathEntry
-from .candidates import by_value
+from .candidates import find_by_value
 from .share import Readout
 from .task import SearchResult, Span, Task, verify
 from .weights import MovedWeights, forward_on_routes, hold_routes
@@ -99,7 +99,7 @@ def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
         found = measure_norms(task, named, directions)
     least = task.culprit_norm
     measured = list(named)
-    candidates = by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)
+    candidates = find_by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break

@@ -99,7 +99,7 @@ def _not_reproduced(task: Task, numbers: dict[str, float | None]) -> StepCause:
     return StepCause("gradient_changed", why, {**numbers, "difference": numbers.get("rerun_difference")}, names)
 
 
-def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None:
+def find_batch_independent_cause(task: Task, reran: Rerun | None) -> SearchResult | None:
     """Return a cause that does not depend on the batch: broken replicas or weights, or a machine; else None.
 
     Args:
@@ -118,7 +118,7 @@ def apart_from_any_batch(task: Task, reran: Rerun | None) -> SearchResult | None
     return None
 
 
-def whole_loss(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
+def find_loss_cause(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
     """Return the result if the loss of the whole batch or of padding made the spike; else None.
 
     ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
@@ -232,27 +232,27 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
     return _result(task, "scale", StepCause("batch_scale", why, numbers))
 
 
-def unsearched(task: Task, why: str) -> SearchResult:
+def make_unsearched(task: Task, why: str) -> SearchResult:
     """Make the result of a step that cannot be searched, for this reason: nothing is named, nothing explained."""
     path = [PathEntry("replay", verdict="differs", note=why)]
-    return SearchResult(path=path, stop_reason=why, certificate=nothing_found(task, why))
+    return SearchResult(path=path, stop_reason=why, certificate=certify_nothing(task, why))
 
 
 def fault_result(task: Task, fault: Fault, path: list[PathEntry]) -> SearchResult:
     """Return the result of a step whose batch is not at fault: no token is named."""
     cause = StepCause(fault.label or "unknown", fault.reason, dict(fault.evidence), fault.parameters)
-    certificate = nothing_found(task, fault.reason)
+    certificate = certify_nothing(task, fault.reason)
     return SearchResult(path=path, stop_reason=fault.reason, certificate=certificate, source=cause)
 
 
-def nothing_found(task: Task, reason: str) -> Certificate:
+def certify_nothing(task: Task, reason: str) -> Certificate:
     """Make the certificate without any token named, for this reason."""
     return replace(task.certify([]), reason=reason)
 
 
 def _result(task: Task, phase: str, source: StepCause) -> SearchResult:
     path = [PathEntry(phase, verdict="measured", note=source.reason)]
-    certificate = nothing_found(task, source.reason)
+    certificate = certify_nothing(task, source.reason)
     return SearchResult(path=path, stop_reason=source.reason, certificate=certificate, source=source)
 
 

@@ -218,10 +218,10 @@ class SearchResult:
 def verify(task: Task, span: Span, threshold: float) -> Span:
     """Measure a span's gradient by a backward of its own (one probe), which leaves it in ``.grad``."""
     task.prober.compute_only(span.tokens, [span.micro_batch])
-    return measured(task, span, threshold)
+    return with_measured_norm(task, span, threshold)
 
 
-def measured(task: Task, span: Span, threshold: float) -> Span:
+def with_measured_norm(task: Task, span: Span, threshold: float) -> Span:
     """Return the span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
     squares, dots = space.squares_and_dots(task.gradient)

@@ -12,7 +12,16 @@ import torch
 
 from gradloc.core.ranks import Ranks
 from gradloc.search.batch import is_spread
-from gradloc.search.candidates import apart, by_coefficient, by_share, by_value, carried, non_finite, proposed, spans_in
+from gradloc.search.candidates import (
+    drop_overlapping,
+    find_by_coefficient,
+    find_by_share,
+    find_by_value,
+    find_non_finite,
+    propose,
+    spans_in,
+    sum_products,
+)
 from gradloc.search.share import ShareMap
 from gradloc.search.task import Span, Task
 
@@ -55,7 +64,7 @@ def task_of(share_broken: float) -> Task:
 def test_however_many_tokens_are_candidates_a_few_spans_of_each_rank_travel(share_broken):
     values = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).abs() + 1
     task, started = task_of(share_broken), time.process_time()
-    found = non_finite(task) if share_broken else by_value(task, lambda index: values, 0.5, ())
+    found = find_non_finite(task) if share_broken else find_by_value(task, lambda index: values, 0.5, ())
     seconds, num_sent = time.process_time() - started, task.prober.ranks.num_sent
     print(f"{share_broken:.1%} not finite: {num_sent} bytes a rank, {seconds:.2f} s of CPU, {len(found)} spans")
     assert found and num_sent <= MOST_BYTES and seconds <= MOST_SECONDS
@@ -86,7 +95,7 @@ def test_what_ranks_do_between_two_passes_of_a_spread_spike_grows_with_their_num
     )
     shares = ShareMap([products] * MICRO_BATCHES, nothing, float(total), 1.0, 0.0, 0.0, True, total, 1.0)
     started = time.process_time()
-    spans = proposed(found, shares, ())
+    spans = propose(found, shares, ())
     spread = is_spread(found, shares, spans)
     seconds = time.process_time() - started
     print(f"{num_ranks} ranks: {seconds:.2f} s of CPU on each, {len(spans)} spans, spread: {spread}")
@@ -116,7 +125,7 @@ def test_what_is_not_finite_is_a_token_a_segment_or_a_row():
     nan, finite = math.nan, torch.zeros(1, 5)
     values = [[[1.0, nan, 1.0, math.inf, 1.0]], [[nan] * 5], [[1.0, nan, 1.0, nan, 1.0]], [[1.0] * 5]]
     broken = torch.tensor([[0.0, -math.inf, 0.0, nan, 0.0]])
-    found = non_finite(one_rank(values, [finite, finite, broken, finite]))
+    found = find_non_finite(one_rank(values, [finite, finite, broken, finite]))
     told = sorted((span.micro_batch, span.start, span.end, span.span, span.norm) for span in found)
     assert told == [
         (0, 1, 2, "token", 0.0),
@@ -129,7 +138,7 @@ def test_what_is_not_finite_is_a_token_a_segment_or_a_row():
 def test_candidates_come_largest_first_and_in_the_order_of_their_places():
     task = one_rank([[[0.0] * 4], [[0.0] * 4]])
     values = [torch.tensor([[2.0, 0.99, 1.0, 5.0]]), torch.tensor([[2.0, 0.0, 9.0, 2.0]])]
-    found = by_value(task, values.__getitem__, 1.0, [token_at(1, 0, 2)], bound=0.5)
+    found = find_by_value(task, values.__getitem__, 1.0, [token_at(1, 0, 2)], bound=0.5)
     told = [(span.micro_batch, span.start, span.norm) for span in found]
     assert told == [(0, 3, 2.5), (0, 0, 1.0), (1, 0, 1.0), (1, 3, 1.0), (0, 2, 0.5)]
 
@@ -138,7 +147,7 @@ def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
     products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
     task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
     shares = SimpleNamespace(square=100.0, products=parts, doubt=lambda i: parts[i] * 0 + 1.0)
-    told = [(span.span, span.micro_batch, span.start, span.end, span.norm) for span in by_share(task, shares, ())]
+    told = [(span.span, span.micro_batch, span.start, span.end, span.norm) for span in find_by_share(task, shares, ())]
     assert told == [
         ("sequence", 2, 0, 4, pytest.approx(5.4 - 0.2)),
         ("token", 0, 0, 1, pytest.approx(2.9)),
@@ -147,7 +156,7 @@ def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
 
 @pytest.mark.parametrize(("size", "num_found"), [(40.0, 1), (1.0, 0)])
 def test_a_coefficient_points_at_a_token_where_the_others_have_little(size, num_found):
-    kept = by_coefficient(one_rank([[[size] + [1.0] * 256]]), 2, ())
+    kept = find_by_coefficient(one_rank([[[size] + [1.0] * 256]]), 2, ())
     assert [span.start for span in kept] == list(range(num_found)) and all(span.norm == 0 for span in kept)
 
 
@@ -155,13 +164,13 @@ def test_what_tokens_carry_adds_up():
     task = one_rank([[[0.0] * 3], [[0.0] * 3]])
     shares = SimpleNamespace(products=[torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])])
     tokens = [Span(0.0, "segment", 0, 0, 1, 3), token_at(1, 0, 0), token_at(0, 1, 0)]  # the last is another rank's
-    assert carried(task, shares, tokens) == 10.0
+    assert sum_products(task, shares, tokens) == 10.0
 
 
 def test_spans_that_share_a_token_are_not_apart():
     known = [Span(1.0, "segment", 0, 0, 2, 5), token_at(1, 0, 0)]
     spans = [Span(1.0, "segment", 0, 0, 0, 2), token_at(0, 0, 4), token_at(0, 1, 4), Span(1.0, "sequence", 1, 0, 0, 9)]
-    assert apart(known, spans) == [spans[0], spans[2]] and apart([], spans) == spans
+    assert drop_overlapping(known, spans) == [spans[0], spans[2]] and drop_overlapping([], spans) == spans
 
 
 # ---- which tokens of a row are named: some, a segment, or the whole of it
