@@ -37,7 +37,7 @@ def found_in(monkeypatch, given, most=8, budget=100, broken=None):
         prober=prober, tau=1.0, max_culprits=most, broken=broken, limit=SimpleNamespace(words="spent")
     )
     made.can_afford = lambda backwards: prober.num_probes + backwards <= budget
-    monkeypatch.setattr(bisect, "measured", lambda task, span, threshold: replace(span, threshold=threshold))
+    monkeypatch.setattr(bisect, "with_measured_norm", lambda task, span, threshold: replace(span, threshold=threshold))
     return bisect.bisect(made), prober.num_probes
 
 
