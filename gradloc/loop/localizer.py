@@ -219,9 +219,9 @@ class Localizer:
         if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
             return spike
         # an overflow by the fp16 scaler's scale alone is its everyday business, and no spike
-        return spike if self._safely(self._has_finite_loss) is False else None
+        return spike if self.run_safely(self.is_loss_finite) is False else None
 
-    def _has_finite_loss(self) -> bool:
+    def is_loss_finite(self) -> bool:
         """Whether the loss is finite before it is scaled, on all ranks."""
         step = self._step
         is_finite = self.ranks.run_local_synced(
@@ -236,7 +236,7 @@ class Localizer:
         if action is None:
             return self._look_into(policy, spike, grad_norm, is_written)
         is_left = action.taken == "observe"  # nothing to agree on
-        acted = grad_norm if is_left else self._safely(lambda: self._act(action.taken, grad_norm, policy))
+        acted = grad_norm if is_left else self.run_safely(lambda: self._act(action.taken, grad_norm, policy))
         if acted is None:  # it failed, and the step is taken as it was
             return grad_norm
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
@@ -249,23 +249,23 @@ class Localizer:
         self._num_searches += 1
         self._num_to_write += is_written
         look = Look(policy, spike, grad_norm)
-        if not self._safely(partial(self._set_aside, look)):
+        if not self.run_safely(partial(self._set_aside, look)):
             return grad_norm
         is_decided = False
         try:
             is_decided = bool(
-                self._safely(partial(self._make_room, look)) and self._safely(partial(self._settle, look))
+                self.run_safely(partial(self._make_room, look)) and self.run_safely(partial(self._settle, look))
             )
             if not is_decided:
                 return grad_norm
             look.before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
             if is_written:
                 lost = f"the step was decided before ({look.action.taken}), and its event is lost"
-                is_written = bool(self._safely(partial(self._gather, look), lost))
+                is_written = bool(self.run_safely(partial(self._gather, look), lost))
         finally:
             if not is_decided:  # it failed, on this rank or another, or Ctrl-C
                 self._space.put(look.before)
-            self._safely(partial(self._take_back, look))
+            self.run_safely(partial(self._take_back, look))
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, look.action.taken, is_written))
         return look.norm
 
@@ -470,7 +470,7 @@ class Localizer:
                 "set actor.fsdp_config.fsdp_size=-1"
             )
         elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
-            diverged = self._safely(lambda: diverged_params(self._space, self.ranks))
+            diverged = self.run_safely(lambda: diverged_params(self._space, self.ranks))
             if diverged:
                 problem = (
                     f"replicas hold other weights in {plural(len(diverged), 'parameter')}, {diverged[0]} first: a rank "
@@ -493,7 +493,7 @@ class Localizer:
             return 1.0
         return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
-    def _safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
+    def run_safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
         """Run a stage on all ranks; returns its result, or None where it failed, which is logged and counted.
 
         Args:

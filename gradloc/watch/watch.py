@@ -426,9 +426,9 @@ class Watch(Notes):
         spike = policy.spike(value, 0)
         if spike is None or self.localizer.num_failures >= 3:
             return policy
-        if spike.kind == "non_finite" and self.scales_loss and self.localizer._safely(self.localizer._has_finite_loss):
+        if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
             return None  # an overflow by the scale alone
-        is_ready = self.localizer._safely(partial(self._prepare, spike.grad_norm))
+        is_ready = self.localizer.run_safely(partial(self._prepare, spike.grad_norm))
         return policy if is_ready else None
 
     # ---- inside
