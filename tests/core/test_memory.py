@@ -308,7 +308,7 @@ def test_parts_are_runs_of_the_same_elements(monkeypatch, is_contiguous):
 
 
 def test_norms_in_parts_are_those_of_the_whole(monkeypatch):
-    monkeypatch.setattr(gradients, "_PART", 100)
+    monkeypatch.setattr(gradients, "HOST_PART", 100)
     monkeypatch.setattr(gradients, "_ROW", 32)  # of 561 weights the last are no whole row
     module = torch.nn.Linear(33, 17)
     module(torch.randn(5, 33)).square().sum().backward()
