@@ -155,3 +155,10 @@ def test_a_number_may_be_unset_or_any_from_0_on(value):
         assert said is None
     else:
         assert said.startswith(f"RATE={value} is not a number of at least 0: it sets a rate;")
+
+
+@pytest.mark.parametrize("path", sorted(catalog.CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_names_modules_that_exist(path):
+    for names in re.findall(r"pkg://([\w.]+)|\b(lab\.[\w.]+)", path.read_text(encoding="utf-8")):
+        place = REPO.joinpath(*"".join(names).rstrip(".").split("."))
+        assert any(module.with_suffix(".py").is_file() for module in (place, place.parent)), place
