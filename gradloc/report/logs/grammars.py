@@ -17,7 +17,10 @@ NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
-_STEP = r"\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)(?:\s*/\s*(?P<total>\d+))?\]?"
+_STEP = (  # Step... (500 | is Flax'
+    r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)"
+    r"(?:\s*/\s*(?P<total>\d+))?\]?"
+)
 _HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
@@ -554,7 +557,8 @@ class ConsoleTable(Grammar):
             self.names = wide if len(wide) > 2 else cells
             if any(number(name) is not None for name in self.names):
                 self.names = []
-            self._step_at = self.names.index("#") if "#" in self.names else 0
+            counts = [at for at, name in enumerate(self.names) if name.lower() in _STEP_COLUMNS - {"epoch", "e"}]
+            self._step_at = counts[0] if counts else 0  # an epoch is second to a step
             return bool(self.names)
         if len(cells) < len(self.names) or not self.names:
             return False

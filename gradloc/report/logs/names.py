@@ -19,7 +19,8 @@ its own."""
 
 ALIASES = {
     "critic/score/mean": "reward rew reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
-    "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean",
+    "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean "
+    "env_all_reward_total",
     "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy "
     "approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
@@ -34,7 +35,7 @@ ALIASES = {
     "rollout/zero_variance_share": "frac_reward_zero_std",
     "rollout_corr/log_prob_abs_diff": "train_rollout_logprob_abs_diff sampling_sampling_logp_difference_mean "
     "logprob_abs_diff log_prob_abs_diff rollout_train_logprob_abs_diff rollout_logprobs_abs_diff",
-    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean correction_kl",
+    "rollout_corr/kl": "gen_kl_error generation_kl_error mismatch_kl mismatch_kl_mean correction_kl kl_sample_train_v1",
     "rollout_corr/k3_kl": "correction_k3_kl",
     "rollout_corr/chi2_token": "correction_chi2_token",
     "rollout_corr/rollout_is_mean": "sampling_importance_sampling_ratio_mean tis correction_is_weight_mean",

@@ -301,8 +301,12 @@ def _collapse(metrics: Metrics) -> Sign | None:
                 best = abs(now - was), at, was, now
         if best is not None:
             _, at, was, now = best
-            while now > was and rise and at > _AROUND and values[at - 1] > rise * was:
-                at -= 1  # the largest change need not be the first
+            lowest, highest = fall * was if fall else -math.inf, rise * was if rise else math.inf
+            is_away = [not lowest <= value <= highest for value in values]
+            while at > _AROUND and is_away[at - 1]:  # the largest change need not be at the first such value
+                at -= 1
+            while at < len(values) - 1 and not is_away[at]:
+                at += 1
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
