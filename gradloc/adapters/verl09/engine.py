@@ -21,7 +21,7 @@ from ...loop.messages import Policy, RankReport
 from ...private_api import extended
 from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
-from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, settle, weighed, within_stage
+from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, reset_offloading, with_token_weights, within_stage
 
 CLIPPING = Clipping(transformer_impl)
 
@@ -53,8 +53,8 @@ class EngineWatch(ActorWatch):
             self.begin(policy)
         training_loss = search_loss = loss_function
         if self.weigher is not None:
-            training_loss = weighed(loss_function, self.weigher, self.stabilizer.note)
-            search_loss = weighed(loss_function, self.weigher, _forget)
+            training_loss = with_token_weights(loss_function, self.weigher, self.stabilizer.note)
+            search_loss = with_token_weights(loss_function, self.weigher, _forget)
         if policy.stage is not None:
             training_loss, search_loss = within_stage(training_loss), within_stage(search_loss)
         if self.localizer is not None:
@@ -135,7 +135,7 @@ class WatchedFSDP(WatchedEngine):
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
-            settle(self)
+            reset_offloading(self)
         if self._watch is None or self._watch.step is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
         return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
@@ -154,7 +154,7 @@ class GradLocEngine(WatchedFSDP):
         assert loss_function is not None, "an analysis is of training's loss"
         stabilize = asked.settings.stabilize
         if stabilize.weighs_tokens:
-            loss_function = weighed(loss_function, TokenWeigher(stabilize), _forget)
+            loss_function = with_token_weights(loss_function, TokenWeigher(stabilize), _forget)
         self.analysis_record = measured(self, data, loss_function, asked.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
 

@@ -142,7 +142,7 @@ class EngineStep(ActorLoss, ByRow):
         scaler = getattr(engine, "scaler", None)  # Megatron has none
         super().__init__(torch.device(get_device_name()), num_ranks, backward_factor(scaler))
         self.engine, self.loss_function = engine, loss_function
-        self.config, self.has_ratio_clips = loss_function.keywords["config"], loss_function.func is weighed_loss
+        self.config, self.has_ratio_clips = loss_function.keywords["config"], loss_function.func is weighted_loss
         self.dtype = engine._autocast_dtype if hasattr(engine, "_autocast_dtype") else engine.param_dtype
 
     def record_output(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
@@ -190,16 +190,16 @@ class EngineStep(ActorLoss, ByRow):
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         if torch.is_grad_enabled():
-            with settled(self.engine):
+            with resetting_offloading(self.engine):
                 return self.train_forward(micro_batch, needs_entropy)
-        with set_aside():
+        with without_offloading():
             return self.train_forward(micro_batch, needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         length = max(self.micro_batches[index].layout.length for index, _ in rows)
         parts = [tu.index_select_tensor_dict(self._data(index), chosen) for index, chosen in rows]
         data = parts[0] if len(parts) == 1 else tu.concat_tensordict(parts)
-        with settled(self.engine):
+        with resetting_offloading(self.engine):
             return self._forward(data, Packing(data, torch.device(get_device_name()), length))
 
     def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
@@ -354,7 +354,7 @@ def _keep(packed: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> Non
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def without_offloading() -> Iterator[None]:
     """Suspend activation offloading around a forward without a graph, which saves nothing for a backward."""
 
     def nothing(self: ActivationHandler, module: torch.nn.Module) -> None:
@@ -368,23 +368,23 @@ def set_aside() -> Iterator[None]:
 
 
 @contextmanager
-def settled(engine: Any) -> Iterator[None]:
+def resetting_offloading(engine: Any) -> Iterator[None]:
     """Reset activation offloading before a forward of the search with a graph, and after it if it fails."""
-    settle(engine)
+    reset_offloading(engine)
     try:
         yield
     except Exception:
-        settle(engine)
+        reset_offloading(engine)
         raise
 
 
-def settle(engine: Any) -> None:
+def reset_offloading(engine: Any) -> None:
     """Reset the offloading handler after a forward whose backward never came, as where a pass of the search failed.
 
     Args:
         engine: verl's ``FSDPEngine``; does nothing where it offloads no activations.
     """
-    hook = _hook_of(engine.module) if engine.model_config.enable_activation_offload else None
+    hook = _offloading_hook(engine.module) if engine.model_config.enable_activation_offload else None
     if hook is None:
         return
     if hook.inside_context:
@@ -397,7 +397,7 @@ def settle(engine: Any) -> None:
         handler.group_offload_mapping.clear()
 
 
-def _hook_of(module: torch.nn.Module) -> Any:
+def _offloading_hook(module: torch.nn.Module) -> Any:
     """Return the offloading hook that all layers' forwards share; None where there are too few layers for one."""
     for layer in module.modules():
         for cell in getattr(vars(layer).get("forward"), "__closure__", None) or ():
@@ -409,7 +409,9 @@ def _hook_of(module: torch.nn.Module) -> Any:
 _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
 
 
-def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]) -> partial:
+def with_token_weights(
+    loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]
+) -> partial:
     """Return verl's loss with tokens weighted by the clips on ratios.
 
     Args:
@@ -417,10 +419,10 @@ def weighed(loss_function: partial, weigher: TokenWeigher, note: Callable[[Mappi
         weigher: computes the weights.
         note: gets the clips' metrics, once a micro-batch.
     """
-    return partial(weighed_loss, loss_function.func, weigher, note, **loss_function.keywords)
+    return partial(weighted_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
 
-def weighed_loss(
+def weighted_loss(
     original: Callable,
     weigher: TokenWeigher,
     note: Callable[[Mapping[str, float]], Any],
@@ -429,7 +431,7 @@ def weighed_loss(
     data: Any,
     **given: Any,
 ) -> tuple[torch.Tensor, dict]:
-    """Compute the loss of :func:`weighed`."""
+    """Compute the loss of :func:`with_token_weights`."""
     metrics: dict[str, float] = {}
     inputs = {name: padded(data[name]) for name in _RATIO_FIELDS if name in data.keys()}
     log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)

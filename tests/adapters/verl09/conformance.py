@@ -221,13 +221,13 @@ class Trainer(harness.Trainer):
     @property
     def _loss_function(self) -> Any:
         """Training's: with the clips' weights."""
-        from gradloc.adapters.verl09.step import weighed
+        from gradloc.adapters.verl09.step import with_token_weights
         from gradloc.stabilize.ratio_clip import TokenWeigher
 
         of_verl = self.worker.actor.loss_fn
         if self.hook is None or not self.settings.stabilize.weighs_tokens:
             return of_verl
-        return weighed(of_verl, TokenWeigher(self.settings.stabilize), dict)
+        return with_token_weights(of_verl, TokenWeigher(self.settings.stabilize), dict)
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
         """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""

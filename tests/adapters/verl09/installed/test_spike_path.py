@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files of ours somebody has to read who follows a spike on verl 0.9, counted by a trace."""
+"""The files that a spike passes through on verl 0.9, found by a trace, are those that CONTRIBUTING lists."""
 
 import re
 import sys
@@ -12,18 +12,18 @@ from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
 
 CONTRIBUTING = Path(__file__).resolve().parents[4] / "CONTRIBUTING.md"
 HANDOVERS = ("before_step", "localize", "certify", "raw_event", "report", "complete_event", "append")
-"""Functions of ours by which a spike is handed on, from the norm to the written event."""
-LIBRARIES = ("core/", "words/")
-"""Rooms that only compute."""
+"""Functions that hand a spike on, from the norm to the written event."""
+LIBRARIES = ("core/", "explain/")
+"""Packages that only compute."""
 
 
-def way_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, float]) -> list[str]:
-    """The files of ours that a spike passes through: those on the stack where it is handed on, libraries aside.
+def files_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, float]) -> list[str]:
+    """Return the files on the stack where a spike is handed on, without libraries.
 
     Args:
         overrides: of verl's config.
-        model_dir: what `harness.save_model` wrote.
-        plant: as `harness.train` takes them.
+        model_dir: written by `harness.save_model`.
+        plant: row, position and advantage of a token.
     """
     trainer = harness.make_trainer(overrides, model_dir)
     trainer.update(harness.make_batch(seed=1))
@@ -50,8 +50,8 @@ def way_of_a_spike(overrides: list[str], model_dir: str, plant: tuple[int, int, 
 
 def test_a_spike_passes_through_fifteen_files_of_ours_at_most_which_are_listed(world, model_dir, tmp_path):
     overrides = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"]
-    way = f"{__name__}.{way_of_a_spike.__name__}"
-    found, *_ = world.run(way, overrides=overrides, model_dir=str(model_dir), plant=PLANT)
-    told = CONTRIBUTING.read_text().partition("## The way of a spike")[2].partition("A setting's way")[0]
-    assert re.findall(r"^(\S+\.py) ", told, flags=re.M) == found
+    scenario = f"{__name__}.{files_of_a_spike.__name__}"
+    found, *_ = world.run(scenario, overrides=overrides, model_dir=str(model_dir), plant=PLANT)
+    listed = CONTRIBUTING.read_text().partition("## The path of a spike")[2].partition("A setting's path")[0]
+    assert re.findall(r"^(\S+\.py) ", listed, flags=re.M) == found
     assert len(found) <= 15
