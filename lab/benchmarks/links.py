@@ -254,6 +254,9 @@ class Run:
             losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
 
+    def before_clip(self) -> None:
+        """Look at the step's gradient. A subclass may."""
+
     def take(self) -> float:
         """Take one step; return its gradient norm."""
         part, fault = self._part(), self.fault
@@ -262,6 +265,7 @@ class Run:
         self.backward(self.batches())
         if part:
             fault.after_backward(part)
+        self.before_clip()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         with fault.optimizer_at_fault() if part else contextlib.nullcontext():
             self.optimizer.step()

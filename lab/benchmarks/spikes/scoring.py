@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tools on one spike of the collection, and scores their answers against the truth."""
+
+import contextlib
+import io
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from lab.benchmarks.links import HEALTHY, Plan
+from lab.benchmarks.run import Record
+from lab.benchmarks.spikes.collection import AFTER, KINDS, Kind, Truth, spike_of
+from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope, cleared, scratch
+
+ALONE = (GradLoc, Bisection, TrainScope)
+"""Tools that get a run of their own, as they have hooks on the model; the others share one."""
+MEASURED = range(24, HEALTHY)  # steps whose processor time is compared
+
+
+def measure(kind: str, model: str, seed: int, tools: Sequence[str]) -> Record:
+    """Return each tool's answer to one spike, and its score.
+
+    Args:
+        kind: of :data:`KINDS`.
+        model: ``gpt`` or ``llama``.
+        seed: draws sizes, batches, and the faulty parameter.
+        tools: names in :data:`TOOLS`.
+    """
+    torch.set_num_threads(1)
+    for name in ("gradloc", "trainscope", "rlprobe", "rl-doctor"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return measure_plan(kind, Plan.of(model, seed), tools)
+
+
+def measure_plan(kind: str, plan: Plan, tools: Sequence[str]) -> Record:
+    """Return :func:`measure` of a run whose sizes are given."""
+    healthy, usual_s, _ = _run(kind, plan, False, [])
+    row: Record = {"kind": kind, "model": plan.model, "seed": plan.seed, "spike": None, "answers": {}}
+    classes = [TOOLS[name] for name in tools]
+    groups = [[each] for each in classes if each in ALONE] + [[each for each in classes if each not in ALONE]]
+    for group in filter(None, groups):
+        folders = [scratch() for _ in group]
+        attached = [each(folder) for each, folder in zip(group, folders, strict=True)]
+        norms, seconds, run = _run(kind, plan, True, attached)
+        row["spike"] = spike = spike_of(norms, healthy)
+        if spike is None:
+            cleared(folders)
+            return row
+        for tool in attached:
+            answer = tool.answer(run, spike)
+            extra = seconds[spike] - statistics.median(seconds[step] for step in MEASURED)
+            found = score(run.truth, answer, spike) | {"answer": vars(answer)}
+            if len(group) == 1:
+                prices = [seconds[step] / usual_s[step] - 1 for step in MEASURED]
+                found |= {"price": statistics.median(prices), "seconds": max(extra, 0.0)}
+            row["answers"][tool.name] = found
+        cleared(folders)
+    return row
+
+
+def _run(kind: str, plan: Plan, is_faulty: bool, tools: Sequence[Tool]) -> tuple[list[float], list[float], Kind]:
+    """Return the norms and the processor time of each step, and the run."""
+    given: dict[str, object] = {}
+    for tool in tools:
+        given |= tool.given()
+    seconds = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = KINDS[kind](plan, is_faulty, **given)
+        for tool in tools:
+            tool.attach(run)
+            run.observers.append(tool.after_backward)
+        for _ in range(HEALTHY + AFTER):
+            before = time.process_time()
+            run.take()
+            seconds.append(time.process_time() - before)
+    return run.norms, seconds, run
+
+
+def score(truth: Truth, answer: Answer, spike: int) -> Record:
+    """Return whether the tool noticed, named the right link and place, and accused anything innocent."""
+    noticed = answer.step is not None and answer.step <= spike + 1
+    if not noticed:
+        return {"noticed": False, "link": False, "place": False, "innocent": False}
+    if truth.rows and truth.position is not None and answer.tokens:
+        place = any((*row, truth.position) in answer.tokens[:3] for row in truth.rows)
+    elif truth.rows:
+        place = bool(truth.rows & {*answer.rows[:3]})
+        place |= truth.is_everywhere and answer.link in truth.links and not answer.rows
+    elif truth.parameter:
+        place = truth.parameter in answer.parameters[:3]
+    else:  # the whole batch, or every parameter
+        place = answer.link in truth.links and not answer.rows
+    accused = {*answer.rows[: answer.num_accused]} - truth.rows
+    return {"noticed": True, "link": answer.link in truth.links, "place": place, "innocent": bool(accused)}
+
+
+def measured(cell: tuple[str, str, int, list[str]]) -> Record:
+    """Return :func:`measure` of a cell."""
+    return measure(*cell)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collection of spikes: each kind spikes where its fault is, and answers are scored as its truth says."""
+
+import pytest
+
+from lab.benchmarks.links import HEALTHY, Plan
+from lab.benchmarks.spikes.collection import KINDS, Truth, spike_of
+from lab.benchmarks.spikes.scoring import measure_plan, score
+from lab.benchmarks.spikes.tools import Answer
+
+SMALL = Plan("gpt", 3, 32, 2, 1e-3, 0.01, 0.99, 2, 4)
+QUICK = ("token", "row", "group", "whole batch", "off-policy ratio", "stale rollouts", "not finite", "router")
+TOKEN = Truth(frozenset({"batch"}), frozenset({(1, 0)}), 7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*QUICK, "one gradient", "head scale"])
+def test_two_tools_answer_to_a_spike_of_each_kind(kind):
+    found = measure_plan(kind, SMALL, ["GradLoc", "largest loss"])
+    assert found["spike"] == HEALTHY
+    assert all(answer["noticed"] for answer in found["answers"].values())
+    assert not found["answers"]["GradLoc"]["innocent"] and found["answers"]["GradLoc"]["place"]
+
+
+def test_every_kind_has_a_sentence():
+    assert all(kind.__doc__ for kind in KINDS.values())
+
+
+@pytest.mark.parametrize(
+    ("faulty", "healthy", "step"),
+    [
+        ([1.0] * 50, [1.0] * 50, None),
+        ([1.0] * 48 + [5.0], [1.0] * 49, 48),
+        ([1.0] * 48 + [float("nan")], [1.0] * 49, 48),
+        ([1.0] * 48 + [5.0], [1.0] * 48 + [5.0], None),  # the batch's own
+    ],
+)
+def test_a_spike_is_a_norm_that_the_run_without_the_fault_has_not(faulty, healthy, step):
+    assert spike_of(faulty, healthy) == step
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Answer(), (False, False, False, False)),
+        (Answer(48, "batch", [(1, 0)], [(1, 0, 7)]), (True, True, True, False)),
+        (Answer(48, "batch", [(1, 0), (0, 1)], [(1, 0, 7), (0, 1, 3)]), (True, True, True, True)),
+        (Answer(48, "batch", [(1, 0), (0, 1)], [(1, 0, 7), (0, 1, 3)], num_accused=1), (True, True, True, False)),
+        (Answer(48, "batch", [(1, 0)], [(1, 0, 8)]), (True, True, False, False)),
+        (Answer(48, "weights", parameters=["head.weight"]), (True, False, False, False)),
+        (Answer(60, "batch", [(1, 0)], [(1, 0, 7)]), (False, False, False, False)),
+    ],
+)
+def test_an_answer_is_scored_against_the_truth(answer, expected):
+    assert tuple(score(TOKEN, answer, 48).values()) == expected
