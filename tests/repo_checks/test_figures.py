@@ -18,6 +18,7 @@ from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
 from lab.benchmarks import healthy, links, spiking, unrepeatable, worlds
+from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
 from lab.experiments.loop import pretrain
@@ -82,6 +83,8 @@ WHOLE = {
     "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
     "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
     "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
+    "peers.md## The table": ("spikes", lambda found: scoring.comparison(found["rows"])),
+    "peers.md## By kind": ("spikes", lambda found: scoring.by_kind(found["rows"])),
     "pretraining.md## By kind of damage": ("pretrain", as_suites_do(pretrain.by_kind)),
     "pretraining.md## Every peak": ("pretrain", as_suites_do(pretrain.peaks)),
 }
@@ -96,6 +99,10 @@ def test_a_page_s_table_is_the_record_s(table):
     else:
         assert [line for line in text.splitlines() if line.startswith("|")] == made
         assert "Every event" not in table or len(made) - 2 >= 30
+
+
+def test_how_many_runs_spiked_is_the_record_s():
+    assert scoring.sentence(record("spikes")["rows"]) in page("docs/peers.md")
 
 
 @pytest.mark.parametrize("name", ["links", "engine_links"])

@@ -8,41 +8,15 @@ A run that was stopped goes on with ``--resume``. Packages that are not installe
 ``pip install -r requirements/peers.txt`` into an environment of its own. Writes spikes.json.
 """
 
-import itertools
 import json
 import multiprocessing
 import random
-import statistics
 import sys
-from collections.abc import Sequence
 
-from lab.benchmarks.run import Progress, Record, as_typed, digest, finish, parser, table, write
-from lab.benchmarks.spikes.collection import KINDS, TIMES, models_of
-from lab.benchmarks.spikes.scoring import measured
+from lab.benchmarks.run import Progress, as_typed, digest, finish, parser, write
+from lab.benchmarks.spikes.collection import KINDS, models_of
+from lab.benchmarks.spikes.scoring import by_kind, comparison, measured, sentence
 from lab.benchmarks.spikes.tools import TOOLS
-
-
-def tables(rows: list[Record], tools: Sequence[str]) -> str:
-    """Return the comparison over all spikes, and the right places by kind, as Markdown."""
-    spikes = [row for row in rows if row["spike"] is not None]
-    lines: list[Sequence[object]] = [
-        ("tool", "noticed", "right link", "right place", "accused innocents", "healthy step")
-    ]
-    for name in tools:
-        found = [row["answers"][name] for row in spikes]
-        counts = [sum(each[column] for each in found) for column in ("noticed", "link", "place", "innocent")]
-        prices = [each["price"] for each in found if "price" in each]
-        price = f"{statistics.median(prices):+.0%}" if prices else ""
-        lines.append((name, *(f"{count} of {len(found)}" for count in counts), price))
-    kinds: list[Sequence[object]] = [("right place", *tools)]
-    for kind in KINDS:
-        of_kind = [row for row in spikes if row["kind"] == kind]
-        if of_kind:
-            hits = [sum(row["answers"][name]["place"] for row in of_kind) for name in tools]
-            kinds.append((f"{kind} ({len(of_kind)})", *hits))
-    quiet = len(rows) - len(spikes)
-    note = f"{len(spikes)} spikes; {quiet} more runs with a fault had no norm {TIMES:g} times the usual one."
-    return "\n\n".join((table(lines), table(kinds), note))
 
 
 def main() -> int:
@@ -75,9 +49,9 @@ def main() -> int:
             rows.append(found)
             write({**record, "rows": rows}, args.out, "spikes")
             progress.step(f"{found['kind']} {found['model']} {found['seed']}")
-    order = list(itertools.chain(KINDS))
+    order = list(KINDS)
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
-    finish({**record, "rows": rows}, args.out, "spikes", tables(rows, tools))
+    finish({**record, "rows": rows}, args.out, "spikes", "\n\n".join((comparison(rows), by_kind(rows), sentence(rows))))
     return 0
 
 

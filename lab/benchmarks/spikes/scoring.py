@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from lab.benchmarks.links import HEALTHY, Plan
-from lab.benchmarks.run import Record
-from lab.benchmarks.spikes.collection import AFTER, KINDS, Kind, Truth, spike_of
+from lab.benchmarks.run import Record, table
+from lab.benchmarks.spikes.collection import AFTER, KINDS, TIMES, Kind, Truth, spike_of
 from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope, cleared, scratch
 
 ALONE = (GradLoc, Bisection, TrainScope)
@@ -97,6 +97,38 @@ def score(truth: Truth, answer: Answer, spike: int) -> Record:
         place = answer.link in truth.links and not answer.rows
     accused = {*answer.rows[: answer.num_accused]} - truth.rows
     return {"noticed": True, "link": answer.link in truth.links, "place": place, "innocent": bool(accused)}
+
+
+def comparison(rows: Sequence[Record]) -> str:
+    """Return each tool's counts over all spikes, as a Markdown table."""
+    spikes = [row for row in rows if row["spike"] is not None]
+    lines: list[Sequence[object]] = [
+        ("tool", "noticed", "right link", "right place", "accused innocents", "healthy step"),
+    ]
+    for name in spikes[0]["answers"]:
+        found = [row["answers"][name] for row in spikes]
+        counts = [sum(each[column] for each in found) for column in ("noticed", "link", "place", "innocent")]
+        prices = [each["price"] for each in found if "price" in each]
+        lines.append((name, *counts, f"{statistics.median(prices):+.0%}" if prices else ""))
+    return table(lines)
+
+
+def by_kind(rows: Sequence[Record]) -> str:
+    """Return how often each tool has the right place, by kind of spike, as a Markdown table."""
+    spikes = [row for row in rows if row["spike"] is not None]
+    names = [*spikes[0]["answers"]]
+    lines: list[Sequence[object]] = [("planted", "spikes", *names)]
+    for kind in KINDS:
+        found = [row["answers"] for row in spikes if row["kind"] == kind]
+        if found:
+            lines.append((kind, len(found), *(sum(each[name]["place"] for each in found) for name in names)))
+    return table(lines)
+
+
+def sentence(rows: Sequence[Record]) -> str:
+    """Return how many runs spiked."""
+    num_spikes = sum(row["spike"] is not None for row in rows)
+    return f"{len(rows)} runs with a fault; {num_spikes} had a norm {TIMES:g} times the usual one, and are compared."
 
 
 def measured(cell: tuple[str, str, int, list[str]]) -> Record:
