@@ -18,7 +18,7 @@ _FACE = {
     "token_log_probs": "watch.log_probs",
     "TrainerCallback": "adapters.hf.callback",
 }
-"""What a loop calls, and the module that has it: torch is imported when it is first asked for."""
+"""The public names and their modules, imported when first used, since they need torch."""
 
 
 def __getattr__(name: str) -> Any:

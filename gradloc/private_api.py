@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter touches of another package: is it still as we know it; and something else in its place."""
+"""The private parts of other packages that adapters use: checks that they are unchanged, and replaces them for a
+while.
+"""
 
 import ast
 import functools
@@ -13,18 +15,18 @@ from typing import Any
 
 
 def find(place: str) -> Any:
-    """The thing at ``module:name``, the name dotted."""
+    """Return the thing at ``module:name``, the name dotted."""
     module, _, path = place.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
 def differences(touched: Mapping[str, str | None]) -> list[str]:
-    """The places that changed, the start of a sentence each: see :func:`difference`."""
+    """Return the places that changed, the start of a sentence each: see :func:`difference`."""
     return [said for place, expected in touched.items() if (said := difference(place, expected)) is not None]
 
 
 def difference(place: str, expected: str | None) -> str | None:
-    """How a thing differs from what is known of it, as a sentence's start; None where it does not.
+    """Return how a thing differs from what is known of it, as a sentence's start; None where it does not.
 
     Args:
         place: as :func:`find` takes it.
@@ -39,7 +41,7 @@ def difference(place: str, expected: str | None) -> str | None:
 
 
 def digest(place: str) -> str:
-    """Of a function's code: comments, docstring, decorators, signature and blank lines aside."""
+    """Return a hash of a function's code without comments, docstring, decorators, signature and blank lines."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(find(place))))
     except (ImportError, AttributeError, OSError, TypeError):
@@ -53,7 +55,9 @@ def digest(place: str) -> str:
 
 
 def extended(kind: type, mixin: type) -> type:
-    """A subclass of ``kind`` with ``mixin`` in front, for an object's ``__class__``; ``kind`` where that is one."""
+    """Return a subclass of ``kind`` with ``mixin`` in front, for an object's ``__class__``; ``kind`` where that
+    is one.
+    """
     return kind if issubclass(kind, mixin) else type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 

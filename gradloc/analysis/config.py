@@ -64,7 +64,7 @@ S = TypeVar("S", BucketSettings, QuartileSettings)
 
 
 def read_if_on(settings: type[S], config: Any) -> S | None:
-    """The settings of an analysis, see :func:`~..checks.read_among`; None while it is off."""
+    """Return the settings of an analysis, see :func:`~..checks.read_among`; None while it is off."""
     values = read_among(settings, config)
     return values if values.mode else None
 

@@ -70,7 +70,8 @@ def unit_of(prober: Prober) -> float:
 
 
 def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:
-    """Whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the threshold.
+    """Return whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the
+    threshold.
 
     Asked before any backward: the culprits' norm is taken for the spike's, and each of their two backwards to be off by
     one unit: three times as much for both, and one for what they have in common. A rehearsal has nothing to decide.

@@ -185,7 +185,7 @@ class Model:
         return self.layers * sum(self.tensors) + self.table * (1 if self.is_tied else 2) + self.width
 
     def adapted(self, rank: int) -> float:
-        """The share of the weights that adapters of this rank on all of a layer's linear maps are."""
+        """Return the share of the weights that adapters of this rank on all of a layer's linear maps are."""
         mlp = 3 * max(self.experts, 1) * (self.width + self.inner)
         return self.layers * rank * (4 * self.width + 2 * (self.queries + self.keys) + mlp) / self.weights
 

@@ -29,7 +29,7 @@ _wide_products: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def _has_wide_product(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether half-precision operands can be multiplied into float32 here: asked once of each kind of device."""
+    """Return whether half-precision operands can be multiplied into float32 here: asked once of each kind of device."""
     if rows.dtype != weight.dtype or rows.dtype not in (torch.bfloat16, torch.float16):
         return False
     key = rows.device.type, rows.dtype

@@ -71,7 +71,7 @@ def total_of(tensor: torch.Tensor, order: int | None = None) -> torch.Tensor:
 
 
 def is_slow(device: torch.device) -> bool:
-    """Whether reading a whole gradient takes a noticeable part of an update there."""
+    """Return whether reading a whole gradient takes a noticeable part of an update there."""
     return device.type == "cpu"
 
 
@@ -430,7 +430,7 @@ class GradientSpace:
         return local() if self._ranks is None else self._ranks.run_local_synced(local)
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Sum over all shards what each process computes by itself; the sum is on the host, the only wait."""
+        """Sum over all shards what each process computes by itself; moving the sum to the host is the only wait."""
         values = self.run_local_synced(local).to(
             self.device
         )  # the shards' group may not be able to reduce host tensors

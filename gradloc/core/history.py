@@ -41,7 +41,7 @@ class NormHistory:
         self._flagged: list[float] = []
 
     def threshold(self) -> float | None:
-        """The norm above which a step spikes; None until ``warmup`` norms have been seen."""
+        """Return the norm above which a step spikes; None until ``warmup`` norms have been seen."""
         if len(self._log_norms) < self.warmup:
             return None
         center, sigma = self._center_and_sigma()

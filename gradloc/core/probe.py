@@ -257,7 +257,7 @@ class Prober:
         return True
 
     def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
-        """Whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
+        """Return whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
 
         ((micro_batch, rows),) = of.rows
 

@@ -73,7 +73,7 @@ def _connected(patience: timedelta) -> Any:
 
 
 def _is_everywhere(flag: bool) -> bool:
-    """Whether the flag is set on all processes, by the default group's store: no collective is needed."""
+    """Return whether the flag is set on all processes, by the default group's store: no collective is needed."""
     store, key = _store(), f"gradloc/group/{next(_groups)}"
     store.add(f"{key}/set", int(flag))
     num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _CONNECT_S
@@ -145,7 +145,7 @@ class Ranks:
         return sent.tolist()
 
     def all(self, flag: bool) -> bool:
-        """Whether the flag is set on every rank."""
+        """Return whether the flag is set on every rank."""
         return self.max([0.0 if flag else 1.0])[0] == 0.0
 
     def gather(self, value: Any) -> list[Any]:
@@ -259,7 +259,7 @@ class Ranks:
         return PeerFailure(f"a part of the search failed ({reason})")
 
     def _have_all_failed(self, error: Exception) -> bool:
-        """Whether all ranks failed at this position. False: peers wait in the agreement that ends the call."""
+        """Return whether all ranks failed at this position. False: peers wait in the agreement that ends the call."""
         why = "a forward or backward of the search failed here, while other ranks wait for this one in a collective"
         position = self._position()
         if position is None:

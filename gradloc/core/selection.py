@@ -54,8 +54,9 @@ class Part:
 
 
 def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """The tokens of ``part`` on one rank, bool (B, T), given which positions are response tokens; all False on a rank
-    outside the part."""
+    """Return the tokens of ``part`` on one rank, bool (B, T), given which positions are response tokens; all False on a
+    rank outside the part.
+    """
     selected = torch.zeros_like(token_mask_BT)
     if part.first_rank <= rank < part.end_rank:
         positions = token_mask_BT.flatten().nonzero().squeeze(-1)[part.first_token : part.end_token]
@@ -64,7 +65,7 @@ def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def mask_without(tokens: Sequence[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """All positions of one rank's micro-batch but these tokens, padding included: bool (B, T).
+    """Return all positions of one rank's micro-batch but these tokens, padding included: bool (B, T).
 
     Training lets padding through as well, so a replay without the culprits must.
     """

@@ -17,14 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside FSDP1's or DDP's wrapper; FSDP2 wraps nothing."""
+    """Return the model inside FSDP1's or DDP's wrapper; FSDP2 wraps nothing."""
     if isinstance(module, FSDP1):
         return module._fsdp_wrapped_module
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the tensor itself, where ``to_local`` would run an operation to make a view."""
+    """Return this rank's part of a tensor: the tensor itself, where ``to_local`` would run an operation to make
+    a view.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -37,7 +39,7 @@ def compute_device(param: torch.Tensor) -> torch.device:
 
 
 def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
-    """This rank's part of a parameter under the model's own names: several of them for FSDP1's flat parameter.
+    """Return this rank's part of a parameter under the model's own names: several of them for FSDP1's flat parameter.
 
     Args:
         name: of the parameter, as the sharded module has it.
@@ -57,7 +59,7 @@ def named_shards(name: str, param: torch.Tensor, values: torch.Tensor | None = N
 
 
 def shard_groups(module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[dist.ProcessGroup]:
-    """The process groups over which sums over local shards add up to the whole; replicas count once.
+    """Return the process groups over which sums over local shards add up to the whole; replicas count once.
 
     Raises:
         ValueError: when parameters are sharded in different ways.
@@ -156,7 +158,9 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def is_reduction_deferred(module: torch.nn.Module) -> bool:
-    """Whether a backward now would leave the sum over ranks to a later one: under ``no_sync``, or FSDP2's setting."""
+    """Return whether a backward now would leave the sum over ranks to a later one: under ``no_sync``, or FSDP2's
+    setting.
+    """
     if isinstance(module, DistributedDataParallel):
         return not module.require_backward_grad_sync
     if isinstance(module, FSDP1):

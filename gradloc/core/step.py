@@ -165,7 +165,7 @@ class Numerics:
     """Precision and units of a step."""
 
     dtype: torch.dtype = torch.float32
-    """Of the forward; weights and gradients may be finer."""
+    """The forward's dtype; weights and gradients may be finer."""
     loss_scale: float = 1.0
     """Factor on the loss (fp16), and so on what a backward adds to ``.grad``."""
     weight: float = 1.0
@@ -192,7 +192,7 @@ class MicroBatch:
     """One forward and backward of an optimizer step."""
 
     inputs: Any
-    """As the trainer's forward and loss take them."""
+    """The micro-batches, as the trainer's forward and loss take them."""
     recorded: Recorded
 
 
@@ -209,7 +209,7 @@ class TrainingStep:
     """
 
     dtype = torch.float32
-    """Of the forward."""
+    """The forward's dtype."""
     temperature = 1.0
     """The logits were divided by this."""
     is_value = False

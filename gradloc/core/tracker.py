@@ -60,7 +60,7 @@ class _Watch:
 
 
 def _event_of(device: torch.device) -> Any:
-    """The device's event class; None if it has none."""
+    """Return the device's event class; None if it has none."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "Event", None)
 
 
@@ -141,7 +141,7 @@ class NormTracker:
                 self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
 
     def cost(self, now: float) -> float:
-        """The fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
+        """Return the fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
         return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
 
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:

@@ -79,7 +79,9 @@ class AdaptiveThreshold:
         self._seed: list[float] = []  # log-norms to start every position from
 
     def threshold(self, position: int) -> float | None:
-        """The norm above which this position is a spike in the next step; None until ``warmup`` norms are known."""
+        """Return the norm above which this position is a spike in the next step; None until ``warmup`` norms
+        are known.
+        """
         return self._at(position).threshold()
 
     def observe(self, step_norms: Sequence[float]) -> list[bool]:

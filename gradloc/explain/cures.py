@@ -18,7 +18,7 @@ OF_MASK = ("veto", "drop_sequences")
 OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "mean_only", "reweight", *OF_MASK)
 """Cures that change the batch's tensors; only the loss reads the others."""
 OF_BATCH_IN_TRL = ("truncate", "divide", "mean_only")
-"""Of these, the ones that TRL's batch allows."""
+"""The settings that can be measured on TRL's batch."""
 MILDEST_FIRST = (
     *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "mean_only", "kl_low_var"),
     *("kl_mse", "less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight"),

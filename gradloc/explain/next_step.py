@@ -172,7 +172,7 @@ class NextStep:
     """The config line, by version of verl where lines differ."""
     why: str
     check: str
-    """What would confirm the advice."""
+    """The check that would confirm the advice."""
     meanwhile: dict[str, str] = field(default_factory=dict)
     """A stopgap: its config line, by its sentence."""
 

@@ -26,7 +26,7 @@ class Reason:
     """``warning`` or ``danger``."""
     metric: str
     found: float
-    """In the unit of the limit: a value, a share, a multiple, or steps in a row."""
+    """The measured number, in the unit of the limit: a value, a share, a multiple, or steps in a row."""
     limit: float
     sentence: str
 

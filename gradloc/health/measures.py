@@ -22,7 +22,7 @@ class Reading:
     """A measure's result for one step."""
 
     found: float
-    """In the unit of the rule's limits."""
+    """The measured number, in the unit of the rule's limits."""
     value: float
     """The metric behind it: the step's value, or a mean over the last steps."""
     typical: float | None = None

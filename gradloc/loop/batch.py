@@ -115,7 +115,7 @@ class BatchView:
         return "advantage" if self.known is not None or "advantages" in self.tensors.keys() else "loss_weight"
 
     def signal(self) -> tuple[str, torch.Tensor]:
-        """The per-token training signal: its name, and (R, T)."""
+        """Return the per-token training signal: its name, and (R, T)."""
         given, name = self.tensors, self.signal_name
         if name == "value_error":
             return name, given["returns"] - given["values"]

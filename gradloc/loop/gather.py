@@ -346,7 +346,7 @@ def _columns(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
 
 
 def _sequence(context: SpikeContext, place: _Row) -> Sequence:
-    """One of this rank's sequences, token by token."""
+    """Return one of this rank's sequences, token by token."""
     rows, columns = context.step.rows(place.micro_batch), _columns(context, place.micro_batch)
     return Sequence(
         rank=place.rank,
@@ -364,7 +364,7 @@ def _places(step: HostStep, culprit: Span) -> list[tuple[int, int]]:
 
 
 def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
-    """One of this rank's."""
+    """Return the record of one of this rank's culprits."""
     step, index, shares = context.step, culprit.micro_batch, context.finding.shares
     places = _places(step, culprit)
     row, positions = places[0][0], [position for _, position in places]

@@ -222,7 +222,7 @@ class Localizer:
         return spike if self.run_safely(self.is_loss_finite) is False else None
 
     def is_loss_finite(self) -> bool:
-        """Whether the loss is finite before it is scaled, on all ranks."""
+        """Return whether the loss is finite before it is scaled, on all ranks."""
         step = self._step
         is_finite = self.ranks.run_local_synced(
             lambda: all(has_finite_loss(step, i) for i in range(step.num_micro_batches))

@@ -92,7 +92,7 @@ class RankReport:
     learned: Any = None
     """The stabilizers' state, for the next checkpoint; from the first process."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What the stabilizers did, in numbers of micro-batches or optimizer steps."""
+    """Counts of micro-batches or optimizer steps that the stabilizers changed."""
     peak_bytes: tuple[int, int] = 0, 0
     """The most that this process has used of its device, and that its allocator has reserved: each step resets what the
     device itself reports."""

@@ -23,7 +23,7 @@ _FROM_NEAREST = frozenset("threshold norm_over_threshold clip_scale culprit_shar
 
 
 def is_ours(name: str) -> bool:
-    """Whether this metric is joined by these rules."""
+    """Return whether this metric is joined by these rules."""
     return _plain(name) in _ADDED | _LARGEST | _FROM_NEAREST
 
 

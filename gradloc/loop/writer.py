@@ -291,7 +291,7 @@ def _statistics(batch: BatchView, known: BatchStatistics) -> BatchStatistics:
 
 
 def _counted_endings(culprits: list[Culprit], tensors: Mapping[str, Any], endings: Counter[int]) -> list[Culprit]:
-    """Those that were never sampled and end a turn say in how many events the same token did."""
+    """Note on each culprit that was never sampled and ends a turn in how many events its token did so."""
 
     def ending(culprit: Culprit) -> int | None:
         turns = turns_in(tensors["response_mask"][culprit.row].tolist())
@@ -326,7 +326,7 @@ class EventEnricher:
         """Return the batch's columns of the table of tokens: (R, T) each."""
 
     def culprit(self, culprit: Culprit) -> Culprit:
-        """All but the cause."""
+        """Complete a culprit from the driver's batch; its cause comes later."""
         row, positions = culprit.row, culprit.positions
         assert row is not None  # the driver numbers the rows
         own = {name: float(values[row, culprit.peak]) for name, values in self._columns.items() if name in OF_A_TOKEN}
@@ -344,7 +344,9 @@ class EventEnricher:
         )
 
     def sequence(self, sequence: SequenceRecord, album: Album) -> SequenceRecord:
-        """A sequence that holds a culprit, token by token: what the report shades. ``album`` receives its pictures."""
+        """Return a sequence that holds a culprit, token by token: what the report shades. ``album`` receives its
+        pictures.
+        """
         row = sequence.row
         assert row is not None  # the driver numbers the rows
         ids = self._response_ids(row)
@@ -380,11 +382,11 @@ class EventEnricher:
     # ---- text
 
     def _decode(self, ids: list[int]) -> str | None:
-        """None without a tokenizer; token ids that it does not know are shown as numbers."""
+        """Decode token ids, unknown ones as numbers; None without a tokenizer."""
         return None if self.tokenizer is None else _decoded(self.tokenizer, ids, skip_special_tokens=False)
 
     def _tokens_in(self, ids: list[int]) -> tuple[str, ...] | None:
-        """Each by itself."""
+        """Decode each token by itself; None without a tokenizer."""
         return None if self.tokenizer is None else tuple(self._decode([token]) or "" for token in ids)
 
     def _prompt_ids(self, row: int) -> list[int]:
@@ -425,14 +427,14 @@ class EventEnricher:
         return None if scores is None else float(scores[row].sum())
 
     def _data_row(self, row: int) -> int | None:
-        """None where the batch's rows say no index, or all the same: verl writes 0 for none."""
+        """Return the row's index in the dataset; None where rows have none, or all the same: verl writes 0 for none."""
         known = self.batch.labels.get("index")
         if known is None or len({str(index) for index in known}) < 2 or not str(known[row]).isdecimal():
             return None
         return int(str(known[row]))
 
     def _siblings(self, row: int) -> tuple[Sibling, ...] | None:
-        """The other rows of the same prompt, in the order of the batch; None where the batch has no uids."""
+        """Return the other rows of the same prompt, in the order of the batch; None where the batch has no uids."""
         uids = self.batch.labels.get("uid")
         if uids is None:
             return None
@@ -491,7 +493,7 @@ class Documents:
         }
 
     def of(self, culprit: Culprit) -> Document:
-        """The culprit's."""
+        """Return the document of a culprit's row."""
         row, ids = culprit.row, self._rows[culprit.row or 0]
         assert row is not None  # the driver numbers the rows
         others = [at for at in range(len(self._rows)) if at != row] or [row]

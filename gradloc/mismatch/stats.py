@@ -61,7 +61,7 @@ def partners(columns: Columns, lag: int) -> NDArray:
 
 
 def moves(tokens: Tokens) -> tuple[NDArray, NDArray]:
-    """Of each token (N,) the lag at which its stretch of the row agrees, 0 where it does unmoved; and of each row
+    """Return the lag (N,) at which each token's stretch of its row agrees, 0 where it does unmoved, and for each row
     (R,) by how much. Ranks are compared, so that a temperature or a cut sampler on top does no harm."""
     columns, row = tokens.columns, tokens.row
     a, b = (ranks(column) / len(column) for column in (columns.trainer, columns.rollout))

@@ -27,7 +27,7 @@ class FilterSettings:
     include_zero: bool = setting(True, SWITCH, f"{_FILTER}_include_zero")
     """Whether groups whose rewards are all equal may be kept."""
     top_p_prob_mode: str = setting("linear", one_of("linear", "softmax"), f"{_FILTER}_top_p_prob_mode")
-    """What ``top_p`` adds up: the scores, or their softmax."""
+    """The numbers that ``top_p`` adds up: the scores, or their softmax."""
     loss_scaling: str = setting("none", one_of("none", "linear", "sqrt"), f"{_ACTOR}.filter_loss_scaling")
     """Advantages of a filtered batch times the share of rows kept (``linear``) or its root (``sqrt``)."""
 

@@ -108,7 +108,7 @@ class _AutoSearch:
         return shares
 
     def _is_more_to_see(self, shares: ShareMap) -> bool:
-        """Whether what was read leaves more of R than an error, and the rest may hold a culprit by its norms."""
+        """Return whether what was read leaves more of R than an error, and the rest may hold a culprit by its norms."""
         missing = abs(1 - shares.closure)  # over 1: something unread takes it back
         if missing < _ODD or missing * shares.square < (self.task.reference / 2) ** 2:
             return False
@@ -269,8 +269,10 @@ class _AutoSearch:
     # ---- causes that are not tokens
 
     def _is_not_of_tokens(self, shares: ShareMap) -> bool:
-        """Whether shares do not add up because a part of the gradient passes through no token, or through a backward
-        that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that part."""
+        """Return whether shares do not add up because a part of the gradient passes through no token, or through a
+        backward that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that
+        part.
+        """
         is_odd = shares.is_exact and not shares.unseen and abs(1 - shares.closure) > _ODD
         if not is_odd or self.others is not None or self._is_split:
             return False
@@ -287,7 +289,7 @@ class _AutoSearch:
         return True
 
     def _is_the_backward_s(self, shares: ShareMap) -> bool:
-        """Whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
+        """Return whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
         is_far = not 1 / FAR <= shares.closure <= FAR
         is_asked = is_far and self.direction is self.task.gradient and self.result.source is None
         found = doubt_backward(self.task, shares) if is_asked else None

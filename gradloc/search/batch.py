@@ -22,7 +22,9 @@ _FEWER = 4.0  # times: culprits are at least that much fewer than equal tokens t
 
 
 def is_spread(task: Task, shares: ShareMap, spans: Sequence[Span]) -> bool:
-    """Whether these, all that may be culprits, leave most of R to others, and the loss pulls none of them more."""
+    """Return whether these, all that may be culprits, leave most of R to others, and the loss pulls none of
+    them more.
+    """
     if task.spike.threshold is None or sum_products(task, shares, spans) >= shares.square / 2:
         return False
     return not any(_pulls(task, spans)[0])

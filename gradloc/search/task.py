@@ -65,7 +65,7 @@ class Task:
     def can_afford(
         self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False, counts_time: bool = True
     ) -> bool:
-        """Whether this much more stays within the limit; the same on every rank.
+        """Return whether this much more stays within the limit; the same on every rank.
 
         A pass over all micro-batches is kept back for the certificate, unless ``is_certificate``: this is it, or none
         will follow. A backward counts with its forward, as one probe. Without ``counts_time``, passes alone count.
@@ -149,7 +149,7 @@ class Span:
 
 
 def tokens_of(spans: Iterable[Span]) -> list[Token]:
-    """All tokens of these."""
+    """Return all tokens of these spans."""
     return [token for span in spans for token in span.tokens]
 
 

@@ -172,7 +172,7 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Whether the model is a mixture of experts, by its config (transformers' or Megatron's)."""
+    """Return whether the model is a mixture of experts, by its config (transformers' or Megatron's)."""
     config: Any = getattr(unwrapped(module), "config", None)
     read = getattr(config, "get_text_config", lambda: config)
     return any(getattr(read(), name, None) for name in ("num_experts_per_tok", "num_moe_experts"))

@@ -35,7 +35,7 @@ class LoopAnalyses:
             self.reporters.append(BucketAnalysis(buckets, run, _no_batch))
 
     def are_due(self, number: int) -> bool:
-        """Whether any analysis is due at this optimizer step, by its number from 1."""
+        """Return whether any analysis is due at this optimizer step, by its number from 1."""
         return any(reporter.is_due(number) for reporter in self.reporters)
 
     def run(
@@ -88,7 +88,7 @@ def _no_batch(seed: int) -> AnalysisBatch:
 
 
 def batch_of(view: BatchView | None, objection: str, ask: Any) -> AnalysisBatch:
-    """The rows of a step, for an analysis.
+    """Return the rows of a step, for an analysis.
 
     Raises:
         RuntimeError: one sentence, where no analysis can be made of the step.

@@ -102,11 +102,11 @@ class Forwarded:
         self.again: Callable[[], Any] | None = None
         """A loop's own function, where part of the loss is made in it."""
         self.shape: torch.Size | None = None
-        """Of h."""
+        """The shape of the hidden state."""
         self.is_done = False
         """Whether a backward came to its hidden state."""
         self.recorded: Recorded | None = None
-        """Of the log-probs that the model returned, and of their derivatives; None where it returned none."""
+        """The record of the log-probs that the model returned and their derivatives; None where it returned none."""
         self.pull: torch.Tensor | None = None
         """dL/dh, of h's own shape, on the device or the host; None before the backward, and with log-probs."""
         self.norms: torch.Tensor | None = None
@@ -123,10 +123,10 @@ class Forwarded:
         self.coefficient: torch.Tensor | None = None
         """dL / d log_prob (B, T), where the loop gave its log-probs."""
         self.known: dict[str, Any] = {}
-        """What the loop noted about it."""
+        """The loop's notes on this forward."""
         self.stage: StageTokens | None = None
         self.factor: torch.Tensor | None = None
-        """Of Lopti's, bool (B, T): the positions whose gradient training's backward lets through; None for all."""
+        """Lopti's stage, bool (B, T): the positions whose gradient the backward lets through; None for all."""
 
     def _inputs(self) -> Iterator[torch.Tensor]:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
@@ -189,12 +189,12 @@ class Graph:
     def __init__(self) -> None:
         self.hidden: torch.Tensor | None = None
         self.cut: torch.Tensor | None = None
-        """The same, as the rest of the forward gets it."""
+        """The hidden state as the rest of the forward gets it."""
         self.heads: list[torch.Tensor] = []
         """The output of each call of a head, in their order."""
         self.auxiliary: torch.Tensor | None = None
         self.given: Any = None
-        """What the model returned."""
+        """The model's output."""
         self.anchors: list[torch.Tensor] = []
         """Tensors that the model returned: FSDP prepares its backward by hooks there."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps that are run again from a model's inputs share."""
+"""Base of steps that are run again from a model's inputs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

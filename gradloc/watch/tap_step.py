@@ -62,7 +62,7 @@ class TapMicroBatch:
     labels: torch.Tensor | None = None
     """(B, T): the token that each position was to predict."""
     fit: Fit | None = None
-    """Of all positions, flat; None until the step is settled."""
+    """The fit of all positions, flat; None until the step is settled."""
     dots: torch.Tensor | None = None
     """<dL/dh, h> of all positions, flat, at training's weights."""
     biases: torch.Tensor | None = None
@@ -70,7 +70,7 @@ class TapMicroBatch:
     unexplained: float = math.inf
     """Squared norm of the part of dL/dh that the heads' dL/dz do not explain; inf where some dL/dz is not known."""
     sizes: torch.Tensor | None = None
-    """Of all positions, flat: the factor on a read number in the loss."""
+    """The factor on each position's read number in the loss, flat."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -105,7 +105,7 @@ class ModelTap:
         self._is_measured = False
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.stage: StageTokens | None = None
-        """Of the forwards that begin from now on."""
+        """The stage of the forwards that begin from now on."""
         self.unit: torch.Tensor | float = 1.0
         """Typical norm of d log_prob / dh: the norm of dL/dh over it is about |dL / d log_prob|."""
         inner = innermost(model)

@@ -207,7 +207,7 @@ class Watch(Notes):
         return self.look(norm)
 
     def _leaves_to_scaler(self, norm: torch.Tensor) -> bool:
-        """Whether an overflow of fp16 may be the scale's alone: then the loop's scaler takes no step.
+        """Return whether an overflow of fp16 may be the scale's alone: then the loop's scaler takes no step.
 
         Where log-probs were given, their derivatives say so; elsewhere the optimizer's step does.
         """

@@ -148,7 +148,9 @@ class V1TrainerAnalyses(VerlAnalyses):
 
     @staticmethod
     def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-        """The rollouts are asleep before; the batch's rows stay in verl's queue until they are cleared from it."""
+        """Generate a batch for an analysis; its rows stay in verl's queue until they are cleared
+        from it.
+        """
         prompts = drawn_prompts(trainer, num_groups, seed)
         prompts["__rollout_n__"] = torch.full((num_groups,), group_size)  # verl's agent loop keeps a config of its own
         changes = {

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters to verl 0.7 and 0.9 both need."""
+"""Shared by the adapters to verl 0.7 and 0.9."""

@@ -22,7 +22,7 @@ from ...stabilize.config import SeqClipConfig, StabilizeConfig, TokenClipConfig
 from ...stabilize.ratio_clip import TokenWeigher
 
 ALPHA = 0.3
-"""Of Advantage Reweighting, as the advice has it."""
+"""The alpha of Advantage Reweighting that the advice names."""
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 
@@ -53,7 +53,7 @@ def setting_of(config: Any, name: str) -> Any:
 _DIVIDING = ("grpo", "grpo_vectorized")
 """verl's advantage estimators that may divide by a group's standard deviation."""
 _BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
-"""Those whose advantages do not change where tokens leave the loss."""
+"""Advantage estimators whose advantages stay the same when tokens leave the loss."""
 
 
 def estimator_of(algorithm: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's config says of the trained model's layout and load, before a run. Imports neither torch nor verl."""
+"""Reads the trained model's layout and load from verl's config before a run, without torch or verl."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ _PROCESS = "actor_rollout_ref.actor"
 
 
 def is_engine(config: Any) -> bool:
-    """Whether a config is verl 0.9's, whose V1 trainers have a block of their own."""
+    """Return whether a config is verl 0.9's, whose V1 trainers have a block of their own."""
     return OmegaConf.select(config, "trainer.v1") is not None
 
 
 def plan_of(config: Any) -> Plan:
-    """Of the actor; ``config`` is the trainer's whole one.
+    """The actor's layout and load; ``config`` is the trainer's whole one.
 
     Raises:
         ValueError: one sentence, where a size that has no default is missing.

@@ -157,7 +157,7 @@ def _at(config: Any, key: str) -> Any:
 
 
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
-    """The values that a setting must have, and the features that need it, by version of verl."""
+    """Yield the values that a setting must have, and the features that need it, by version of verl."""
     for row in yaml.safe_load(Path(__file__).with_name("requirements.yaml").read_text(encoding="utf-8")):
         where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
         for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():

@@ -14,7 +14,7 @@ STEPS = tuple(
     "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
     "n_updates total_train_updates counters/updates env_step total_steps total_timesteps _step".split()
 )
-"""What a step is called, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
+"""Names of a step, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
 
 ALIASES = {

@@ -48,7 +48,7 @@ _REPLAYED = {
     "swap": "the culprits' micro-batches",
     "recompute": "a micro-batch without the culprits",
 }
-"""What a certificate replays, by method."""
+"""The passes that a certificate replays, by method."""
 
 
 class TokenCell(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loss and the other metrics say of a run, with its gradient norms or without any.
+"""Judges a run by its loss and other metrics, with or without gradient norms.
 
 Each finding is a kind of :data:`~.spikes.KINDS` and a sentence that names what it was judged from.
 """

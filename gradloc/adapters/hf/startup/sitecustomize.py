@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python runs at start in a command under ``gradloc run``, see :mod:`gradloc.adapters.hf.run`."""
+"""Runs when Python starts in a command under ``gradloc run``: see :mod:`gradloc.adapters.hf.run`."""
 
 import importlib
 import importlib.machinery

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Hydra finds under ``pkg://``."""
+"""The configs that Hydra finds under ``pkg://``."""
