@@ -192,7 +192,7 @@ class MicroBatch:
     """One forward and backward of an optimizer step."""
 
     inputs: Any
-    """The micro-batches, as the trainer's forward and loss take them."""
+    """The rows as the trainer's forward and loss take them."""
     recorded: Recorded
 
 
