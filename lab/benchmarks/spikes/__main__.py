@@ -12,10 +12,11 @@ import json
 import multiprocessing
 import random
 import sys
+from pathlib import Path
 
 from lab.benchmarks.run import Progress, as_typed, digest, finish, parser, write
 from lab.benchmarks.spikes.collection import KINDS, models_of
-from lab.benchmarks.spikes.scoring import by_kind, comparison, measured, sentence
+from lab.benchmarks.spikes.scoring import by_kind, comparison, measured, picture, sentence
 from lab.benchmarks.spikes.tools import TOOLS
 
 
@@ -27,7 +28,11 @@ def main() -> int:
     made.add_argument("--tool", choices=TOOLS, action="append")
     made.add_argument("--processes", type=int, default=2)
     made.add_argument("--resume", action="store_true", help="keep the spikes that the record in --out has")
+    made.add_argument("--picture", type=Path, help="draw the record in --out as a chart, and end")
     args = made.parse_args()
+    if args.picture:
+        picture(json.loads((args.out / "spikes.json").read_text(encoding="utf-8"))["rows"], args.picture)
+        return 0
     versions = {name: TOOLS[name].version() for name in args.tool or TOOLS}
     tools = [name for name, version in versions.items() if version != "absent"]
     path, rows = args.out / "spikes.json", []

@@ -8,13 +8,15 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from lab.benchmarks.links import HEALTHY, Plan
-from lab.benchmarks.run import Record, table
+from lab.benchmarks.run import Record
 from lab.benchmarks.spikes.collection import AFTER, KINDS, TIMES, Kind, Truth, spike_of
 from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope, cleared, scratch
+from lab.output import table
 
 ALONE = (GradLoc, Bisection, TrainScope)
 """Tools that get a run of their own, as they have hooks on the model; the others share one."""
@@ -105,7 +107,7 @@ def comparison(rows: Sequence[Record]) -> str:
     lines: list[Sequence[object]] = [
         ("tool", "noticed", "right link", "right place", "accused innocents", "healthy step"),
     ]
-    for name in spikes[0]["answers"]:
+    for name in _names(spikes):
         found = [row["answers"][name] for row in spikes]
         counts = [sum(each[column] for each in found) for column in ("noticed", "link", "place", "innocent")]
         prices = [each["price"] for each in found if "price" in each]
@@ -116,13 +118,39 @@ def comparison(rows: Sequence[Record]) -> str:
 def by_kind(rows: Sequence[Record]) -> str:
     """Return how often each tool has the right place, by kind of spike, as a Markdown table."""
     spikes = [row for row in rows if row["spike"] is not None]
-    names = [*spikes[0]["answers"]]
+    names = _names(spikes)
     lines: list[Sequence[object]] = [("planted", "spikes", *names)]
     for kind in KINDS:
         found = [row["answers"] for row in spikes if row["kind"] == kind]
         if found:
             lines.append((kind, len(found), *(sum(each[name]["place"] for each in found) for name in names)))
     return table(lines)
+
+
+def _names(spikes: Sequence[Record]) -> list[str]:
+    """Return the tools that were compared, in the order of :data:`TOOLS`."""
+    return [name for name in TOOLS if name in spikes[0]["answers"]]
+
+
+def picture(rows: Sequence[Record], path: Path) -> None:
+    """Draw the shares of spikes with the right place, and with an innocent accused, as bars by tool."""
+    import matplotlib.pyplot as plt
+
+    spikes = [row for row in rows if row["spike"] is not None]
+    names = _names(spikes)[::-1]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for offset, column, label, color in (
+        (0.2, "place", "right place", "#2a7f62"),
+        (-0.2, "innocent", "innocent", "#c0504d"),
+    ):
+        shares = [100 * sum(row["answers"][name][column] for row in spikes) / len(spikes) for name in names]
+        axes.barh([at + offset for at in range(len(names))], shares, 0.38, label=label, color=color)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel(f"% of {len(spikes)} spikes")
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
 
 
 def sentence(rows: Sequence[Record]) -> str:
