@@ -14,7 +14,7 @@ TOKEN = Truth(frozenset({"batch"}), frozenset({(1, 0)}), 7)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [*QUICK, "one gradient", "head scale"])
+@pytest.mark.parametrize("kind", [*QUICK, pytest.param("one gradient", marks=pytest.mark.slow), "head scale"])
 def test_two_tools_answer_to_a_spike_of_each_kind(kind):
     found = measure_plan(kind, SMALL, ["GradLoc", "largest loss"])
     assert found["spike"] == HEALTHY

@@ -116,7 +116,7 @@ def _connects(rank, folder, broken):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("broken", [None, 0, 1])
+@pytest.mark.parametrize("broken", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, tmp_path):
     begun = time.monotonic()
     torch.multiprocessing.spawn(_connects, (str(tmp_path), broken), nprocs=2)

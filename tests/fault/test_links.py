@@ -142,7 +142,12 @@ def test_without_an_earlier_step_it_is_said_that_nothing_is_decided(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "fault"),
-    [("ddp", "learning_rate"), ("fsdp2", "second_moments"), ("fsdp2", "weight_decay"), ("fsdp2", "token")],
+    [
+        ("ddp", "learning_rate"),
+        ("fsdp2", "second_moments"),
+        pytest.param("fsdp2", "weight_decay", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "token", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_agree_and_sharded_weights_come_back(world, tmp_path, layout, fault):
     plain = world.run("tests.fault.ranks.train", layout=layout, fault=fault)

@@ -60,7 +60,7 @@ def collectives(folder: str, layout: str, spoiled: str, action: str) -> list[tup
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("ddp", marks=pytest.mark.slow),
         pytest.param("fsdp1", marks=pytest.mark.slow),
         pytest.param("fsdp2-once", marks=pytest.mark.full),
     ],
