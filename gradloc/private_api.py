@@ -26,7 +26,7 @@ def differences(touched: Mapping[str, str | None]) -> list[str]:
 
 
 def difference(place: str, expected: str | None) -> str | None:
-    """Return how a thing differs from what is known of it, as a sentence's start; None where it does not.
+    """Compare a private function or attribute with the expected one; return the start of a sentence, None if equal.
 
     Args:
         place: as :func:`find` takes it.

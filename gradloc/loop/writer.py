@@ -427,7 +427,7 @@ class EventEnricher:
         return None if scores is None else float(scores[row].sum())
 
     def _data_row(self, row: int) -> int | None:
-        """Return the row's index in the dataset; None where rows have none, or all the same: verl writes 0 for none."""
+        """Return the row's index in the dataset; None if unknown: verl then writes 0 for every row."""
         known = self.batch.labels.get("index")
         if known is None or len({str(index) for index in known}) < 2 or not str(known[row]).isdecimal():
             return None

@@ -43,7 +43,7 @@ from lab.output import table
 from tests.core.card import Card
 from tests.toy_model.faults import memory_is
 from tests.world import World
-from tests.world import harness as of_world
+from tests.world import harness as verl_harness
 from tests.world.spikes import plant
 
 TRAINERS = {
@@ -202,7 +202,7 @@ def suffer(trainer: str, folder: str, fault: dict[str, Any], is_on: bool, pause_
     for stream in (1, 2):
         os.dup2(said, stream)
     os.close(said)
-    of_world.part("core.ranks")._PATIENCE_S = patience_s
+    verl_harness.part("core.ranks")._PATIENCE_S = patience_s
     try:
         return _trained(trainer, folder, Fault(**fault), is_on, pause_s)
     except BaseException:
@@ -227,10 +227,10 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
             overrides.append(f"{_ACTOR}.gradloc.evidence.checkpoint=before_step")
         if fault.kind == "dead tracker":
             overrides += _tracker(fault.place)
-        trainer = of_world.make_trainer(overrides, dump_dir)
+        trainer = verl_harness.make_trainer(overrides, dump_dir)
         if fault.place in COPIES:  # so that the optimizer has a state
-            trainer.update(of_world.make_batch(seed=3))
-        batch = of_world.make_batch(seed=1)
+            trainer.update(verl_harness.make_batch(seed=3))
+        batch = verl_harness.make_batch(seed=1)
         plant(batch, *_PLANT)
         stack.enter_context(injection.at(places))
         if fault.place == "the device is full" and dist.get_rank() == 0:
@@ -243,7 +243,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
         with injection.on_card() if fault.place in ("", "allocation") else nullcontext():
             metrics = trainer.update(batch)["metrics"]
         injection.is_on = False
-        trainer.update(of_world.make_batch(seed=2))
+        trainer.update(verl_harness.make_batch(seed=2))
         weights = trainer.weights_hash()
     found = {name: metrics.get(f"gradloc/{name}", [0])[0] for name in ("failures", "events", "write_failures")}
     return {"weights": weights, "counts": dict(injection.counts), **found}
@@ -257,7 +257,7 @@ def _megatron(layout: str) -> Iterator[None]:
 
     conformance._layout.clear()
     conformance._layout.update(LAYOUTS[layout].settings)
-    with mock.patch.object(of_world, "other_trainer", lambda: conformance):
+    with mock.patch.object(verl_harness, "other_trainer", lambda: conformance):
         yield
 
 

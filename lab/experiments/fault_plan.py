@@ -44,6 +44,6 @@ class FaultPlan:
         return row, positions[int(self.position * len(positions))]
 
     def write(self, path: Path, **facts: Any) -> None:
-        """Record the damage as JSON: the plan, and what is known of the token, such as `row` and `position`."""
+        """Write the plan as JSON, with facts about the damaged token such as its `row` and `position`."""
         record = {"seed": self.seed, "plan": asdict(self), "step": self.step, **facts}
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -43,12 +43,13 @@ def test_a_spike_is_a_norm_that_the_run_without_the_fault_has_not(faulty, health
     ("answer", "expected"),
     [
         (Answer(), (False, False, False, False)),
+        (Answer(30, "batch"), (False, True, False, False)),  # before the fault
         (Answer(48, "batch", [(1, 0)], [(1, 0, 7)]), (True, True, True, False)),
         (Answer(48, "batch", [(1, 0), (0, 1)], [(1, 0, 7), (0, 1, 3)]), (True, True, True, True)),
         (Answer(48, "batch", [(1, 0), (0, 1)], [(1, 0, 7), (0, 1, 3)], num_accused=1), (True, True, True, False)),
         (Answer(48, "batch", [(1, 0)], [(1, 0, 8)]), (True, True, False, False)),
         (Answer(48, "weights", parameters=["head.weight"]), (True, False, False, False)),
-        (Answer(60, "batch", [(1, 0)], [(1, 0, 7)]), (False, False, False, False)),
+        (Answer(60, "batch", [(1, 0)], [(1, 0, 7)]), (False, True, True, False)),  # named, where asked for
     ],
 )
 def test_an_answer_is_scored_against_the_truth(answer, expected):

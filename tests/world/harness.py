@@ -312,7 +312,7 @@ def experts_of(overrides: list[str]) -> torch.nn.Module | None:
     return make_experts(kinds[0]) if kinds else None
 
 
-def of_verl(overrides: list[str]) -> list[str]:
+def for_verl(overrides: list[str]) -> list[str]:
     """Without ``experts=KIND``, which is the test's own."""
     return [override for override in overrides if not override.startswith("experts=")]
 
@@ -364,7 +364,7 @@ def make_trainer(
 
     if dist.get_rank() != 0:  # in verl one process, the trainer's, writes
         dump_dir = f"{dump_dir}-rank{dist.get_rank()}"
-    config = make_config([override for override in of_verl(overrides) if override != "lora"], dump_dir)
+    config = make_config([override for override in for_verl(overrides) if override != "lora"], dump_dir)
     trainer = Trainer(None, config)
     try:
         from verl.utils.gradloc_seam import Off, build_trainer_hook

@@ -93,7 +93,7 @@ class TrlStep(TapStep, LossReplay):
 
     @property
     def knows_loss(self) -> bool:  # type: ignore[override]
-        """Whether the loss is one of advantages and uses the log-probs that TRL's own loss uses."""
+        """True where the loss is made of advantages and of the same log-probs as TRL's own loss."""
         return self.has_log_probs and all("inputs" in each.forwarded.known for each in self.micro_batches)
 
     @property

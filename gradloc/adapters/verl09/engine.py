@@ -39,7 +39,7 @@ class EngineWatch(ActorWatch):
         self.engine = engine
         super().__init__(settings, self._make_ranks())
         self.is_open = self.keeps_lr_schedule = False
-        """Whether a mini-batch is being watched; whether another update of the same step follows."""
+        """``is_open``: a mini-batch is being watched. ``keeps_lr_schedule``: another update of this step follows."""
         self._metrics: dict[str, Any] = {}
         self._update = -1
         self._num_left = 0

@@ -10,7 +10,7 @@
     python -m lab.benchmarks.gpu --device cpu --size tiny --tokens 128
 
 Needs torch and this repository; uses flash-attn and transformers if installed. Every cell is written to gpu.json and
-gpu.md as soon as it is measured, also one that fails. The exit code is 1 if a cell failed or its check does not hold.
+gpu.md as soon as it is measured, failures included. The exit code is 1 if a cell or its check failed.
 """
 
 import argparse

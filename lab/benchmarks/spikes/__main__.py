@@ -34,6 +34,7 @@ def main() -> int:
         picture(json.loads((args.out / "spikes.json").read_text(encoding="utf-8"))["rows"], args.picture)
         return 0
     versions = {name: TOOLS[name].version() for name in args.tool or TOOLS}
+    settings = {name: TOOLS[name].settings for name in versions if TOOLS[name].settings}
     tools = [name for name, version in versions.items() if version != "absent"]
     path, rows = args.out / "spikes.json", []
     if args.resume and path.exists():
@@ -47,7 +48,7 @@ def main() -> int:
         if (kind, model) not in done
         for seed in (args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)])
     ]
-    record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions}
+    record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions, "settings": settings}
     progress = Progress(max(len(cells), 1))
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for found in pool.imap_unordered(measured, cells):

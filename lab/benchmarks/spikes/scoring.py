@@ -84,10 +84,12 @@ def _run(kind: str, plan: Plan, is_faulty: bool, tools: Sequence[Tool]) -> tuple
 
 
 def score(truth: Truth, answer: Answer, spike: int) -> Record:
-    """Return whether the tool noticed, named the right link and place, and accused anything innocent."""
-    noticed = answer.step is not None and answer.step <= spike + 1
-    if not noticed:
-        return {"noticed": False, "link": False, "place": False, "innocent": False}
+    """Return whether a tool noticed by itself, and whether it names the right link and place, and anything innocent.
+
+    To notice is to speak between the first faulty step and the one after the spike. What a tool names at the spike's
+    step counts whether or not it noticed: a user who knows the step may ask for it.
+    """
+    noticed = answer.step is not None and HEALTHY <= answer.step <= spike + 1
     if truth.rows and truth.position is not None and answer.tokens:
         place = any((*row, truth.position) in answer.tokens[:3] for row in truth.rows)
     elif truth.rows:
@@ -98,20 +100,23 @@ def score(truth: Truth, answer: Answer, spike: int) -> Record:
     else:  # the whole batch, or every parameter
         place = answer.link in truth.links and not answer.rows
     accused = {*answer.rows[: answer.num_accused]} - truth.rows
-    return {"noticed": True, "link": answer.link in truth.links, "place": place, "innocent": bool(accused)}
+    return {"noticed": noticed, "link": answer.link in truth.links, "place": place, "innocent": bool(accused)}
 
 
 def comparison(rows: Sequence[Record]) -> str:
     """Return each tool's counts over all spikes, as a Markdown table."""
     spikes = [row for row in rows if row["spike"] is not None]
     lines: list[Sequence[object]] = [
-        ("tool", "noticed", "right link", "right place", "accused innocents", "healthy step"),
+        ("tool", "noticed", "right link", "right place", "accused innocents", "healthy step", "seconds at the spike"),
     ]
     for name in _names(spikes):
         found = [row["answers"][name] for row in spikes]
         counts = [sum(each[column] for each in found) for column in ("noticed", "link", "place", "innocent")]
-        prices = [each["price"] for each in found if "price" in each]
-        lines.append((name, *counts, f"{statistics.median(prices):+.0%}" if prices else ""))
+        price, seconds = "", ""
+        if "price" in found[0]:
+            price = f"{statistics.median(each['price'] for each in found):+.0%}"
+            seconds = f"{statistics.median(each['seconds'] for each in found):.2f}"
+        lines.append((name, *counts, price, seconds))
     return table(lines)
 
 

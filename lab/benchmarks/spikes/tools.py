@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from lab.benchmarks.links import HEALTHY
 from lab.benchmarks.spikes.collection import Kind, Row
 
 
@@ -129,46 +130,49 @@ class TrainScope(Tool):
         from trainscope import TrainScope as Scope
         from trainscope.core.config import TrainScopeConfig
 
-        self.noticed: int | None = None
+        self.alarms: list[int] = []
         self.layers: list[dict[str, float]] = []
-        self.scope = Scope(
-            run.model, run.optimizer, TrainScopeConfig(run_dir=str(self.folder), run_name="run")
-        ).attach()
+        config = TrainScopeConfig(run_dir=str(self.folder), run_name="run")
+        self.scope = Scope(run.model, run.optimizer, config).attach()
 
     def after_backward(self, run: Kind, norm: float) -> None:
         super().after_backward(run, norm)
         loss = sum(float(each.mean()) for each in run.losses) / len(run.losses)
-        if self.scope.step(loss, batch_index=run.step) and self.noticed is None and run.step > 20:
-            self.noticed = run.step
+        if self.scope.step(loss, batch_index=run.step):
+            self.alarms.append(run.step)
         grads = {name: each.grad for name, each in run.model.named_parameters() if each.grad is not None}
         self.layers.append({name: float(grad.norm()) for name, grad in grads.items()})
 
     def answer(self, run: Kind, spike: int) -> Answer:
         usual = {name: statistics.median(each[name] for each in self.layers[:spike]) for name in self.layers[0]}
         growth = {name: norm / max(usual[name], 1e-12) for name, norm in self.layers[spike].items()}
-        return Answer(self.noticed, parameters=sorted(growth, key=lambda name: -growth[name])[:3])
+        alarm = next((step for step in self.alarms if step >= HEALTHY), None)
+        return Answer(alarm, parameters=sorted(growth, key=lambda name: -growth[name])[:3])
 
 
 class RlDoctor(Tool):
-    """rldoctor, on the metrics that a loop logs."""
+    """rldoctor, on the metrics that a loop logs: whether the spike's step adds to what it reports."""
 
     name, package, lines = "rldoctor", "rldoctor", 2
 
     def answer(self, run: Kind, spike: int) -> Answer:
+        return Answer(spike if self._count(spike + 1) > self._count(spike) else None)
+
+    def _count(self, num_steps: int) -> int:
+        """Return how many spikes and norms that are not finite it reports in the first steps."""
         from rl_doctor import diagnose, run_from_records
 
-        records = [{"step": step, "grad_norm": norm} for step, norm in enumerate(self.norms)]
-        found = next(
-            each for each in diagnose(run_from_records(records)).findings if each.detector == "gradient_pathology"
-        )
-        noticed = found.metrics.get("n_spikes") or found.metrics.get("n_nonfinite")
-        return Answer(spike if noticed else None)
+        records = [{"step": step, "grad_norm": norm} for step, norm in enumerate(self.norms[:num_steps])]
+        findings = diagnose(run_from_records(records)).findings
+        metrics = next(each for each in findings if each.detector == "gradient_pathology").metrics
+        return metrics.get("n_spikes", 0) + metrics.get("n_nonfinite", 0)
 
 
 class RlProbe(Tool):
     """rlprobe, on metrics and rows; what drove a step are the rows with the largest advantages."""
 
     name, package, lines = "rlprobe", "rlprobe", 3
+    settings = "grad_pathology.min_spikes=1"
 
     def attach(self, run: Kind) -> None:
         from rlprobe import Recorder, SamplingConfig
@@ -178,7 +182,8 @@ class RlProbe(Tool):
 
     def after_backward(self, run: Kind, norm: float) -> None:
         super().after_backward(run, norm)
-        self.recorder.log_step(run.step, grad_norm=norm, loss=float(torch.cat(run.losses).mean()))
+        loss = float(torch.cat(run.losses).mean())
+        self.recorder.log_step(run.step, grad_norm=norm, loss=loss, nan_count=int(not math.isfinite(norm)))
         samples = [
             {"sample_id": f"{number}-{row}", "advantage": float(weights[row].mean())}
             for number, weights in enumerate(run.weights)
@@ -190,10 +195,11 @@ class RlProbe(Tool):
         from rlprobe.doctor import diagnose, spike_drivers
 
         self.recorder.close()
-        noticed = any(each.signature_id == "GRAD_PATHOLOGY" for each in diagnose(self.folder / "run"))
-        drivers = spike_drivers(self.folder / "run", spike, window=0, k=3)
-        rows = [tuple(map(int, each.sample_id.split("-"))) for each in drivers]
-        return Answer(spike if noticed else None, "batch", [(first, second) for first, second in rows], num_accused=1)
+        findings = diagnose(self.folder / "run", config={"grad_pathology": {"min_spikes": 1}})
+        alarms = [each.first_step for each in findings if each.signature_id == "GRAD_PATHOLOGY"]
+        alarm = next((step for step in alarms if step is not None and step >= HEALTHY), None)
+        drivers = [each.sample_id.split("-") for each in spike_drivers(self.folder / "run", spike, window=0, k=3)]
+        return Answer(alarm, "batch", [(int(number), int(row)) for number, row in drivers], num_accused=1)
 
 
 class ZClip(Tool):

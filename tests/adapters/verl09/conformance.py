@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.detached import let_through
-from tests.world.harness import NUM_PROMPT, experts_of, of_verl
+from tests.world.harness import NUM_PROMPT, experts_of, for_verl
 from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
 
@@ -120,10 +120,10 @@ class Trainer(harness.Trainer):
     def _gradient_of(self, batch: Any, change: Callable) -> tuple[list[Any], float]:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-        of_verl, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
+        own, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
 
         def loss_function(model_output: Any, data: Any, **given: Any) -> Any:
-            loss, metrics = of_verl(model_output=change(model_output, data), data=data, **given)
+            loss, metrics = own(model_output=change(model_output, data), data=data, **given)
             losses.append(float(loss.detach()))
             return loss, metrics
 
@@ -178,8 +178,8 @@ class Trainer(harness.Trainer):
             self.trainer.gradloc = TrainerSide(self.trainer.config)
         with self.store:
             meta = self.store.add(batch)
-            of_verl = type(self.trainer).__bases__[-1]._update_actor
-            update = QueueUpdate(self.trainer, _ACTOR, meta, partial(of_verl, self.trainer, meta))
+            own = type(self.trainer).__bases__[-1]._update_actor
+            update = QueueUpdate(self.trainer, _ACTOR, meta, partial(own, self.trainer, meta))
             self.hook._update(update, self.hook.spikes, self.hook.stabilizers, name)
 
     def _as_sampled(self, batch: Any) -> Any:
@@ -224,10 +224,10 @@ class Trainer(harness.Trainer):
         from gradloc.adapters.verl09.step import with_token_weights
         from gradloc.stabilize.ratio_clip import TokenWeigher
 
-        of_verl = self.worker.actor.loss_fn
+        own = self.worker.actor.loss_fn
         if self.hook is None or not self.settings.stabilize.weighs_tokens:
-            return of_verl
-        return with_token_weights(of_verl, TokenWeigher(self.settings.stabilize), dict)
+            return own
+        return with_token_weights(own, TokenWeigher(self.settings.stabilize), dict)
 
     def micro_batches(self, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
         """The oracle's: verl's ``ppo_loss`` of a plain model's log-probs."""
@@ -297,7 +297,7 @@ def make_trainer(
     if not Path(model_dir, "config.json").exists():
         dist.barrier()  # until every rank has looked
         harness.save_model(model_dir, model)
-    renamed = [new for override in of_verl(overrides) for new in RENAMED.get(override, [override])]
+    renamed = [new for override in for_verl(overrides) for new in RENAMED.get(override, [override])]
     renamed = [override.replace(f"{ACTOR}.grad_clip=", f"{ACTOR}.optim.clip_grad=") for override in renamed]
     given = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"+{MODEL}.override_config.attention_dropout={dropout}"]
     is_ours = any(name in override.lower() for override in overrides for name in OURS)

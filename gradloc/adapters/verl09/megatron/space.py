@@ -40,7 +40,7 @@ class _Shard(NamedTuple):
 
     param: torch.nn.Parameter
     is_original: bool
-    """Whether it counts: an embedding's copy on the last stage does not, which the optimizer may have cut elsewhere."""
+    """False for the last stage's copy of a tied embedding, which must not count twice in a norm."""
     place: str
     """Seed of its random numbers: the same for copies, another for other parts."""
 

@@ -65,7 +65,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the schedule that runs is a pass of the search."""
+        """True while the running schedule is a pass of the search, and not training's."""
         return self._pass is not None
 
     def before_forward(self, micro_batch: Any) -> None:

@@ -96,11 +96,11 @@ def step_class() -> type:
 
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
     """See :func:`conformance.make_trainer`; two chunks on each of two stages take a model of four layers."""
-    of_layout = _layout["overrides"]
-    if any("virtual_pipeline" in override for override in of_layout):
+    layout_overrides = _layout["overrides"]
+    if any("virtual_pipeline" in override for override in layout_overrides):
         harness.save_model(f"{dump_dir}-model")
     with harness.parallel(_layout.get("dtype", "float32")):
-        return conformance.make_trainer([*overrides, *of_layout], dump_dir, *args, kind=Trainer, **given)
+        return conformance.make_trainer([*overrides, *layout_overrides], dump_dir, *args, kind=Trainer, **given)
 
 
 @contextlib.contextmanager
