@@ -115,7 +115,9 @@ class Metrics:
 
     def logged(self, name: str) -> list[tuple[int, float]]:
         """Return the steps that have one metric, and its values."""
-        pairs = zip(self.steps, self.get(name), strict=True)
+        if name not in self.series:  # most names that are asked for
+            return []
+        pairs = zip(self.steps, self.series[name], strict=True)
         return [(step, value) for step, value in pairs if value is not None]
 
     def known(self, name: str) -> list[tuple[int, float]]:
@@ -124,7 +126,7 @@ class Metrics:
 
     def finite(self, name: str) -> list[float]:
         """Return the finite values of one metric, in order."""
-        return [value for _, value in self.known(name)]
+        return [value for value in self.series.get(name, ()) if value is not None and math.isfinite(value)]
 
     @property
     def norm(self) -> str | None:
