@@ -637,7 +637,10 @@ def measure(kind: str, seed: int, layout: str = "plain", keeps: tuple[str, ...] 
             watch.close()
             if layout != "plain":
                 dist.barrier()  # the first rank has written
-            found[name] = judged(made, truth, events_in(folder), math.sqrt(spoiled.norm * truth.norm))
+            events = events_in(folder)
+            if layout != "plain":
+                dist.barrier()  # every rank has read; the first one deletes its folder
+            found[name] = judged(made, truth, events, math.sqrt(spoiled.norm * truth.norm))
     return found
 
 
