@@ -19,7 +19,7 @@ _BEFORE_DICT = re.compile(
 )
 _STEP = (  # Step... (500 | is Flax'
     r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)"
-    r"(?:\s*/\s*(?P<total>\d+))?\]?"
+    r"(?:\s*/\s*\d+)?\]?"
 )
 _HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
@@ -29,9 +29,11 @@ _HEADED = re.compile(
     r"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?: count)?(?=\W{0,3}\d+\s*/))\b"
     rf"(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
-    r"|^\s*(\d{1,15})/\d+ (?:\[[=>. ]*\]|[━╸╺]+)"  # 73/120 [====>....], as Keras has it
+    r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
+    r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
+    r"|\bit[=:]\s*(\d{1,15})(?=[ ,|])"
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
-    r"|^\s*\[(\d{1,15})\] (?=[a-z_]+ [-\d])"  # [73] loss 2.0 / kl 0.1
+    r"|(?:^|\s)\[(\d{1,15})\] (?=[a-z]\w* ?[=: ] ?[-\d])"  # [73] loss 2.0 / kl 0.1
     r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
     r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
     re.IGNORECASE,
@@ -39,6 +41,7 @@ _HEADED = re.compile(
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
+_OF_TOTAL = re.compile(r"\s*/\s*(\d+)")
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d+)", re.IGNORECASE)
 _NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _OPENED = r"(?:[\w.]+\(|[\['\"])*"
@@ -54,6 +57,11 @@ _PAIRS = re.compile(
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
+_WORDS = re.compile(rf"(?:\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
+"""A name and a number, on a line that holds nothing else."""
+_STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
+_OF_WHAT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
+"""What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
 _PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
@@ -69,24 +77,31 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     {'train loss': 2.5, 'norm': 0.4812, 'lr': 0.0003}
     >>> pairs("{'loss': '0.1', 'kl': nan} gnorm=3.1 spiky (norm=2.2)")
     {'loss': 0.1, 'kl': nan, 'gnorm': 3.1, 'norm': 2.2}
+    >>> pairs(" reward 0.5 kl 0.002 len 512")
+    {'reward': 0.5, 'kl': 0.002, 'len': 512.0}
+    >>> pairs("Reward: mean=0.5, std=0.1")
+    {'Reward mean': 0.5, 'Reward std': 0.1}
     >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")
     {'tgs': 7.0, 'grad_norm': 5.0}
     """
     text = text[start:end]
+    of_what = _OF_WHAT.match(text)
     made: dict[str, float] = {}
     norms = {}
     for inner in _INNER.finditer(text) if "{" in text and "orm" in text else ():
         if is_norm(inner[1]) and (parts := pairs(inner[2])):
             norms[inner[1]] = math.sqrt(sum(part * part for part in parts.values()))
             text = text.replace(inner[0], " ")
-    for found in _PAIRS.finditer(text):
+    words = [] if ":" in text or "=" in text else list(_WORDS.finditer(text))
+    is_plain = len(words) > 1 and sum(len(found[0]) for found in words) == len(text.rstrip())
+    for found in words if is_plain else _PAIRS.finditer(text):
         name, value = (found[found.lastindex - 1], found[found.lastindex])
         if name.count("(") > name.count(")"):  # behind a bracket that it does not close
             name = name.rpartition("(")[2]
         elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
             name = name.partition(")")[2]
         if not _PLACE.fullmatch(f"{name}:{value}") and (name := name.strip(" |,-(")):
-            made[intern(name)] = as_float(value)
+            made[intern(of_what[1] + " " + name if of_what and name in _STATISTICS else name)] = as_float(value)
     return made | norms
 
 
@@ -100,8 +115,7 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
 )
 _HEADLINE = re.compile(
-    r"(?:^|[\s:])(?:(?:steps?|iter(?:ation)?)\b\W{0,3}(\d{1,15})|epoch\b\W{0,3}(\d{1,9}))"
-    r"(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
+    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,3}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
     r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$",  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
     re.IGNORECASE,
 )
@@ -117,7 +131,7 @@ _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
 _LOSS_COLUMN = re.compile(r"loss|rmse_", re.IGNORECASE)
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
-_BAR = re.compile(r"(\d{1,15})(?:/\d+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
+_BAR = re.compile(r"(\d{1,15})(?:/[\d?]+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 
 
@@ -419,7 +433,8 @@ class Labelled(Grammar):
             return False
         if not is_other:
             values = pairs(line, 0, head.start()) | values
-        if not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+        wanted = [name for name in values if is_norm(name) or _OF_TRAINING.search(name)]
+        if not wanted or all(map(_NOT_TRAINING.match, wanted)):
             return False
         if " | Grad. Norm:" in line:
             self.title = "prime-rl's log"
@@ -433,11 +448,11 @@ class Labelled(Grammar):
             return self.add(process, int(place), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
-        length = head.groupdict().get("total")
-        if length and self._epoch is not None:
+        total = _OF_TOTAL.match(line, head.end(head.lastindex))
+        if total and self._epoch is not None:
             values.setdefault("epoch", self._epoch)
-        if length and "epoch" in values:
-            self.lengths[process][len(self.rows[process])] = int(length)
+        if total and "epoch" in values:
+            self.lengths[process][len(self.rows[process])] = int(total[1])
         step = next(filter(None, head.groups())).replace(",", "")
         if step[-1] in "KMkm":  # 31K means a thousand steps
             self.is_late = True
@@ -521,14 +536,19 @@ class Headed(Blocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_by_step = False
+        self._word = "epoch"
+        """What the headlines count: a word that comes below another one's headlines makes none of its own."""
+
+    @property
+    def is_by_step(self) -> bool:
         """Whether the last headline said a step, not an epoch."""
+        return self._word != "epoch"
 
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
-            if head[1] or head[3] or not self.is_by_step:  # epochs within an iteration are none of their own
-                self.steps[""], self._is_fresh = int(next(filter(None, head.groups()))), True
-                self.is_by_step = head[2] is None
+            word = (head[1] or "step").lower()
+            if word == self._word or not self.is_by_step:
+                self.steps[""], self._is_fresh, self._word = int(head[2] or head[3]), True, word
             return False
         values = pairs(line) if self.steps else {}
         if any(is_norm(name) or _OF_TRAINING.search(name) for name in values):

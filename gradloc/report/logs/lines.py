@@ -6,6 +6,7 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
+import html
 import re
 import warnings
 from collections import defaultdict
@@ -352,6 +353,7 @@ _TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg",
 """The fields that hold a line."""
 _TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
 _WRAPS = re.compile(rf'"(?:{"|".join(_TEXTS)})"\s*:\s*["\[]')
+_TAG = re.compile(r"^\s*<\w+>|</\w+>\s*$")
 _CALL = re.compile(r"\b(?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*\(([-+.\deE]+|nan|inf)[^()]*\)")  # np.float64(0.3), tensor(0.3)
 _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
 
@@ -359,6 +361,8 @@ _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
 def unwrapped(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, each that is a JSON object around another line replaced by that one."""
     for line in lines:
+        if "&quot;" in line:
+            line = _TAG.sub("", html.unescape(line))
         if line[:1] == "{" and _WRAPS.search(line):
             try:
                 entry = parse_json(line)

@@ -18,9 +18,6 @@ STEPS = tuple(
 its own."""
 
 ALIASES = {
-    "critic/score/mean": "reward rew reward_mean mean_reward avg_reward rewards_mean raw_reward score score_mean "
-    "scores avg_total_reward task_reward_avg avg_raw_reward episodic_return episode_reward_mean ep_rew_mean "
-    "env_all_reward_total",
     "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy "
     "approx_entropy entropy_avg",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
@@ -42,6 +39,10 @@ ALIASES = {
     "rollout_corr/rollout_is_eff_sample_size": "correction_ess",
 }
 """verl's names, and what other trainers call the same, as :func:`_plain` spells it."""
+REWARD = "critic/score/mean"
+_REWARD_WORDS = {"reward", "rewards", "rew", "score", "scores"}
+_OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".split()}
+"""Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
 _LOSS = re.compile(r"(?:^|_)(?:loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)")
 _NO_LOSS = re.compile(
@@ -107,7 +108,11 @@ def step_of(values: Mapping[str, float | None]) -> int | None:
     """
     found = next((values[name] for name in STEPS if name in values), None)
     if found is None:
-        plain = {re.sub(r"[\s.-]+", "_", name.lower()): value for name, value in values.items() if len(name) < 24}
+        plain = {
+            re.sub(r"[\s.-]+", "_", name.lower()).removeprefix("train_"): value
+            for name, value in values.items()
+            if len(name) < 24
+        }
         found = next((plain[name] for name in STEPS if name in plain), None)
     return as_step(found)
 
@@ -216,7 +221,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     own: dict[str, str] = {}
     for name in sorted(names, key=len):
-        known = _KNOWN.get(_plain(name))
+        known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
             own.setdefault(known, name)
     if LOSS not in own and LOSS not in names and "actor/loss" not in names:
@@ -224,6 +229,18 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         if losses:
             own[LOSS] = min(losses, key=lambda name: ("total" not in name.lower(), len(name)))
     return own
+
+
+def _is_reward(name: str) -> bool:
+    """Return whether a metric is the mean reward.
+
+    >>> [_is_reward(name) for name in ("Total rewards mean", "ep_return", "reward_std", "reward/format", "return")]
+    [True, True, False, False, False]
+    """
+    words = _plain(name).split("_")
+    rest = [word for word in words if word not in _REWARD_WORDS]
+    is_return = "return" in rest and bool({"ep", "episode", "episodic"} & {*rest})
+    return len(words) - len(rest) + is_return == 1 and {*rest} - {"return"} <= _OF_REWARD
 
 
 def _plain(name: str) -> str:

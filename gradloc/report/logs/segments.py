@@ -24,6 +24,8 @@ from .recording import MAX, MEAN, Metrics, Recording, Row, Skip, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
+_COUNTS = ("iter", "iteration", "micro_step", "batch", "epoch")
+"""Metrics that may count rows where several have one step."""
 MANY = 10_000
 """Rows by which a log's own metrics are known."""
 STARTS = 50
@@ -163,6 +165,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     """Return a chain's segments, each put after the one that it goes on from."""
     runs: list[LoggedRun] = []
     for recording in chain:
+        _count_by_row(recording)
         _count_through_epochs(recording)
         if _are_mixed([step for step, _ in recording.rows]):
             recording.rows.sort(key=lambda row: row[0])
@@ -190,6 +193,17 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             runs[-1].skips += recording.skips if not count else []
         runs[-1].notes += [*recording.notes, *notes]
     return runs
+
+
+def _count_by_row(recording: Recording) -> None:
+    """Takes the metric that counts each row, such as ``iter``, for the step where the step is that of many rows."""
+    rows = recording.rows
+    num_again = sum(before[0] == after[0] for before, after in pairwise(rows))
+    for name in _COUNTS if 2 * num_again > len(rows) > 2 else ():
+        counts = [values.get(name, math.nan) for _, values in rows]
+        if all(before < after and after.is_integer() for before, after in pairwise(counts)):
+            recording.rows = [(int(count), values) for count, (_, values) in zip(counts, rows, strict=True)]
+            return
 
 
 def _are_mixed(steps: Sequence[int]) -> bool:
@@ -272,10 +286,10 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     main = {name for name, count in own.items() if 2 * count > max(own.values())}
 
     def is_beside(values: dict[str, float]) -> bool:
-        """Return whether a row is none of training's own, such as an evaluation's: without the norm, or with none of
-        the metrics that most rows have. It may call its loss as training does.
+        """Return whether a row is none of training's own, such as an evaluation's: without the norm, or with less than
+        half of the metrics that most rows have. It may call its loss as training does.
         """
-        return not (any(map(is_norm, values)) if has_norms else main & values.keys())
+        return has_norms and not any(map(is_norm, values)) or 2 * len(main & values.keys()) < len(main)
 
     again = sum(
         a[0] == b[0] and _clash(a[1], b[1]) and not is_beside(a[1]) and not is_beside(b[1]) for a, b in pairwise(rows)

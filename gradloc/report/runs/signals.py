@@ -320,12 +320,12 @@ def _collapse(metrics: Metrics) -> Sign | None:
 
 
 def _parted(metrics: Metrics) -> Sign | None:
-    """Find a short log's loss whose later values are all over twice every earlier one."""
+    """Find a short log's loss whose later values are all over 1.5 times every earlier one, of two values twice."""
     own, logged = loss_of(metrics)
     known = [(step, value) for step, value in logged if math.isfinite(value)]
     for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
         highest, lowest = max(value for _, value in known[:at]), min(value for _, value in known[at:])
-        if 0 < 2 * highest < lowest:
+        if 0 < (2 if min(at, len(known) - at) < 3 else 1.5) * highest < lowest:
             was, now = number(highest, 2), number(lowest, 2)
             last, step = known[at - 1][0], known[at][0]
             sentence = f"{own} is at most {was} up to step {last}, and at least {now} from step {step} on."
