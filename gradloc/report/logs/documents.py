@@ -38,6 +38,10 @@ def read_document(source: Source) -> list[Recording]:
         raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
+    if isinstance(document, dict) and "log_history" not in document:
+        lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
+        if len(lists) == 1 and one_value(lists[0][0]) is not None:  # {"metrics": [{"key": ..., "value": ...}, ...]}
+            document = lists[0]
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
         entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []

@@ -8,7 +8,7 @@ from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
-from .names import as_step, is_norm, number, numbers, one_value, step_of
+from .names import as_step, is_norm, is_training_loss, number, numbers, one_value, step_of
 from .recording import Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
@@ -31,7 +31,8 @@ _HEADED = re.compile(
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
     r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
     r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
-    r"|\bit[=:]\s*(\d{1,15})(?=[ ,|])"
+    r"|\bit(?:[=:]\s*| )(\d{1,15})(?=[ ,]|\s*\|)"
+    r"|\bsteps_completed=(\d{1,15})"
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
     r"|(?:^|\s)\[(\d{1,15})\] (?=[a-z]\w* ?[=: ] ?[-\d])"  # [73] loss 2.0 / kl 0.1
     r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
@@ -105,7 +106,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     return made | norms
 
 
-_OF_TRAINING = re.compile(r"loss|reward|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
+_OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
 _BLOCK = re.compile(
     r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
     r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
@@ -115,7 +116,7 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
 )
 _HEADLINE = re.compile(
-    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,3}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
+    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,5}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
     r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$",  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
     re.IGNORECASE,
 )
@@ -412,13 +413,16 @@ class Labelled(Grammar):
         self._epoch: float | None = None
         """The epoch that a line of its own said last."""
         self._above: str | None = None
-        """The process of the line above, where one that is indented may say more of its step."""
+        """The process of the line above, where one without a step may say more of its step."""
 
     def take(self, line: str, process: str) -> bool:
-        is_taken = self._take(line, process)
-        if is_taken or not line[:1].isspace():
-            self._above = process if is_taken else None
-        return is_taken or self._above is not None and self._goes_on(line, self._above)
+        if self._take(line, process):
+            self._above = process
+            return True
+        is_more = self._above is not None and self._goes_on(line, self._above)
+        if not is_more and not line[:1].isspace():
+            self._above = None
+        return is_more
 
     def _take(self, line: str, process: str) -> bool:
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
@@ -460,12 +464,12 @@ class Labelled(Grammar):
         return self.add(process, int(step), values)
 
     def _goes_on(self, line: str, process: str) -> bool:
-        """Adds what an indented line says of the step above it."""
+        """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""
         values, above = pairs(line), self.rows[process][-1][1]
-        if not any(map(is_norm, values)):
+        if not any(is_norm(name) or is_training_loss(name) for name in values):
             return False
         is_more = values.keys().isdisjoint(above)
-        self.num_again += not is_more
+        self.num_again += not is_more and line[:1].isspace() and any(map(is_norm, values))
         if is_more:
             above.update(values)
         return is_more
@@ -600,10 +604,16 @@ class Bar(Grammar):
     title = "a progress bar's values"
 
     def take(self, line: str, process: str) -> bool:
-        bar = _BAR.search(line) or (DRAWN.search(line) if "orm" in line else None)
+        bar = _BAR.search(line) or DRAWN.search(line)
         values = {}
-        if bar is not None:  # behind the bar, or as its description
+        if bar is not None:  # behind the bar's counts, as its description, or printed over its end
             values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
+            if (
+                not any(map(_OF_TRAINING.search, values))
+                and (behind := line.find("]", bar.end())) > 0
+                and not _HEADED.search(line, behind)
+            ):
+                values = pairs(line, behind + 1)
         if bar is None or not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
             return False
         step = step_of(values)

@@ -62,6 +62,9 @@ _NAN_LOSS = re.compile(
     r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop",
     re.IGNORECASE,
 )
+_DECIMAL_COMMA = re.compile(r"[=:]\s*-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))(?![\d,.])")
+_DECIMAL_POINT = re.compile(r"[=:]\s*-?\d+\.\d")
+_COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
 _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
@@ -83,7 +86,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     grammars = [Console(), json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
-    num_bad = num_seen = 0
+    num_bad = num_seen = num_commas = 0
     for line in _joined(unwrapped(source.lines() if lines is None else lines)):
         if line:
             last, taken = line, None
@@ -95,6 +98,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             "tep" in line
             or "{" in line
             or "iter" in line
+            or "Iter" in line
             or "•" in line
             or "│" in line
             or "orm" in line
@@ -122,6 +126,11 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             continue  # most lines of a long log end here: this is as fast as it gets
         if "\x1b" in line or "[0m" in line:
             line = _COLOUR.sub("", line)
+        if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
+            num_commas += 1
+            line = _COMMA.sub(".", line)
+        elif num_commas > 2 and not _DECIMAL_POINT.search(line):  # as 903,000 among 0,481
+            line = _COMMA.sub(".", line)
         if "orm" in line:
             num_seen += len(_SPELLED.findall(line))
         line, process = _stripped(line)

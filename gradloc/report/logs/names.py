@@ -63,10 +63,12 @@ _WRAPPED = re.compile(
 _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
-_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad")
+_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
 """Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
-_PART = re.compile(r"critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]")
+_PART = re.compile(
+    r"after_?clip|post_?clip|(?<!un)clipped|critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]"
+)
 """Words in the name of a norm of one part of the weights."""
 
 
@@ -246,7 +248,8 @@ def _is_reward(name: str) -> bool:
 def _plain(name: str) -> str:
     """Return a metric's name in small letters, without what says that it is of training.
 
-    >>> _plain("train/Grad. Norm"), _plain("rollout/raw_reward")
-    ('grad_norm', 'raw_reward')
+    >>> _plain("train/Grad. Norm"), _plain("rollout/raw_reward"), _plain("MeanRew")
+    ('grad_norm', 'raw_reward', 'mean_rew')
     """
-    return _PARTS.sub("", re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"))
+    words = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name).lower()  # MeanRew
+    return _PARTS.sub("", re.sub(r"[^a-z0-9]+", "_", words).strip("_"))

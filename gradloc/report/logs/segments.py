@@ -297,11 +297,11 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     is_folded = again > max(2, len(rows) // 8)
     parts: list[_Stretch] = []
     num_same = 0
-    for step, values in rows:
+    for at, (step, values) in enumerate(rows):
         if parts and step not in parts[-1].rows and is_beside(values) and all(map(_is_evaluations, values)):
             parts[-1].add_late(values)  # it may count otherwise
             continue
-        if not parts or not parts[-1].takes(step, values, is_folded):
+        if not parts or not parts[-1].takes(step, values, is_folded) or parts[-1].begins_anew(rows[at : at + 2]):
             if parts and is_beside(values):
                 parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
                 continue
@@ -334,6 +334,13 @@ class _Stretch:
             return (is_folded and step == self._last) or not _clash(known, values)
         # a metric that comes late, such as an evaluation's, is no way back
         return all(self._latest.get(name, -math.inf) < step for name in values if not _is_bookkeeping(name))
+
+    def begins_anew(self, rows: Sequence[Row]) -> bool:
+        """Return whether the first of two rows is the stretch's first one again, and the next is not its next."""
+        if len(rows) < 2 or rows[0][0] != next(iter(self.rows)) or rows[0][0] == self._last:
+            return False
+        (step, _), (later, values) = rows
+        return step < later <= self._last and not self.takes(later, values, is_folded=False)
 
     def add_late(self, values: dict[str, float]) -> None:
         """Adds to the last step what it does not have."""
