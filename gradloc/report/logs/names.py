@@ -67,7 +67,8 @@ _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
 """Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
 _PART = re.compile(
-    r"after_?clip|post_?clip|(?<!un)clipped|critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)|[/._](?:\d+|[qkv])[/._]"
+    r"after_?clip|post_?clip|(?<!un)clipped|critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)"
+    r"|[/._](?:\d+|[qkv])[/._]"
 )
 """Words in the name of a norm of one part of the weights."""
 
