@@ -235,6 +235,10 @@ def _overwritten(run: LoggedRun) -> list[str]:
         if norms:
             peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]))
             discarded = f"; the part that was discarded peaked at {number(peak, 3)} at step {step}"
+        name, logged = loss_of(segment.metrics)
+        bad = [step for step, loss in logged if step >= lost[0] and not math.isfinite(loss)]
+        if bad:
+            discarded += f"; its {name} was not finite, first at step {bad[0]}"
         made.append(
             f"The run was resumed: {plural(len(lost), 'step')} ({ranges(lost)}) {verb} logged twice{discarded}."
         )
