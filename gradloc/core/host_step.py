@@ -25,7 +25,7 @@ def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
     for device in {tensor.device for tensor in known.values()}:
         given = {index: tensor for index, tensor in known.items() if tensor.device == device}
         order = sorted(given, key=lambda index: -given[index].element_size())  # largest first: all stay aligned
-        flat = [given[index].view(-1) for index in order]
+        flat = [given[index].as_strided((given[index].numel(),), (1,)) for index in order]  # one element has any stride
         if len({tensor.dtype for tensor in flat}) > 1:
             flat = [tensor.view(torch.uint8) for tensor in flat]
         parts = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])

@@ -180,9 +180,9 @@ def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certif
     """Leave a certificate's verdict open, since a part of the gradient was not searched."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     why = (
-        f"the gradient of {names[0]}{more}, of norm {outside:.3g}, is no part of the search: behind the last hidden "
-        "state it is known of heads that are called on it, whose loss is made of log-probs or whose dL/dlogits were "
-        f"kept (keep_gb); without that part the norm is {found.norm_before:.3g} with the culprits"
+        f"the gradient of {names[0]}{more}, of norm {outside:.3g}, was not searched: it is used outside of the model's "
+        "forward, or behind its last hidden state where dL/dlogits neither follow from log-probs nor fitted into "
+        f"keep_gb; without that part the norm is {found.norm_before:.3g} with the culprits"
     )
     why += f" and {found.norm_after:.3g} without them" if found.norm_after is not None else ""
     return replace(found, norm_after=None, error_bound=None, verdict="undecided", reason=why)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.forward_state import RngState
 from ..core.sharding import compute_dtype, is_reduction_deferred
@@ -92,7 +92,8 @@ class Forwarded:
     """
 
     def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tap: Any):
-        self.module, self.args, self.kwargs = module, args, kwargs
+        self.module = module
+        self.args, self.kwargs = tree_map(_without_graph, (args, kwargs))
         self._versions = [(leaf, leaf._version) for leaf in self._inputs() if not leaf.is_inference()]
         self.rng = RngState(tap.device, tap.generators)
         self._state = tap.moving.before_forward(tap.outer)
@@ -176,6 +177,12 @@ class Forwarded:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""
         before, grad = getattr(self, name), detached(grad)
         setattr(self, name, grad if before is None else before + grad)
+
+
+def _without_graph(leaf: Any) -> Any:
+    """Return an input without the graph that it came with, which training's backward frees."""
+    has_graph = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    return leaf.detach() if has_graph else leaf
 
 
 def detached(grad: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,7 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
     apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((off / factors**2).sum()))
     if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
-        step.objection = _sentence(space, off, ratios / step.backward_factor, apart)
-        step.fault = _fault(space, off, ratios / step.backward_factor, apart, step.objection)
+        step.fault = _fault(step, space, off, ratios / step.backward_factor, outside, apart)
     space.scale(step.backward_factor)
 
 
@@ -101,15 +100,11 @@ def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) 
 
 
 def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: torch.Tensor) -> list[int]:
-    """Return the parameters whose gradient is not searched: the head's, where dL/dz is not known, and those after the
-    last hidden state in no head that was called on it, such as a value head's after dropout."""
-    tap, params = step.tap, space.params
-    heads = {id(param) for head in tap.heads for param in head.parameters()}
-    found = [index for index, param in enumerate(params) if id(param) in heads] if step.form == "hidden" else []
-    if tap.body is not None:
-        below = {id(param) for param in tap.body.parameters()} | heads
-        known = [index for index, param in enumerate(params) if id(param) not in below]
-        found += [index for index in known if again[index] == 0 and given[index] > 0]
+    """Return the parameters whose gradient is not searched: the head's, where dL/dz is not known, and those that only a
+    part of the loss uses that passes by the last hidden state, such as a value head after dropout."""
+    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
+    is_head = [step.form == "hidden" and id(param) in heads for param in space.params]
+    found = [index for index, head in enumerate(is_head) if head or (again[index] == 0 and given[index] > 0)]
     step.unsearched = tuple(space.names[index] for index in found)
     return found
 
@@ -154,27 +149,32 @@ def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: f
         space.put(kept)
 
 
-def _fault(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float, why: str) -> Fault:
-    """Return the fault of a gradient that differs: after the backward where a few parameters' gradients do."""
+def _fault(
+    step: TapStep, space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, outside: list[int], apart: float
+) -> Fault:
+    """Return the fault of a gradient that differs, and set the step's objection.
+
+    It was changed after the backward where that of a few parameters differs, and each has one that was run again: a
+    part of the loss that passes by the last hidden state has parameters of its own.
+    """
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
-    evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
-    at = "undecided" if len(order) > len(space.params) / 2 else "after_backward"
-    return Fault(at, "gradient_changed" if at == "after_backward" else None, names, None, evidence, why)
-
-
-def _sentence(space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, apart: float) -> str:
-    """Return a sentence that says how the gradients differ, and in which parameters."""
-    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
-    names = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
-    more = f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
-    whole = len(order) > len(space.params) / 2
-    why = (
-        "its forward gives something else when it is run again, or a part of the loss passes through no hidden state"
-        if whole
-        else "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
-    )
-    return (
+    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
+    passed_by = next((space.names[index] for index in outside if id(space.params[index]) not in heads), "")
+    shown = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
+    shown += f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
+    at = "after_backward"
+    why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
+    if len(order) > len(space.params) / 2:
+        at = "undecided"
+        why = "its forward gives something else when run again, or a part of the loss passes through no hidden state"
+    elif passed_by:
+        at = "undecided"
+        why = f"the loss also uses {passed_by}, which no head of that state has: name another state, as hidden=..."
+    step.objection = (
         f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of "
-        f"its norm, in {plural(len(order), 'parameter')}: {names}{more}; {why}"
+        f"its norm, in {plural(len(order), 'parameter')}: {shown}; {why}"
     )
+    evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
+    cause = "gradient_changed" if at == "after_backward" else None
+    return Fault(at, cause, names, None, evidence, step.objection)

@@ -113,7 +113,7 @@ class TapStep(LoopStep):
         self.unsearched_norm = 0.0
         """Norm of the gradient of :attr:`unsearched`."""
         self.unsearched: tuple[str, ...] = ()
-        """Parameters whose gradient is not searched: the head's, where dL/dz is not known."""
+        """Parameters whose gradient is not searched: the head's, where dL/dz is not known, and others behind h."""
         self.spent = 0, 0
         """Forwards and backwards of a micro-batch that were run before the search."""
         self.residual = 0.0
@@ -342,8 +342,9 @@ class TapStep(LoopStep):
         forwarded = batch.forwarded
         norms = forwarded.norms.view(-1)
         found = batch.fit = _empty_fit(norms) if batch.fit is None else batch.fit
-        if "ids" not in forwarded.known and batch.labels is not None:
-            batch.ids = batch.in_window(batch.labels.reshape(-1))
+        if "ids" not in forwarded.known:
+            read = [batch.labels] if batch.labels is not None else [each.clamp(min=0) for each in forwarded.ids()]
+            batch.ids = batch.in_window(read[0].reshape(-1)) if read else batch.ids
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, batch))
         recorded.log_prob = batch.in_window(found.potentials.log_prob)
         recorded.is_entropy = not self.has_rest

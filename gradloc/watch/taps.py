@@ -11,7 +11,7 @@ not kept.
 
 Where h is: a transformers model says which module is its body and which its head. h is the body's output, or the head's
 input where that is another tensor (T5 scales it, BERT transforms it). In another model the head is the linear layer
-that is called last, and h its input.
+that is called last, and h its input, if all of the output's gradient passes there. Else h is the model's output.
 
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
@@ -46,6 +46,7 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
+from .paths import last_hidden
 from .zero import is_engine
 
 _NUM_SAMPLED = 64  # positions
@@ -139,8 +140,9 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(_Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(_Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        if hidden is None and _transformers_model_in(inner) is not inner:
-            self._listen(_transformers_model_in(inner))
+        inside = _trained_part(inner)
+        if hidden is None and inside is not inner:
+            self._listen(inside)  # which a method of the user's own may call, such as a training_step
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Keep this module's calls as training's, such as those of a wrapper that is made later."""
@@ -333,8 +335,8 @@ class ModelTap:
             return
         if present is None or self.is_again or present.module is not module:
             return
-        if self._is_searching and self._linear_calls:
-            self._settle_heads()
+        if self._is_searching:
+            self._settle_heads(module, output)
         auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
             auxiliary.register_hook(partial(present.add, "model_auxiliary"))
@@ -461,14 +463,27 @@ class ModelTap:
             rows = given.detach().reshape(-1, given.shape[-1])[:_NUM_SAMPLED]
             self.unit, self._is_measured = typical_size(rows, weight, getattr(head, "bias", None)), True
 
-    def _settle_heads(self) -> None:
-        """Choose the heads of an unknown model: the linear layer called last, and each with the same input."""
-        _, hidden, _ = self._linear_calls[-1]
-        self._hidden, self._is_searching = hidden, False
-        self._hook(hidden)
-        for module, given, output in self._linear_calls:
-            if _is_view(given, hidden):
-                self._note_head(module, given, output)
+    def _settle_heads(self, module: torch.nn.Module, output: Any) -> None:
+        """Choose h of an unknown model: the input of its last linear layer, the head, and of each with the same input.
+
+        Where a part of the output's gradient passes by each of these, as with a head that is no module of its own, h is
+        the model's output.
+        """
+        calls, found = self._linear_calls, _hidden_in(output)
+        has_graph = found is not None and found.requires_grad and not isinstance(self.outer, FSDP1 | FSDPModule)
+        hidden = last_hidden(found, calls) if found is not None and has_graph else None
+        if hidden is None and found is not None and has_graph and found.dim() > 1 and _differentiable(output) == 1:
+            self.body, self.is_at_head, self._is_searching = module, False, False
+            self._hidden = found
+            self._hook(found)
+            after = _Hook(self, "_after_body")
+            self._add_handle(self.body.register_forward_hook(after, with_kwargs=True, prepend=True))
+        elif calls:
+            self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
+            self._hook(self._hidden)
+            for head, given, logits in calls:
+                if _is_view(given, self._hidden):
+                    self._note_head(head, given, logits)
         self._linear_calls.clear()
 
 
@@ -565,6 +580,15 @@ def _find_body_and_head(
     return body if is_body else None, head
 
 
+def _trained_part(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the transformers model inside of a module, else its only child that is trained; without one, itself."""
+    found = _transformers_model_in(model)
+    if found is model and not any(param.requires_grad for param in model.parameters(recurse=False)):
+        trained = [part for part in model.children() if any(param.requires_grad for param in part.parameters())]
+        found = trained[0] if len(trained) == 1 else model
+    return found
+
+
 def _transformers_model_in(model: torch.nn.Module) -> torch.nn.Module:
     """Return the one transformers model inside of the user's module, such as Lightning's; else the module."""
     found = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
@@ -576,6 +600,12 @@ def _hidden_in(output: Any) -> torch.Tensor | None:
     found = getattr(output, "last_hidden_state", output)
     found = found[0] if isinstance(found, tuple | list) and found else found
     return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+
+
+def _differentiable(output: Any) -> int:
+    """Return how many tensors of a model's output, but scalars, have a graph."""
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.requires_grad and leaf.dim() > 0 for leaf in leaves)
 
 
 def _replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:

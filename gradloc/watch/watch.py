@@ -75,8 +75,8 @@ class Watch(Notes):
         action: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``.
         tokenizer: decodes what is named; None: events have token ids alone.
         scaler: not needed any more; loops that passed their ``GradScaler`` may go on to do so.
-        hidden: the module whose output is the last hidden state, or its name, where neither a transformers model nor
-            the linear layer that is called last says it.
+        hidden: the module whose output is the last hidden state, or its name. Needed where neither a transformers model
+            says it, nor a linear layer is called last, and the model's output is too large to keep its gradient.
         keep_gb: what may be kept on the device in a step, in GiB. Beyond it dL/dh waits in the host's memory, and
             dL/dlogits is recovered from it at a spike.
         metrics: write ``metrics.jsonl``; False where the loop writes its own there.
@@ -614,7 +614,7 @@ class Watch(Notes):
                 'gradloc.Watch(model, hidden="model.norm")'
             )
         return (
-            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled with "
+            f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled in place with "
             "fullgraph=True, or checkpointed as a whole with use_reentrant=True, shows nothing: compile its layers, "
             "checkpoint with use_reentrant=False"
         )

@@ -115,6 +115,7 @@ def test_tensors_of_any_type_are_read_together_as_they_are():
         torch.arange(6.0).view(2, 3).T,
         torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
         torch.zeros(0),
+        torch.arange(4.0).view(1, 4).T[:1],  # contiguous, and yet of another stride
         torch.tensor([7], dtype=torch.int64),
         torch.tensor([0.1], dtype=torch.float64).requires_grad_(),
     ]

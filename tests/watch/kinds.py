@@ -452,6 +452,33 @@ class Remembering(OfOwn):
         return {"amax": self.model.amax, "history": torch.tensor(self.model.history)}
 
 
+class InlinedHead(OfOwn):
+    """A head that is no module: the embedding's weight in a matrix product."""
+
+    class made(Own):
+        def forward(self, ids):
+            return nn.functional.linear(self.hidden(ids), self.embed.weight)
+
+        def begin(self):
+            del self.head
+            nn.init.normal_(self.embed.weight, std=0.1)
+
+
+class CalledByMethod(OfOwn):
+    """A module that is never called, but a method of it."""
+
+    class made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Own()
+
+        def training_step(self, ids):
+            return self.net(ids)
+
+    def logits(self, ids):
+        return self.model.training_step(ids)
+
+
 class Heads(OfOwn):
     """Two heads on one hidden state: the next token, and the one after (MTP). A position has both losses."""
 
@@ -584,9 +611,7 @@ class CompiledOwn(OfOwn):
 
 
 class OneGraph(OfOwn):
-    """Compiled with ``fullgraph=True``, which allows no hook of ours inside."""
-
-    num_events = 0
+    """Compiled with ``fullgraph=True``, which allows no hook of ours inside: its output takes h's place."""
 
     def build(self):
         torch._dynamo.reset()
@@ -594,7 +619,9 @@ class OneGraph(OfOwn):
 
 
 class OneGraphInside(OneGraph):
-    """The same of a model whose watch is older."""
+    """The same of a model whose watch is older: hooks are inside of the graph, so nothing is seen."""
+
+    num_events = 0
 
     def build(self):
         return Own()

@@ -24,7 +24,7 @@ from tests.world import World
 OF_ALL = [each for each in vars(kinds).values() if isinstance(each, type) and issubclass(each, kinds.Kind)]
 RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is not kinds.Ranked]
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
-SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.OneGraph, kinds.LightningByValue}
+SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.LightningByValue}
 SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.ReplicatedLater, kinds.ShardedFlat}
 CLOSE = 1e-6
 """Between weights of a masked step that is another order of sums."""
@@ -99,7 +99,7 @@ def test_a_hook_of_ours_that_fails_leaves_the_loop_as_it_is(tmp_path, monkeypatc
     assert said == ["gradloc: watching failed (RuntimeError: planted), so it is off; training goes on"]
 
 
-@pytest.mark.parametrize("kind", [kinds.RecomputedWholeReentrant, kinds.OneGraph, kinds.OneGraphInside])
+@pytest.mark.parametrize("kind", [kinds.RecomputedWholeReentrant, kinds.OneGraphInside])
 def test_a_model_that_shows_no_hidden_state_is_said(tmp_path, monkeypatch, caplog, kind):
     monkeypatch.setattr("gradloc.watch.watch._EARLY", kinds.STEPS)
     kind(tmp_path).run()
