@@ -61,7 +61,7 @@ _PAIRS = re.compile(
 _WORDS = re.compile(rf"(?:\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
 """A name and a number, on a line that holds nothing else."""
 _STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
-_OF_WHAT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
+_SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
 _PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
@@ -86,7 +86,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     {'tgs': 7.0, 'grad_norm': 5.0}
     """
     text = text[start:end]
-    of_what = _OF_WHAT.match(text)
+    subject = _SUBJECT.match(text)
     made: dict[str, float] = {}
     norms = {}
     for inner in _INNER.finditer(text) if "{" in text and "orm" in text else ():
@@ -102,7 +102,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
         elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
             name = name.partition(")")[2]
         if not _PLACE.fullmatch(f"{name}:{value}") and (name := name.strip(" |,-(")):
-            made[intern(of_what[1] + " " + name if of_what and name in _STATISTICS else name)] = as_float(value)
+            made[intern(subject[1] + " " + name if subject and name in _STATISTICS else name)] = as_float(value)
     return made | norms
 
 
