@@ -284,7 +284,6 @@ def _collapse(metrics: Metrics) -> Sign | None:
     """Find the first metric that fell or rose for good."""
     found = []
     for title, names, *_ in EFFECTS:
-        fall, rise = _COLLAPSES.get(title, (None, None))
         name = next((name for name in names if len(metrics.known(name)) >= 2 * _AROUND), "")
         known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
         values = [value for _, value in known]
@@ -294,14 +293,15 @@ def _collapse(metrics: Metrics) -> Sign | None:
             before, after = values[max(at - 20, 0) : at], values[at : at + 20]
             was, now, end = median(before), median(after), median(values[-_AROUND:])
             scatter = 4 * median(abs(value - was) for value in before)
-            is_fall = fall is not None and was > 0 and max(now, end) < fall * was and was - now > scatter
-            is_rise = rise is not None and was > 0 and min(now, end) > rise * was and now - was > scatter
+            lowest, highest = _bounds(title, was)
+            is_fall = max(now, end) < lowest and was - now > scatter
+            is_rise = min(now, end) > highest and now - was > scatter
             at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
             if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
                 best = abs(now - was), at, was, now
         if best is not None:
             _, at, was, now = best
-            lowest, highest = fall * was if fall else -math.inf, rise * was if rise else math.inf
+            lowest, highest = _bounds(title, was)
             is_away = [not lowest <= value <= highest for value in values]
             while at > _AROUND and is_away[at - 1]:  # the largest change need not be at the first such value
                 at -= 1
@@ -317,6 +317,15 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _bounds(title: str, was: float) -> tuple[float, float]:
+    """Return the least and the largest value of an effect that are no collapse, by its value before."""
+    fall, rise = _COLLAPSES.get(title, (None, None))
+    if was > 0:
+        return fall * was if fall else -math.inf, rise * was if rise else math.inf
+    lowest = 2 * was if title == "reward" and was < 0 else -math.inf
+    return lowest, 0.0 if title == "loss" and was < -1 else math.inf  # a policy's loss is near 0, of either sign
 
 
 def _parted(metrics: Metrics) -> Sign | None:
