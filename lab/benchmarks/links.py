@@ -311,7 +311,7 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
             return norms, [event for event in events if event["step"]["global_step"] > HEALTHY]
 
         def forked(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
-            found = _in_a_child(lambda: ended(fault, is_gradual))
+            found = in_a_child(lambda: ended(fault, is_gradual))
             shutil.rmtree(f"{folder}/run")
             shutil.copytree(f"{folder}/before", f"{folder}/run")
             return found
@@ -332,7 +332,7 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
         return rows
 
 
-def _in_a_child(function: Callable[[], Any]) -> Any:
+def in_a_child(function: Callable[[], Any]) -> Any:
     """Call a function in a forked process and return its result, which must be JSON."""
     ours, theirs = os.pipe()
     child = os.fork()

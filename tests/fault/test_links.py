@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which link broke, in runs with a planted fault; and that looking changes nothing."""
 
-import functools
+import hashlib
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,43 +24,75 @@ PLAN = links.Plan("gpt", SEED, 32, 2, 2e-3, 0.1, 0.999, 2, 4)
 NEVER_SPIKES = ("lost_moments",)
 
 
-def run(folder: Path | str = "", fault: str = "", steps: int = links.HEALTHY + 3, **given: Any) -> links.Run:
-    torch.set_num_threads(1)
-    made = links.Run(PLAN, fault, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5}, **given)
-    for _ in range(steps):
-        made.take()
-    return made
-
-
 def events(folder: Path, since: int = links.HEALTHY) -> list[dict[str, Any]]:
     path = folder / "gradloc" / "events.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [event for event in found if event["step"]["global_step"] > since]
 
 
-@functools.cache
-def plain(fault: str) -> list[torch.Tensor]:
-    """Return what a run without a watch ends with."""
-    return weights(run(fault=fault))
+def state(made: links.Run) -> str:
+    """Return the sha256 of a run's weights and of its optimizer's state."""
+    moments = [value for each in made.optimizer.state.values() for value in each.values()]
+    held = [param.detach() for param in made.model.parameters()] + moments
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in held)).hexdigest()
 
 
-def weights(made: links.Run) -> list[torch.Tensor]:
-    moments = [value for state in made.optimizer.state.values() for value in state.values()]
-    return [param.detach() for param in made.model.parameters()] + moments
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """``run(fault, steps, **watched)``: what a run with a fault ends with; without a watch too, once for each fault.
+
+    The healthy steps are trained once, and each run continues them in a child process.
+    """
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("healthy")
+    made = {"watched": links.Run(PLAN, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5}), "plain": links.Run(PLAN)}
+    for each in made.values():
+        for _ in range(links.HEALTHY):
+            each.take()
+    shutil.copytree(folder, before := tmp_path_factory.mktemp("before"), dirs_exist_ok=True)
+    unwatched: dict[str, str] = {}
+
+    def continued(kind: str, fault: str, steps: int) -> dict[str, Any]:
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("gradloc").addHandler(handler)
+        planted = made[kind]
+        planted.plant(fault, False)
+        for _ in range(steps):
+            planted.take()
+        watch = planted.watch
+        return {
+            "state": state(planted),
+            "parameter": planted.fault.parameter,
+            "failures": watch.localizer.num_failures if watch else 0,
+            "events": events(folder),
+            "heard": heard,
+        }
+
+    def call(fault: str, steps: int = 3) -> dict[str, Any]:
+        if fault not in unwatched:
+            unwatched[fault] = links.in_a_child(lambda: continued("plain", fault, 3))["state"]
+        found = links.in_a_child(lambda: continued("watched", fault, steps))
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        return {**found, "state_without_watch": unwatched[fault]}
+
+    return call
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [fault for fault in links.FAULTS if fault not in NEVER_SPIKES])
-def test_the_right_link_is_named_and_the_run_is_as_without_a_watch(tmp_path, fault):
-    watched = run(tmp_path, fault)
-    assert all(torch.equal(a, b) for a, b in zip(weights(watched), plain(fault), strict=True))
-    first, *_ = events(tmp_path)
+def test_the_right_link_is_named_and_the_run_is_as_without_a_watch(run, fault):
+    found = run(fault)
+    assert found["state"] == found["state_without_watch"]
+    first, *_ = found["events"]
     truth = links.FAULTS[fault]
     assert first["fault"]["at"] == truth, first["fault"]
     assert first["step"]["global_step"] <= links.HEALTHY + 2
     assert bool(first["culprits"]) == (fault in ("token", "row"))
-    if watched.fault.parameter:
-        assert watched.fault.parameter in first["fault"]["parameters"][:3]
+    if found["parameter"]:
+        assert found["parameter"] in first["fault"]["parameters"][:3]
     if truth == "last_update":
         evidence = first["fault"]["evidence"]
         assert max(evidence["norm_without_update"], evidence["norm_under_usual_update"]) < first["trigger"]["threshold"]
@@ -82,7 +116,11 @@ def test_no_token_is_accused_where_updates_moved_weights_far_that_few_tokens_use
 
 @pytest.mark.full
 def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
-    run(tmp_path, "head_scale", action="mask")
+    torch.set_num_threads(1)
+    given = {"folder": str(tmp_path), "trigger": {"floor": 2.0, "cap": 2.5}, "action": "mask"}
+    made = links.Run(PLAN, "head_scale", **given)
+    for _ in range(links.HEALTHY + 1):
+        made.take()
     first, *_ = events(tmp_path)
     assert first["action"]["taken"] == "skip" and "outside of the optimizer" in first["action"]["reason"]
 
@@ -102,7 +140,7 @@ def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
         *((Prober, "compute", call) for call in range(4)),
     ],
 )
-def test_a_failure_anywhere_leaves_the_run_as_it_was(tmp_path, owner, name, call, caplog):
+def test_a_failure_anywhere_leaves_the_run_as_it_was(run, owner, name, call):
     real, calls = getattr(owner, name), iter(range(10**6))
 
     def failing(*given: Any, **more: Any) -> Any:
@@ -112,17 +150,15 @@ def test_a_failure_anywhere_leaves_the_run_as_it_was(tmp_path, owner, name, call
             raise RuntimeError("injected")
         return real(*given, **more)
 
-    with caplog.at_level(logging.CRITICAL), mock.patch.object(owner, name, failing):
-        watched = run(tmp_path, "learning_rate")
-    assert next(calls) > call, "it was reached"
-    assert all(torch.equal(a, b) for a, b in zip(weights(watched), plain("learning_rate"), strict=True))
-    assert watched.watch.localizer.num_failures == 1
+    with mock.patch.object(owner, name, failing):
+        found = run("learning_rate")
+    assert found["state"] == found["state_without_watch"]
+    assert found["failures"] == 1, "it was reached"
 
 
 @pytest.mark.full
-def test_an_early_warning_comes_before_the_norm(tmp_path, caplog):
-    run(tmp_path, "learning_rate", links.HEALTHY + 2)
-    said = [record.getMessage() for record in caplog.records if "as usual" in record.getMessage()]
+def test_an_early_warning_comes_before_the_norm(run):
+    said = [line for line in run("learning_rate", steps=2)["heard"] if "as usual" in line]
     assert said and f"step {links.HEALTHY + 1} moved the parameters" in said[0]
 
 
@@ -143,15 +179,15 @@ def test_without_an_earlier_step_it_is_said_that_nothing_is_decided(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
-        ("ddp", "learning_rate"),
         ("fsdp2", "second_moments"),
+        pytest.param("ddp", "learning_rate", marks=pytest.mark.slow),
         pytest.param("fsdp2", "weight_decay", marks=pytest.mark.slow),
         pytest.param("fsdp2", "token", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_and_sharded_weights_come_back(world, tmp_path, layout, fault):
-    plain = world.run("tests.fault.ranks.train", layout=layout, fault=fault)
-    watched = world.run("tests.fault.ranks.train", layout=layout, fault=fault, folder=str(tmp_path))
+def test_ranks_agree_and_sharded_weights_come_back(bare_world, tmp_path, layout, fault):
+    plain = bare_world.run("tests.fault.ranks.train", layout=layout, fault=fault)
+    watched = bare_world.run("tests.fault.ranks.train", layout=layout, fault=fault, folder=str(tmp_path))
     for one, other in zip(plain, watched, strict=True):
         assert torch.equal(one["weights"], other["weights"])
     first, *_ = events(tmp_path)

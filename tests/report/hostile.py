@@ -8,10 +8,14 @@ import json
 import lzma
 import os
 import re
+import resource
+import signal
 import sqlite3
 import struct
 import sys
 import tarfile
+import tempfile
+import traceback
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -353,5 +357,50 @@ def make(name: str, folder: Path) -> Path:
     return path
 
 
+def in_a_child(function: Callable[[], int], *files: Path) -> tuple[int, resource.struct_rusage]:
+    """Call a function in a forked process that prints into files; returns its exit code and what it used."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(300)
+            for number, path in enumerate(files, 1):
+                os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+            code = function()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    _, status, used = os.wait4(child, 0)
+    return os.waitstatus_to_exitcode(status), used
+
+
+def serve() -> None:
+    """For each name that is read: make that file, have it reported on, and print as JSON what that said and cost.
+
+    What reports needs is imported once. Each file is made and read in a process of its own, forked from this one.
+    """
+    from gradloc.command import main
+
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as printed:
+            made, out, err = Path(folder), Path(printed, "out"), Path(printed, "err")
+            name = line.rstrip("\n")
+            code, _ = in_a_child(lambda: make(name, made) and 0)  # noqa: B023 (called at once)
+            assert code == 0
+            code, used = in_a_child(lambda: main([str(made / name)]), out, err)  # noqa: B023
+            answer = {
+                "code": code,
+                "seconds": used.ru_utime + used.ru_stime,
+                "peak_kb": used.ru_maxrss,
+                "said": out.read_text(),
+                "wrong": err.read_text(),
+                "left": os.listdir(made),
+            }
+        print(json.dumps(answer), flush=True)
+
+
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    serve()

@@ -246,7 +246,7 @@ def read_database(source: Source) -> list[Recording]:
                     return _read_trackio(source, database, columns, clock, "configs" in tables)
                 return list(_read_mlflow(source, database, clock)) if "run_uuid" in columns else []
         except (sqlite3.Error, UnicodeDecodeError, ValueError, OverflowError, MemoryError) as error:
-            if clock.is_stopped:
+            if str(error) == "interrupted" and not clock.is_over:  # SQLite swallows what its handler raises: Ctrl-C
                 raise KeyboardInterrupt from None
             problem = f"no row within {QUERY_SECONDS:.0f} s" if clock.is_over else str(error)
     source.notes.append(f"{source.name} is damaged ({problem}).")
@@ -254,18 +254,15 @@ def read_database(source: Source) -> list[Recording]:
 
 
 class _Clock:
-    """Ends a query that gives no row for long, or more rows than the file has bytes, or that Ctrl-C is to end."""
+    """Ends a query that gives no row for long, or more rows than the file has bytes."""
 
     def __init__(self, size: int) -> None:
-        self.is_stopped = self.is_over = False
+        self.is_over = False
         self._last, self._left = time.monotonic(), size
 
     def tick(self) -> bool:
-        try:
-            self.is_over = time.monotonic() - self._last > QUERY_SECONDS
-        except KeyboardInterrupt:  # which SQLite would swallow
-            self.is_stopped = True
-        return self.is_over or self.is_stopped
+        self.is_over = time.monotonic() - self._last > QUERY_SECONDS
+        return self.is_over
 
     def rows(self, rows: Iterable[tuple]) -> Iterator[tuple]:
         for row in rows:
