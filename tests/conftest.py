@@ -38,7 +38,7 @@ if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
     slow = [HealthCheck.too_slow]  # the first draw makes tables, also on a machine that is busy
-    settings.register_profile("gradloc", deadline=None, derandomize=True, max_examples=60, suppress_health_check=slow)
+    settings.register_profile("gradloc", deadline=None, derandomize=True, max_examples=40, suppress_health_check=slow)
     settings.load_profile("gradloc")
 
 if TRAINER == "verl 0.9" and DEVICE == "cpu":  # what its workers need on a machine without an accelerator
@@ -49,6 +49,7 @@ WORLDS = {"worlds", "doomed"}
 IN_PROCESS = {"verl"}
 FIRST = ["trainer", "worlds", "worlds of features"]
 """The longest groups: one process begins with the first and goes on with the third, the other has the second."""
+FIRST += [f"tests/{name}.py" for name in ("watch/test_kinds", "watch/test_losses", "report/test_hostile")]
 LONG = """
 benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
 experiments/llm/test_natural experiments/test_launch repo_checks/test_figures repo_checks/test_imports

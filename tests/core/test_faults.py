@@ -51,7 +51,7 @@ def test_an_error_of_one_rank_in_the_middle_of_a_pass_ends_all_ranks_at_once(pla
             doomed.run(
                 "tests.toy_model.faults.train", layout="fsdp2", place=place, number=2, failing=[1], patience_s=2.0
             )
-        assert time.monotonic() - started < 60, "no time-out of a collective was waited for"
+        assert time.monotonic() - started < 300, "no time-out of a collective was waited for"
 
 
 @pytest.mark.slow

@@ -120,6 +120,6 @@ def _connects(rank, folder, broken):
 def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, tmp_path):
     begun = time.monotonic()
     torch.multiprocessing.spawn(_connects, (str(tmp_path), broken), nprocs=2)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 300, "no time-out of a collective was waited for"
     for rank in range(2):
         assert (tmp_path / f"{rank}").read_text() == f"{broken is not None} 2.0"

@@ -45,7 +45,8 @@ def run(tmp_path_factory) -> Callable[..., dict[str, Any]]:
     """
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("healthy")
-    made = {"watched": links.Run(PLAN, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5}), "plain": links.Run(PLAN)}
+    watched = links.Run(PLAN, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5})
+    made = {"watched": watched, "plain": links.Run(PLAN)}
     for each in made.values():
         for _ in range(links.HEALTHY):
             each.take()

@@ -61,7 +61,9 @@ def test_whichever_call_fails_the_tree_is_as_before_or_as_after(apply, tree, mon
     assert codes == ({0, 4, 5} if for_good else {0, 4})
 
 
-@pytest.mark.parametrize("reverse", [(), ("--reverse",)], ids=["apply", "reverse"])
+@pytest.mark.parametrize(
+    "reverse", [(), pytest.param(("--reverse",), marks=pytest.mark.slow)], ids=["apply", "reverse"]
+)
 def test_killed_at_any_call_every_file_is_whole_and_the_next_run_finishes(apply, tree, repo, reverse):
     before, after = (RESULT, BASE) if reverse else (BASE, RESULT)
     for at in range(1, 200):

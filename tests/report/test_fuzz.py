@@ -13,7 +13,7 @@ from tests.report.fuzz import READERS, answer, damaged, samples
 @pytest.mark.full
 @pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_file_is_answered_or_refused_in_a_sentence(reader):
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(damaged(reader), st.integers(0, 3))
     def attempt(made, choice):
         answer(reader, *made, choice)

@@ -25,7 +25,8 @@ OF_ALL = [each for each in vars(kinds).values() if isinstance(each, type) and is
 RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is not kinds.Ranked]
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
 SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.LightningByValue}
-SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.ReplicatedLater, kinds.ShardedFlat}
+SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.Scaled, kinds.Replicated}
+SLOW |= {kinds.ReplicatedLater, kinds.ShardedFlat}
 CLOSE = 1e-6
 """Between weights of a masked step that is another order of sums."""
 

@@ -12,7 +12,12 @@ WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers"}
 HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
 LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
 QUICK = ("cross-entropy", "clipped", "distilled", "value-head")
-FEW_QUICK = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in KINDS]
+SLOW = ("tied", "ppo-ratio-1", "chunked", "clipped-by-group", "bfloat16-weights")
+"""Others hold what these do: on two ranks, as a model's kind, or with a part of the loss more."""
+FEW_QUICK = [
+    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow if kind in SLOW else pytest.mark.full)
+    for kind in KINDS
+]
 DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
 ON_RANKS = [
     pytest.param(layout, kind, marks=pytest.mark.full if (layout, kind) in DEFAULT else pytest.mark.slow)

@@ -17,9 +17,10 @@ def cure(name, verdict, norm, forwards=4):
     return {"name": name, "line": "x=1", "verdict": verdict, "norm_after": norm, "changed_tokens": 0.5, **measured}
 
 
-@pytest.fixture
-def found(tmp_path):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
     """The record of a suite: an arm that spikes three times, the same with mask, and its twin."""
+    tmp_path = tmp_path_factory.mktemp("suite")
     answer = make_culprit(3, span="sequence", positions=tuple(range(3, 9)), share=0.2)
     found = [
         make_event(

@@ -14,7 +14,7 @@ from tests.report.logs.made import FILES, REFUSED
 from tests.report.logs.test_pieces import COLLECTED, FOLDER
 
 GOLDEN = known("logs.json")
-SEEDS = 200
+SEEDS = 100
 """Damaged logs."""
 AGAIN = "where it is meant: python -m tests.report.golden"
 VERLS_KEYS = ("actor_rollout_ref", "algorithm.", "trainer.resume", "trainer.ro", "data.max", "critic.")
