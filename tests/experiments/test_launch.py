@@ -91,7 +91,7 @@ def test_what_outlives_the_trainer_is_ended(tmp_path, monkeypatch):
     """)
     started = time.monotonic()
     assert launch.run(command, tmp_path / "log", is_brief=True) == 0
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     assert has_ended(int(pid_file.read_text()))
 
 

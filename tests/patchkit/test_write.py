@@ -154,7 +154,7 @@ def test_a_lock_goes_with_its_holder(apply, tree):
         began = time.monotonic()
         apply(tree).expect(6, "another run is at work")
         apply(tree, "--status").expect(0, "PRISTINE")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
     apply(tree).expect(0)
 
 
