@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..core.certificate import CERTAIN
 from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .batch import is_spread, keep_culprits
@@ -40,16 +41,15 @@ class _AutoSearch:
         self.scale = task.scale
         self.others: Gradient | None = None
         """The part of the gradient that passes through no token, if it is as large as a culprit."""
-        self.is_going_on = False
-        """Whether another round may follow."""
+        self.is_precise = self.prober.step.numerics.dtype == torch.float32  # so that R is the function's own gradient
         self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, max_rounds: int, has_last_resort: bool) -> SearchResult:
         """Search in rounds until what is named explains the spike, then by a last resort; then ask about the batch."""
         is_finite = math.isfinite(self.task.spike.grad_norm)
-        if is_finite or self._trace_non_finite(has_last_resort):
-            if not self._rounds(0 if is_finite else 1, max_rounds):
-                self._last_resort(has_last_resort)
+        is_to_search = is_finite or self._trace_non_finite(has_last_resort)
+        if is_to_search and not self._rounds(0 if is_finite else 1, max_rounds):
+            self._last_resort(has_last_resort)
         self._ask_about_batch()
         self._measure_few()
         return self.result
@@ -59,7 +59,6 @@ class _AutoSearch:
     def _rounds(self, first: int, end: int) -> bool:
         """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
         for number in range(first, end):
-            self.is_going_on = number + 1 < end
             shares = self._measure(number)
             if shares is not None and self._is_not_of_tokens(shares):
                 if self.result.certificate is not None:
@@ -77,7 +76,7 @@ class _AutoSearch:
                 return True
             if not self._name(candidates, shares):
                 return False
-            if self._certify():
+            if self._certify(goes_on=number + 1 < end):
                 return True
             if len(self.result.culprits) >= self.task.max_culprits:
                 others = drop_overlapping(self.result.culprits, candidates)
@@ -108,9 +107,10 @@ class _AutoSearch:
         return shares
 
     def _is_more_to_see(self, shares: ShareMap) -> bool:
-        """Return whether what was read leaves more of R than an error, and the rest may hold a culprit by its norms."""
+        """Return whether R has more than was read, beyond errors, and the rest may hold a culprit by its norms."""
         missing = abs(1 - shares.closure)  # over 1: something unread takes it back
-        if missing < _ODD or missing * shares.square < (self.task.reference / 2) ** 2:
+        error = CERTAIN * shares.noise if self.is_precise else _ODD
+        if missing < error or missing * shares.square < (self.task.reference / 2) ** 2:
             return False
         return shares.unseen * shares.square >= (self.task.reference / 2) ** 2
 
@@ -173,11 +173,11 @@ class _AutoSearch:
         self._note("verify", verdict, note, culprit.norm, num_tokens=candidate.size, threshold=culprit.threshold)
         return culprit
 
-    def _certify(self) -> bool:
+    def _certify(self, goes_on: bool = False) -> bool:
         """Certify what is named so far; returns whether the search is over. The residual becomes the next direction."""
         task, result, space = self.task, self.result, self.prober.space
         self.direction, result.rest = task.gradient, None  # frees the last residual, before the next one is made
-        certificate = result.certificate = task.certify(result.tokens, self.is_going_on)
+        certificate = result.certificate = task.certify(result.tokens, goes_on)
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         result.stop_reason = certificate.reason
         is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
@@ -279,8 +279,7 @@ class _AutoSearch:
         self._is_split = True
         parts = split_off(self.task)
         if parts is None:
-            is_precise = self.prober.step.numerics.dtype == torch.float32  # else rounding may turn what cancels
-            return is_precise and self._is_the_backward_s(shares)
+            return self.is_precise and self._is_the_backward_s(shares)  # else rounding may turn what cancels
         self.direction, self.others, source = parts
         self.scale, self.result.culprits, self.result.certificate = 1.0, [], None
         self._blame(source, source.numbers["others_norm"])
@@ -315,8 +314,7 @@ class _AutoSearch:
             known = partial(replace, norm=math.nan, threshold=self.task.culprit_norm, is_exact=True)
             result.culprits = [known(candidate) for candidate in candidates[:most]]
         if result.culprits:
-            self.is_going_on = goes_on
-            self._certify()
+            self._certify(goes_on)
         found = result.certificate
         is_explained = found is not None and found.verdict == "explained"
         if len(candidates) > most or (len(candidates) == most and not is_explained):

@@ -68,8 +68,7 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
         found = []
         values = shares.products.__getitem__, shares.doubt, compute_pulls(task).__getitem__
         for index, first, (products, doubts, pulls) in rows_of(task, *values):
-            counted = pulls[pulls > 0]
-            is_strong = 0 < strong and float((counted >= strong).sum()) >= _NEARLY_ALL * max(len(counted), 1)
+            is_strong = strong > 0 and _is_pulled(pulls[pulls > 0], strong)
             least_run = max(task.culprit_norm, UNUSUAL * typical)
             for start, end in spans_in(products / norm, doubts / norm, is_strong, task.culprit_norm, least_run):
                 bound = _bound(products[start:end] / norm, doubts[start:end] / norm)
@@ -77,6 +76,15 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
         return found
 
     return [replace(span, threshold=task.culprit_norm) for span in _merge(task, local, named)]
+
+
+def _is_pulled(pulls: torch.Tensor, least: float) -> bool:
+    """Return whether the loss pulls nearly all of a row's tokens at least this much, and none of them three times as
+    much as chance would, were all pulled alike."""
+    if not len(pulls) or float((pulls >= least).sum()) < _NEARLY_ALL * len(pulls):
+        return False
+    chance = UNUSUAL * math.sqrt(2 * math.log(max(len(pulls), 2)))
+    return float(pulls.max()) <= chance * float(pulls.median())
 
 
 def find_similar(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:

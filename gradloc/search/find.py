@@ -86,44 +86,47 @@ def localize(
         judge: finds which link broke, and gives a result where that is not the batch; None: the batch is taken for it.
     """
     started = time.perf_counter()
-    rng = space.forward_state()
-    saved = space.take()
+    rng, saved = space.forward_state(), space.take()
     prober = Prober(step, space, ranks)
     held = prober.step
     prober.num_forwards, prober.num_backwards = getattr(held, "spent", (0, 0))
     try:
-        outside = getattr(held, "unsearched_norm", 0.0)
-        if outside:
+        if outside := getattr(held, "unsearched_norm", 0.0):
             spike = replace(spike, grad_norm=math.sqrt(max(spike.grad_norm**2 - outside**2, 0.0)))
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
         result = _find(task, strategy, typical or {}, reruns, judge)
-        if result.certificate is None:
-            result.certificate = task.certify(result.tokens)
-            is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
-            result.rest = space.keep() if is_left else None
-        if outside:
-            result.certificate = _without(result.certificate, outside, held.unsearched)
-        elif getattr(held, "apart", 0.0):
-            result.certificate = _with_error(result.certificate, held.apart)
-        if strategy != "bisect":  # which has no memory for forwards
-            result.entropies = _entropies_of_unlikely(task, result)
-        is_of_loss = result.source is None or result.source.label in _OF_LOSS
-        if max_cures > 0 and result.first_not_finite is None and is_of_loss:
-            result.cures = try_cures(task, result, groups, max_cures)
-        result.rest = None
+        _complete(task, result, strategy, max_cures, groups)
     finally:
         try:
             space.reshard()  # weights gathered by a forward alone would outlive the optimizer's step
         finally:
             space.put(saved)
             rng.restore()
-    result.strategy, result.tau = strategy, tau
-    result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
-    result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _complete(task: Task, result: SearchResult, strategy: str, max_cures: int, groups: Groups | None) -> None:
+    """Certify what was found unless the strategy did, measure entropies and cures, and note what all of it cost."""
+    prober, step = task.prober, task.prober.step
+    if result.certificate is None:
+        result.certificate = task.certify(result.tokens)
+        is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
+        result.rest = prober.space.keep() if is_left else None
+    if outside := getattr(step, "unsearched_norm", 0.0):
+        result.certificate = _without(result.certificate, outside, step.unsearched)
+    elif getattr(step, "apart", 0.0):
+        result.certificate = _with_error(result.certificate, step.apart)
+    if strategy != "bisect":  # which has no memory for forwards
+        result.entropies = _entropies_of_unlikely(task, result)
+    is_of_loss = result.source is None or result.source.label in _OF_LOSS
+    if max_cures > 0 and result.first_not_finite is None and is_of_loss:
+        result.cures = try_cures(task, result, groups, max_cures)
+    result.strategy, result.tau, result.rest = strategy, task.tau, None
+    result.num_forwards = prober.num_forwards - sum(cured.forwards for cured in result.cures or ())
+    result.num_backwards = prober.num_backwards - sum(cured.backwards for cured in result.cures or ())
 
 
 def _find(
