@@ -7,6 +7,7 @@ certificate left in ``.grad``. The last resort is the norm sketch, which sees to
 not exact, the published bisection. docs/method.md, sections 3 and 4.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,6 @@ from .sketch import sketch
 from .step_causes import certify_nothing, doubt_backward, split_off
 from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
 
-_MAX_ROUNDS = 4  # of shares and a certificate, 5 M f each: more do not fit into the default max_steps
-
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
 
 
@@ -44,21 +43,22 @@ class _AutoSearch:
         self.is_precise = self.prober.step.numerics.dtype == torch.float32  # so that R is the function's own gradient
         self._is_split = False  # whether a part that passes through no token was looked for
 
-    def run(self, max_rounds: int, has_last_resort: bool) -> SearchResult:
-        """Search in rounds until what is named explains the spike, then by a last resort; then ask about the batch."""
+    def run(self, is_full: bool) -> SearchResult:
+        """Search in rounds until what is named explains the spike, then by a last resort; then ask about the batch.
+        Unless ``is_full`` there is one round, along the gradient, and no last resort."""
         is_finite = math.isfinite(self.task.spike.grad_norm)
-        is_to_search = is_finite or self._trace_non_finite(has_last_resort)
-        if is_to_search and not self._rounds(0 if is_finite else 1, max_rounds):
-            self._last_resort(has_last_resort)
+        is_to_search = is_finite or self._trace_non_finite(is_full)
+        if is_to_search and not self._rounds(0 if is_finite else 1, is_full):
+            self._last_resort(is_full)
         self._ask_about_batch()
         self._measure_few()
         return self.result
 
     # ---- the stages
 
-    def _rounds(self, first: int, end: int) -> bool:
+    def _rounds(self, first: int, is_full: bool) -> bool:
         """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
-        for number in range(first, end):
+        for number in itertools.count(first) if is_full else (first,):
             shares = self._measure(number)
             if shares is not None and self._is_not_of_tokens(shares):
                 if self.result.certificate is not None:
@@ -76,7 +76,7 @@ class _AutoSearch:
                 return True
             if not self._name(candidates, shares):
                 return False
-            if self._certify(goes_on=number + 1 < end):
+            if self._certify(goes_on=is_full):
                 return True
             if len(self.result.culprits) >= self.task.max_culprits:
                 others = drop_overlapping(self.result.culprits, candidates)
@@ -330,11 +330,11 @@ class _AutoSearch:
 
 
 def auto(task: Task) -> SearchResult:
-    """Find all culprits, certified, in up to four rounds; then by the sketch, or by bisection if shares are not exact.
+    """Find all culprits, certified, in rounds; then by the sketch, or by bisection if shares are not exact.
 
     ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """
-    found = _AutoSearch(task).run(_MAX_ROUNDS, has_last_resort=True)
+    found = _AutoSearch(task).run(is_full=True)
     norm = 0.0 if found.certificate is None else found.certificate.norm_after or 0.0
     is_open = found.culprits and task.unit == 1.0 and not math.isfinite(norm)
     other = rescale_task(task, found.culprits) if is_open else None
@@ -347,4 +347,4 @@ def auto(task: Task) -> SearchResult:
 
 def share(task: Task) -> SearchResult:
     """Search one round of shares along the gradient, and certify it."""
-    return _AutoSearch(task).run(1, has_last_resort=False)
+    return _AutoSearch(task).run(is_full=False)

@@ -25,8 +25,7 @@ from .weights import MovedWeights, forward_on_routes, hold_routes
 
 NUM_DIRECTIONS = 16
 _LEAST_DIRECTIONS = 4
-_DELTA = 0.05  # the probability with which the bound on all tokens may fail
-_MARGIN = 0.7  # of a culprit's norm: an estimate above is verified. chi2_16 / 16 is under 0.5 = 0.7^2 in 4 % of cases
+_DELTA = 0.05  # the probability with which a culprit's estimate, or the bound on all tokens, may be too low
 _RELATIVE_STEP = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}  # times the weights' root mean square
 
 
@@ -80,8 +79,7 @@ def measure_norms(task: Task, without: Sequence[Span], num_directions: int = NUM
 
     norms, count = prober.ranks.run_local_synced(finish)
     num_tokens = max(int(prober.ranks.sum([count])[0]), 1)
-    inflation = (num_directions / _chi2_quantile(num_directions, _DELTA / num_tokens)) ** 0.5
-    return NormSketch(norms, inflation)
+    return NormSketch(norms, 1 / _least_part(num_directions, _DELTA / num_tokens))
 
 
 def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
@@ -89,8 +87,9 @@ def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
     which overwrites ``.grad``. Those already ``named`` are left out."""
     result = SearchResult()
     num_micro_batches = task.prober.step.num_micro_batches
-    directions = min(NUM_DIRECTIONS, task.affordable_forwards // num_micro_batches - 1)
-    if directions < _LEAST_DIRECTIONS:
+    numbers = range(NUM_DIRECTIONS, _LEAST_DIRECTIONS - 1, -1)
+    directions = next((k for k in numbers if task.can_afford(forwards=(k + 1) * num_micro_batches)), 0)
+    if not directions:
         result.exhausted, result.stop_reason = True, task.limit.words
         return result
     try:
@@ -99,7 +98,7 @@ def sketch(task: Task, named: Sequence[Span] = ()) -> SearchResult:
         found = measure_norms(task, named, directions)
     least = task.culprit_norm
     measured = list(named)
-    candidates = find_by_value(task, lambda index: found.norms[index], _MARGIN * least, measured)
+    candidates = find_by_value(task, found.norms.__getitem__, _least_part(directions, _DELTA) * least, measured)
     for candidate in candidates[: 2 * task.max_culprits]:
         if len(result.culprits) == task.max_culprits or not task.can_afford(backwards=1):
             break
@@ -142,6 +141,11 @@ def _root_mean_count(task: Task) -> float:
     """Return 1 over the weights' root mean square, by which a step is relative to it; 1 for weights that are all 0."""
     square, count = task.prober.space.weight_square_and_count()
     return (count / square) ** 0.5 if square > 0 else 1.0
+
+
+def _least_part(k: int, probability: float) -> float:
+    """Return the part of a norm that its estimate from k directions falls short of with this probability."""
+    return (_chi2_quantile(k, probability) / k) ** 0.5
 
 
 def _chi2_quantile(k: int, probability: float) -> float:

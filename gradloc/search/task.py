@@ -2,7 +2,6 @@
 """The input of every strategy (:class:`Task`) and its output (:class:`SearchResult`)."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,12 +71,6 @@ class Task:
         """
         certificate = 0 if is_certificate else PROBE * self.prober.step.num_micro_batches
         return forwards + PROBE * backwards <= self.limit.left(self.prober, certificate, counts_time)
-
-    @property
-    def affordable_forwards(self) -> int:
-        """The forwards of a micro-batch that stay within the limit; the same on every rank."""
-        left = self.limit.left(self.prober, PROBE * self.prober.step.num_micro_batches)
-        return int(min(max(left, 0), sys.maxsize))
 
     def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
         """Measure the norm without these tokens; arguments and ``.grad`` as in
