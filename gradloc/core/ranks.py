@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE_S = 40.0  # how long a failed rank waits for news of its peers, at most one pass behind: all end in a minute
-_LOOK_EVERY_S = 1.0  # how often waiting ranks look whether a peer has failed, or meet while one of them writes
+_MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
+_LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
 _ASK_EVERY_S = 0.1  # how often a rank that can do nothing else asks the process group's store
 _CONNECT_S = 30.0  # how long processes try to connect a group of their own; one that works takes well under a second
 _groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
@@ -203,7 +204,7 @@ class Ranks:
         worker = threading.Thread(target=lambda: found.append(_attempt(local)), daemon=True)
         worker.start()
         while not self.all(bool(found)):
-            worker.join(_LOOK_EVERY_S)
+            worker.join(_MEET_EVERY_S)
 
         def settled() -> T:
             result, error = found[0]

@@ -36,7 +36,7 @@ def test_whose_own_part_failed_is_told_with_why():
 
 
 def test_what_takes_long_runs_beside_meetings_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(ranks_module, "_MEET_EVERY_S", 0.01)
     ranks, met = Ranks(), []
     monkeypatch.setattr(ranks, "all", lambda flag: met.append(flag) or flag)
     assert ranks.run_slowly_synced(lambda: time.sleep(0.1) or "written") == "written"
