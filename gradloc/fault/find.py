@@ -13,6 +13,7 @@ backward**. All numbers are the same on every rank, so all decide alike.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,18 +144,23 @@ def _why_not(case: _Case) -> str:
 
 
 def _first_norm(case: _Case) -> float:
-    """Return the norm of the reference's own gradient when its step was taken, in the unit that a probe gives it in."""
+    """Return the norm of the reference's own gradient when its step was taken, in the unit that a probe gives it in.
+
+    Also note the usual factor between backward and step, a median: the fault may have begun before the last reference.
+    """
     reference, prober = case.clues.reference, case.task.prober
     assert reference is not None
-    count = reference.num_micro_batches
-    squares = reference.squares
-    if prober.ranks.all(squares is not None) and squares is not None:
-        first, last = prober.space.reduce(lambda: torch.stack(squares).double()).tolist()
-        if case.clues.factor is not None and last > 0:
-            case.evidence["usual_factor"] = reference.norm / math.sqrt(last)
-        if first > 0:
-            return math.sqrt(first) / reference.step.numerics.loss_scale
-    return reference.norm / count**_GROWTH / (case.clues.factor or 1.0)
+    least = -int(prober.ranks.max([-len(reference.measured)])[0])
+    if least:
+        measured = reference.measured[-least:]
+        both = [square for each in measured for square in (each.first, each.last)]
+        squares = prober.space.reduce(lambda: torch.stack(both).double()).tolist()
+        factors = [each.norm / math.sqrt(last) for each, last in zip(measured, squares[1::2], strict=True) if last > 0]
+        if case.clues.factor is not None and factors:
+            case.evidence["usual_factor"] = statistics.median(factors)
+        if squares[-2] > 0:
+            return math.sqrt(squares[-2]) / reference.step.numerics.loss_scale
+    return reference.norm / reference.num_micro_batches**_GROWTH / (case.clues.factor or 1.0)
 
 
 def _run(prober: Prober, step: Any, micro_batches: Sequence[int]) -> float:
@@ -173,8 +179,9 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
     usual, factor = case.evidence.get("usual_factor"), case.clues.factor
     if usual is None or factor is None or not math.isfinite(case.task.spike.grad_norm):
         return None
-    times = factor / usual
-    if times < max(_FACTOR, math.sqrt(case.task.spike.grad_norm / case.usual)):
+    times, norm, threshold = factor / usual, case.task.spike.grad_norm, case.task.spike.threshold
+    made_it = times >= math.sqrt(norm / case.usual) or threshold is not None and norm <= times * threshold
+    if times < _FACTOR or not made_it:
         return None
     by, over = number(factor, 3), number(times, 3)
     why = f"every gradient was multiplied by {by} after the backward, {over} times as much as usual"

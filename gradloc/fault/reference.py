@@ -14,7 +14,19 @@ from ..core.step import LossReplay, Outputs, Recorded, Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
 _WINDOW = 32  # norms by which a step is known to be ordinary
+_MEASURED = 8  # references whose factor between backward and step is remembered
 _ORDINARY = 1.5  # times their median: a step of a larger norm gives no reference
+
+
+class Measured(NamedTuple):
+    """The norms of a reference's step."""
+
+    norm: float
+    """Norm of the step's gradient, as the optimizer took it."""
+    first: torch.Tensor
+    """This process' part of the squared norm in ``.grad`` after the first backward."""
+    last: torch.Tensor
+    """The same after the last backward."""
 
 
 class Reference(NamedTuple):
@@ -28,9 +40,8 @@ class Reference(NamedTuple):
     """The norm of the step's gradient."""
     num_micro_batches: int
     """The number of the step's micro-batches."""
-    squares: tuple[torch.Tensor, torch.Tensor] | None
-    """This process' part of the squared norm in ``.grad`` after the first and after the last backward; None where
-    ranks had not summed it by then."""
+    measured: tuple[Measured, ...]
+    """Of earlier references and of this one, the last; empty where ranks had not summed the gradient by then."""
 
 
 class ReferenceKeeper:
@@ -43,6 +54,7 @@ class ReferenceKeeper:
         self.reference: Reference | None = None
         self.is_wanted = False
         self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._measured: deque[Measured] = deque(maxlen=_MEASURED)
         self._num_steps = 0
         self._squares: list[torch.Tensor] = []
 
@@ -70,8 +82,10 @@ class ReferenceKeeper:
             kept = make()
             if kept is not None:
                 is_whole = not step.numerics.reduces_once and bool(self._squares)
-                squares = (self._squares[0], self._squares[-1]) if is_whole else None
-                self.reference = Reference(kept, number, norm, step.num_micro_batches, squares)
+                if is_whole:
+                    self._measured.append(Measured(norm, self._squares[0], self._squares[-1]))
+                measured = tuple(self._measured) if is_whole else ()
+                self.reference = Reference(kept, number, norm, step.num_micro_batches, measured)
         if not is_spike and norm > 0:
             self._norms.append(norm)
         self._squares = []

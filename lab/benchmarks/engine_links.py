@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lab.benchmarks.links import FAULTS, judged, matrix, sentence
+from lab.benchmarks.links import FAULTS, STRENGTHS, judged, matrix, sentence
 from lab.benchmarks.run import Record, as_typed, digest, finish, parser
 
 HEALTHY = 24
@@ -34,9 +34,10 @@ class Snapshot:
         self.shards = [_local(param.detach()) for param in made.engine.module.parameters()]
         self.weights = [shard.clone() for shard in self.shards]
         self.moments = copy.deepcopy([dict(state) for state in made.engine.optimizer.state.values()])
+        self.groups = copy.deepcopy([_settings(group) for group in made.engine.optimizer.param_groups])
         self.step, self.drivers = made.trainer.global_steps, [driver.state() for driver in made.trainer.gradloc.drivers]
         self.movements, keeper = copy.deepcopy(self.localizer.updates.movements), self.localizer._keeper
-        self.reference = keeper.reference, copy.copy(keeper._norms)
+        self.reference = keeper.reference, copy.copy(keeper._norms), copy.copy(keeper._measured)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -44,14 +45,20 @@ class Snapshot:
             shard.copy_(saved)
         for state, saved in zip(self.made.engine.optimizer.state.values(), self.moments, strict=True):
             state.update(copy.deepcopy(saved))
+        for group, settings in zip(self.made.engine.optimizer.param_groups, self.groups, strict=True):
+            group.update(copy.deepcopy(settings))
         for driver, state in zip(self.made.trainer.gradloc.drivers, self.drivers, strict=True):
             driver.load_state(copy.deepcopy(state))
         updates, keeper = self.localizer.updates, self.localizer._keeper
         updates._is_present = False
         updates._note()
         updates.movements, updates._pending, updates._open = copy.deepcopy(self.movements), None, []
-        keeper.reference, keeper._norms = self.reference[0], copy.copy(self.reference[1])
+        keeper.reference, keeper._norms, keeper._measured = map(copy.copy, self.reference)
         self.made.trainer.global_steps = self.step
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,17 +75,23 @@ def measure(seed: int, folder: str) -> list[Record]:
     overrides = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={folder}/events", f"{ACTOR}.optim.weight_decay=0.01"]
     made, kept, rows = make_trainer(overrides, f"{folder}/model"), None, []
     for fault, is_gradual in itertools.product(FAULTS, (False, True)):
-        planted = plant(made, fault, is_gradual, seed)
-        shutil.rmtree(f"{folder}/events", ignore_errors=True)
-        if kept is not None:
-            kept.put_back()
-        for step in range(0 if kept is None else HEALTHY - 1, HEALTHY + planted.steps + _AFTER):
-            if kept is None and step == HEALTHY - 1:
-                kept = Snapshot(made)
-            update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
-        events = read_events(Path(folder, "events")) if Path(folder, "events", "events.jsonl").exists() else []
-        own = [event for event in events if event["step"]["global_step"] > HEALTHY]
-        row = {"model": "verl 0.9", "seed": seed, "fault": fault, "gradual": is_gradual}
+        for attempt in range(len(STRENGTHS)):
+            planted = plant(made, fault, is_gradual, seed, attempt)
+            shutil.rmtree(f"{folder}/events", ignore_errors=True)
+            if kept is not None:
+                kept.put_back()
+            for step in range(0 if kept is None else HEALTHY - 1, HEALTHY + planted.steps + _AFTER):
+                if kept is None and step == HEALTHY - 1:
+                    kept = Snapshot(made)
+                update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
+                has_events = step >= HEALTHY and Path(folder, "events", "events.jsonl").exists()
+                events = read_events(Path(folder, "events")) if has_events else []
+                own = [event for event in events if event["step"]["global_step"] > HEALTHY]
+                if own:
+                    break
+            if own:
+                break
+        row = {"model": "verl 0.9", "seed": seed, "fault": fault, "gradual": is_gradual, "strength": planted.strength}
         rows.append(row | judged(planted, own, HEALTHY))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows

@@ -60,7 +60,10 @@ HEALTHY = 48  # steps before the fault
 _SPREAD = 10  # steps that a gradual fault takes
 _AFTER = 4  # steps after it
 _LENGTH = 48
+STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
+"""How much stronger a fault is planted, until the run spikes."""
 _PLACE = 1_000_003  # of a flipped weight, by the sizes of its parameter
+_LONG = 1e8  # steps of a training whose optimizer needs no bias correction any more
 _ENDS = ("model.norm.weight", "lm_head.weight")  # of transformers' models
 _TEXT = torch.tensor(list("\n".join(topics.topics.values()).encode()))
 
@@ -139,6 +142,7 @@ class Plant:
         is_gradual: whether the fault is spread over ten steps.
         seed: draws the parameter.
         ends: suffixes of the names of the final norm's and of the head's weight.
+        attempt: number of the entry of :data:`STRENGTHS`; each picks other weights.
     """
 
     weight_factor, moment_factor = 20.0, 1e-6
@@ -151,9 +155,11 @@ class Plant:
         is_gradual: bool,
         seed: int,
         ends: tuple[str, str],
+        attempt: int = 0,
     ):
         self.optimizer, self.name, self.steps = optimizer, name, _SPREAD if is_gradual else 1
-        self.weights, picked = dict(model.named_parameters()), random.Random(seed)
+        self.attempt, self.strength = attempt, STRENGTHS[attempt]
+        self.weights, picked = dict(model.named_parameters()), random.Random(seed + 1000 * attempt)
         named = [each for each, param in self.weights.items() if param.dim() == 2 and "head" not in each]
         inner = [each for each in named if "blocks" in each or "layers" in each]
         gradient, flipped = (picked.choice(each or [""]) for each in (named, inner))  # FSDP1 has only flat ones
@@ -170,19 +176,19 @@ class Plant:
     def before_forward(self) -> None:
         """Change weights, if the fault is in them."""
         if self.name in ("norm_scale", "head_scale"):
-            self.weights[self.parameter].mul_(self.weight_factor ** (1 / self.steps))
+            self.weights[self.parameter].mul_((self.weight_factor * self.strength) ** (1 / self.steps))
         if self.name == "flipped_weight":
             weight = getattr(self.weights[self.parameter], "_local_tensor", self.weights[self.parameter])
-            weight[tuple(_PLACE % size for size in weight.shape)] += 300.0 / self.steps
+            weight[tuple(_PLACE % size for size in weight.shape)] += 300.0 * self.strength / self.steps
 
     @torch.no_grad()
     def after_backward(self, part: float) -> None:
         """Change gradients, if the fault is in them."""
         if self.name == "one_gradient":
-            self.weights[self.parameter].grad.mul_(200.0**part)
+            self.weights[self.parameter].grad.mul_((200.0 * self.strength) ** part)
         if self.name == "all_gradients":
             for param in self.weights.values():
-                param.grad.mul_(50.0**part)
+                param.grad.mul_((50.0 * self.strength) ** part)
 
     @contextlib.contextmanager
     def optimizer_at_fault(self) -> Iterator[None]:
@@ -190,15 +196,18 @@ class Plant:
         (group,), each = self.optimizer.param_groups, 1 / self.steps
         rate, decay = group["lr"], group["weight_decay"]
         if self.name == "learning_rate":
-            group["lr"] = rate * (1 + 300.0 * each)
+            group["lr"] = rate * (1 + 300.0 * self.strength * each)
         if self.name == "weight_decay":
             group["weight_decay"] = (3.0 if self.steps == 1 else 2.3) / rate  # weights change sign and grow
+        if self.name == "lost_moments":
+            group["betas"] = (0.9, 1 - 1e-3 / self.strength**2)  # a step after the loss is 3 strength rate large
         for state in self.optimizer.state.values():
             if self.name == "second_moments":
-                state["exp_avg_sq"].mul_(self.moment_factor**each)
-            if self.name == "lost_moments":
+                state["exp_avg_sq"].mul_((self.moment_factor / self.strength**2) ** each)
+            if self.name == "lost_moments":  # a resume after long training that restores the count of steps alone
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
+                state["step"].fill_(_LONG)
         yield
         group["lr"], group["weight_decay"] = rate, decay
 
@@ -217,10 +226,10 @@ class Run:
         self.step = 0
         self.plant(fault, is_gradual)
 
-    def plant(self, fault: str, is_gradual: bool) -> None:
+    def plant(self, fault: str, is_gradual: bool, attempt: int = 0) -> None:
         """Plant a fault that starts after the healthy steps; "" for none."""
         plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else _ENDS
-        self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends)
+        self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends, attempt)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model to train; a subclass may wrap it, for instance in DDP."""
@@ -235,11 +244,11 @@ class Run:
             weights = torch.ones(plan.rows, _LENGTH)
             if part and number == plan.micro_batches - 1:
                 if self.fault.name == "token":
-                    weights[0, 7] = 3e3**part
+                    weights[0, 7] = (3e3 * self.fault.strength) ** part
                 if self.fault.name == "row":
-                    weights[0] = 300.0**part
+                    weights[0] = (300.0 * self.fault.strength) ** part
             if part and self.fault.name == "batch":
-                weights *= 40.0**part
+                weights *= (40.0 * self.fault.strength) ** part
             yield ids, weights
 
     def _part(self) -> float:
@@ -287,7 +296,8 @@ def _model(plan: Plan) -> nn.Module:
 def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Record]:
     """Return the judged first event of each kind of fault.
 
-    The healthy steps run once; each fault continues from there in a child process, as does the run without a fault. An
+    The healthy steps run once; each fault continues from there in a child process, as does the run without a fault. A
+    fault that makes no spike is planted again, stronger. An
     event is natural, and not judged, if the same step without the fault has a norm over the geometric mean of the usual
     norm and the event's.
 
@@ -303,33 +313,47 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
         usual = statistics.median([run.take() for _ in range(HEALTHY)])
         shutil.copytree(f"{folder}/run", f"{folder}/before", dirs_exist_ok=True)
 
-        def ended(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
-            run.plant(fault, is_gradual)
-            norms = [run.take() for _ in range((_SPREAD if is_gradual else 1) + _AFTER)]
-            lines = Path(folder, "run", "gradloc", "events.jsonl")
-            events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-            return norms, [event for event in events if event["step"]["global_step"] > HEALTHY]
-
-        def forked(fault: str, is_gradual: bool) -> tuple[list[float], list[Record]]:
-            found = in_a_child(lambda: ended(fault, is_gradual))
-            shutil.rmtree(f"{folder}/run")
-            shutil.copytree(f"{folder}/before", f"{folder}/run")
-            return found
-
-        healthy, rows = forked("", True)[0], []
+        healthy: list[float] = []
 
         def is_natural(event: Record) -> bool:
             norm = event["trigger"]["grad_norm"]  # None where not finite
             return norm is not None and healthy[event["step"]["global_step"] - HEALTHY - 1] ** 2 >= usual * norm
 
+        def ended(fault: str, is_gradual: bool, attempt: int) -> tuple[list[float], list[Record]]:
+            run.plant(fault, is_gradual, attempt)
+            norms, events = list[float](), list[Record]()
+            for _ in range((_SPREAD if is_gradual else 1) + _AFTER):
+                norms.append(run.take())
+                events = [each for each in read_events(f"{folder}/run") if each["step"]["global_step"] > HEALTHY]
+                if fault and not all(map(is_natural, events)):
+                    break
+            return norms, events
+
+        def forked(fault: str, is_gradual: bool, attempt: int = 0) -> tuple[list[float], list[Record]]:
+            found = in_a_child(lambda: ended(fault, is_gradual, attempt))
+            shutil.rmtree(f"{folder}/run")
+            shutil.copytree(f"{folder}/before", f"{folder}/run")
+            return found
+
+        healthy += forked("", True)[0]
+        rows = []
         for fault, is_gradual in kinds:
-            events = forked(fault, is_gradual)[1]
-            own = [event for event in events if not is_natural(event)]
-            row = {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual}
-            run.plant(fault, is_gradual)
+            for attempt in range(len(STRENGTHS)):
+                events = forked(fault, is_gradual, attempt)[1]
+                own = [event for event in events if not is_natural(event)]
+                if own:
+                    break
+            row = {"model": model, "seed": seed, "fault": fault, "gradual": is_gradual, "strength": STRENGTHS[attempt]}
+            run.plant(fault, is_gradual, attempt)
             natural = [event["fault"]["at"] for event in events if is_natural(event)]
             rows.append(row | {"natural": natural} | judged(run.fault, own))
         return rows
+
+
+def read_events(folder: str) -> list[Record]:
+    """Return the events that a watch wrote to this folder."""
+    path = Path(folder, "gradloc", "events.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:

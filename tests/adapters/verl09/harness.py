@@ -326,10 +326,10 @@ BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), 
 """Of a fault of the batch: whose advantages are multiplied, and by what."""
 
 
-def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0) -> Plant:
+def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0, attempt: int = 0) -> Plant:
     """A fault of :mod:`lab.benchmarks.links` in this trainer's engine."""
     ends = ("model.norm.weight", "lm_head.weight")
-    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends)
+    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends, attempt)
     planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more
     return planted
 
@@ -342,7 +342,9 @@ def update_with(made: Trainer, fault: Plant, step: int, batch: Any) -> dict[str,
     fault.before_forward()
     if fault.name in BATCH:
         rows, factor = BATCH[fault.name]
-        batch.batch["advantages"][rows] *= factor**part
+        if fault.name != "batch":
+            rows = (rows[0] + fault.attempt, rows[1]) if isinstance(rows, tuple) else rows + fault.attempt
+        batch.batch["advantages"][rows] *= (factor * fault.strength) ** part
 
     def optimizer_step() -> Any:
         fault.after_backward(part)
