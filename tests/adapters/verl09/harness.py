@@ -336,7 +336,7 @@ def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0, at
 
 def update_with(made: Trainer, fault: Plant, step: int, batch: Any) -> dict[str, Any]:
     """One update, ``step`` counted from the fault's first; returns the trainer's metrics."""
-    part, take = fault.part(step), made.engine.optimizer_step
+    part, take, optimizer = fault.part(step), made.engine.optimizer_step, made.engine.optimizer
     if part == 0:
         return made.update(batch)
     fault.before_forward()
@@ -348,10 +348,18 @@ def update_with(made: Trainer, fault: Plant, step: int, batch: Any) -> dict[str,
 
     def optimizer_step() -> Any:
         fault.after_backward(part)
-        with fault.optimizer_at_fault():
-            return take()
+        return take()
 
-    with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
+    own_step = optimizer.step
+
+    def step_at_fault(*args: Any, **given: Any) -> Any:  # after the norm was seen
+        with fault.optimizer_at_fault():
+            return own_step(*args, **given)
+
+    with (
+        mock.patch.object(made.engine, "optimizer_step", optimizer_step),
+        mock.patch.object(optimizer, "step", step_at_fault),
+    ):
         return made.update(batch)
 
 
