@@ -33,7 +33,7 @@ from .reference import Reference
 from .updates import Updates
 
 _GROWTH = 0.75  # M micro-batches' gradients add up to between sqrt(M) and M times one: the middle of the exponents
-_FACTOR = 2.5  # times the usual factor between backward and step; a loss scale that is halved makes 2
+_FACTOR = 2.1  # times the usual factor between backward and step; a loss scale that is halved makes 2 exactly
 _DECAYED = 0.5  # of a step's movement: weight decay made it from here on
 _ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
 _SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
