@@ -64,8 +64,6 @@ _HEARTBEAT_S = 30.0  # between lines that say that a search goes on
 class TrainerHandle(Protocol):
     """The interface to the trainer's actor, apart from the step that can be replayed."""
 
-    clip_limit: float
-    """The norm that the gradient in ``.grad`` is clipped to when a step is looked into; inf: not clipped yet."""
     optimizer: torch.optim.Optimizer
     """The optimizer, whose state may be moved to the host's memory while a step is looked into."""
     is_unclipped: bool
@@ -74,6 +72,10 @@ class TrainerHandle(Protocol):
     """Whether the loss is scaled (fp16), so that a norm may overflow by the scale alone."""
     takes_what_is_not_finite: bool
     """Whether the optimizer would be given a gradient that is not finite."""
+
+    @property
+    def clip_limit(self) -> float:
+        """The norm that the gradient in ``.grad`` is clipped to when a step is looked into; inf: not clipped yet."""
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in ``.grad`` as training does; returns its norm before that, a scalar."""

@@ -96,9 +96,8 @@ def batch_of(view: BatchView | None, objection: str, ask: Any) -> AnalysisBatch:
     if view is None or objection:
         raise RuntimeError(objection)
     tensors, names = dict(view.tensors), view.labels.get("uid")
-    signal = tensors.get("advantages", tensors.get("loss_weights"))
-    tensors.setdefault("old_log_probs", tensors.get("log_probs"))
-    tensors.setdefault("advantages", signal)
+    signal = tensors["advantages"] if "advantages" in tensors else tensors["loss_weights"]
+    tensors = {"old_log_probs": tensors["log_probs"], "advantages": signal, **tensors}
     mask = tensors["response_mask"]
 
     def ask_if_known(labels: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class Place(NamedTuple):
         """Return where a view of h lies in it."""
         if view.shape == hidden.shape:
             return cls.whole(view.shape)
-        return cls(tuple(view.shape), view.stride(), view.storage_offset() - hidden.storage_offset())
+        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - hidden.storage_offset()))
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the number in B x T of each of its rows."""
@@ -54,7 +54,8 @@ class Place(NamedTuple):
 class HeadCall:
     """One call of a head on h, or on some of its rows."""
 
-    head: torch.nn.Module
+    head: Any
+    """A module with a ``weight``."""
     place: Place
     pull: torch.Tensor | None = None
     """dL/dz; None where it was too large to keep."""

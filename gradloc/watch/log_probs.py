@@ -76,10 +76,9 @@ class _TokenLogProbs(torch.autograd.Function):
         has_entropy = entropy.numel() == len(rows) and len(rows) > 0
         grad = torch.where(chosen.squeeze(-1) < 0, 0.0, grad.reshape(-1))
         out = torch.empty_like(rows)
-        own, entropy_grad = grad.unsqueeze(-1), entropy_grad.reshape(-1, 1) if has_entropy else None
-        each = [rows, chosen, total.unsqueeze(-1), own, out]
+        each = [rows, chosen, total.unsqueeze(-1), grad.unsqueeze(-1), out]
         if has_entropy:
-            each += [entropy.unsqueeze(-1), entropy_grad]
+            each += [entropy.unsqueeze(-1), entropy_grad.reshape(-1, 1)]
         for part, labels, totals, pull, into, *more in _parts(*each):
             log_probs = part.to(total.dtype) - totals
             found = log_probs.exp().mul_(-pull)

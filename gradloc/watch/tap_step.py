@@ -16,7 +16,7 @@ positions, such as that of ``logits[:, :-1]``: it is then (B, T').
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,13 +63,13 @@ class TapMicroBatch:
     """(B, T): the token that each position was to predict."""
     fit: Fit | None = None
     """The fit of all positions, flat; None until the step is settled."""
-    dots: torch.Tensor | None = None
+    dots: torch.Tensor = field(init=False)
     """<dL/dh, h> of all positions, flat, at training's weights."""
-    biases: torch.Tensor | None = None
+    biases: torch.Tensor = field(init=False)
     """<dL/dz, bias> of all positions, flat, of the calls whose dL/dz is known."""
     unexplained: float = math.inf
     """Squared norm of the part of dL/dh that the heads' dL/dz do not explain; inf where some dL/dz is not known."""
-    sizes: torch.Tensor | None = None
+    sizes: torch.Tensor = field(init=False)
     """The factor on each position's read number in the loss, flat."""
 
     @property
@@ -85,6 +85,25 @@ class TapMicroBatch:
     @property
     def window(self) -> slice:
         return slice(self.start, self.start + self.mask.shape[1])
+
+    @property
+    def pull(self) -> torch.Tensor:
+        """dL/dh, of h's own shape; of a forward that returned no log-probs."""
+        assert self.forwarded.pull is not None
+        return self.forwarded.pull
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """Norm of dL/dh at each position, float32 (B, T); of a forward that returned no log-probs."""
+        assert self.forwarded.norms is not None
+        return self.forwarded.norms
+
+    def calls(self, device: torch.device) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+        """Yield the head, the numbers of the positions (N,), and dL/dz (N, W) of each call whose dL/dz is known."""
+        for call in self.forwarded.head_calls:
+            if call.pull is not None:
+                where = call.place.positions(device).reshape(-1)
+                yield call.head, where, call.pull.reshape(len(where), -1)
 
     def in_window(self, flat: torch.Tensor) -> torch.Tensor:
         """Return values of all positions as those of the window, (B, T')."""
@@ -255,7 +274,7 @@ class TapStep(LoopStep):
             self.ranks.run_collective(partial(self.tap.read, batch.forwarded, partial(self._recover, batch)))
         known = [batch.fit for batch in micro_batches if batch.fit is not None]
         off = sum(float(found.residual.double().square().sum()) for found in known)
-        whole = sum(float(batch.forwarded.norms.double().square().sum()) for batch in micro_batches)
+        whole = sum(float(batch.norms.double().square().sum()) for batch in micro_batches)
         has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in known)
         unexplained = sum(batch.unexplained for batch in micro_batches)
         off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
@@ -281,7 +300,7 @@ class TapStep(LoopStep):
     def _fit(self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit its dL/dh, and find its labels."""
         rows, width = batch.forwarded.positions
-        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, batch.forwarded.pull.to(hidden.device)))
+        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, batch.pull.to(hidden.device)))
         batch.dots = (h.float() * pulls.float()).sum(-1)
         head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
@@ -315,7 +334,7 @@ class TapStep(LoopStep):
         if "ids" not in known:
             inputs = [each.clamp(min=0) for each in forwarded.ids()]
             found = [labels for each in inputs for labels in (each.roll(-1, 1), each)]
-            found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.norms.device)]
+            found = found or [torch.zeros(rows, width, dtype=torch.long, device=batch.norms.device)]
             return [(labels, batch.start) for labels in found]
         ids, windows = known["ids"].clamp(min=0), []
         for start in _starts(width, ids.shape[1]) if ids.shape[1] != width else [0]:
@@ -340,7 +359,7 @@ class TapStep(LoopStep):
     def _record(self, batch: TapMicroBatch) -> None:
         """Set a micro-batch's record in the loss's form."""
         forwarded = batch.forwarded
-        norms = forwarded.norms.view(-1)
+        norms = batch.norms.view(-1)
         found = batch.fit = _empty_fit(norms) if batch.fit is None else batch.fit
         if "ids" not in forwarded.known:
             read = [batch.labels] if batch.labels is not None else [each.clamp(min=0) for each in forwarded.ids()]
@@ -359,9 +378,9 @@ class TapStep(LoopStep):
             batch.sizes = norms / self.tap.unit
             if self.form == "logits":
                 batch.sizes = torch.zeros_like(norms)
-                for call in forwarded.head_calls:
-                    size = call.pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
-                    batch.sizes.index_add_(0, call.place.positions(norms.device).reshape(-1), size.reshape(-1))
+                for _, where, pull in batch.calls(norms.device):
+                    size = pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
+                    batch.sizes.index_add_(0, where, size)
             recorded.log_prob_coefficient = batch.in_window(batch.sizes)
             dots = batch.dots if self.form == "hidden" else batch.dots + batch.biases
             recorded.score = batch.in_window(dots / batch.sizes.clamp(min=_TINY))
@@ -369,6 +388,7 @@ class TapStep(LoopStep):
         batch.recorded = recorded
         batch.on_host.setdefault("typical", batch.on_host["coefficient"])
         given = forwarded.coefficient if self.form == "log_probs" else None
+        assert recorded.log_prob_coefficient is not None
         batch.on_host["coefficient"] = (recorded.log_prob_coefficient if given is None else given).float().cpu()
 
     @staticmethod
@@ -377,24 +397,19 @@ class TapStep(LoopStep):
         forwarded = batch.forwarded
         if not forwarded.head_calls or any(call.pull is None for call in forwarded.head_calls):
             return math.inf  # not a number is what a gradient that is not finite leaves
-        assert batch.dots is not None
-        rest = forwarded.pull.to(batch.dots.device, torch.float32, copy=True).reshape(-1, forwarded.pull.shape[-1])
-        for call in forwarded.head_calls:
-            where, weight = call.place.positions(rest.device).reshape(-1), call.head.weight
-            flat = call.pull.reshape(len(where), -1)
-            for part in chunks(len(flat), len(weight)):
-                rest.index_add_(0, where[part], mixed(flat[part].float(), weight), alpha=-1.0)
+        rest = batch.pull.to(batch.dots.device, torch.float32, copy=True).reshape(-1, batch.pull.shape[-1])
+        for head, where, pull in batch.calls(rest.device):
+            for part in chunks(len(pull), len(head.weight)):
+                rest.index_add_(0, where[part], mixed(pull[part].float(), head.weight), alpha=-1.0)
         return float(rest.double().square().sum())
 
     def _biases(self, batch: TapMicroBatch) -> torch.Tensor:
         """Return <dL/dz, bias> of each position, flat: the constant by which <dL/dz, z> differs from <dL/dh, h>."""
-        assert batch.dots is not None
         found = torch.zeros_like(batch.dots)
-        for call in batch.forwarded.head_calls:
-            bias = getattr(call.head, "bias", None)
-            if call.pull is not None and bias is not None:
-                where = call.place.positions(found.device).reshape(-1)
-                found.index_add_(0, where, call.pull.reshape(len(where), -1).float() @ bias.detach().float())
+        for head, where, pull in batch.calls(found.device):
+            bias = getattr(head, "bias", None)
+            if bias is not None:
+                found.index_add_(0, where, pull.float() @ bias.detach().float())
         return found
 
     def _read(
@@ -408,12 +423,10 @@ class TapStep(LoopStep):
         if self.form != "log_probs" and not (needs_entropy and head is not None):
             total = flat.new_zeros(rows * width, dtype=torch.float32)
             if self.form == "hidden":
-                pull = forwarded.pull.to(flat.device).reshape(rows * width, -1)
-                total = (pull.float() * flat.float()).sum(-1)
+                total = (batch.pull.to(flat.device).reshape(rows * width, -1).float() * flat.float()).sum(-1)
             else:
-                for call in forwarded.head_calls:
-                    where = call.place.positions(flat.device).reshape(-1)
-                    total.index_add_(0, where, _along(flat[where], call.head, call.pull.reshape(len(where), -1)))
+                for called, where, pull in batch.calls(flat.device):
+                    total.index_add_(0, where, _along(flat[where], called, pull))
             return Outputs(batch.in_window(total / batch.sizes.clamp(min=_TINY)))
         known = []
         labels = batch.labels.reshape(-1) if batch.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
@@ -423,8 +436,9 @@ class TapStep(LoopStep):
         joined = Potentials(*(torch.cat(each) for each in zip(*known, strict=True)))
         if needs_entropy or not self.has_rest:
             return Outputs(batch.in_window(joined.log_prob), batch.in_window(joined.entropy))
+        assert batch.fit is not None
         parts = batch.fit.parts
-        rest = sum(parts[:, index] * joined[index] for index in (1, 2, 3))
+        rest = torch.stack([parts[:, index] * joined[index] for index in (1, 2, 3)]).sum(0)
         if small:
             further = torch.cat([precise_linear(flat, each.weight, each.bias) for each in small], 1)
             rest = rest + (further * parts[:, 4 : 4 + further.shape[1]]).sum(-1)
@@ -436,9 +450,10 @@ class TapStep(LoopStep):
         """Add the selected positions' part of the gradient to ``.grad``."""
         forwarded, keep = batch.forwarded, None
         if selected is not None:
-            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.norms.device)
+            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=batch.norms.device)
             keep[:, batch.window] = selected
-        roots, grads = [graph.hidden], [_select(keep, forwarded.pull.to(graph.hidden.device), unit)]
+        assert graph.hidden is not None
+        roots, grads = [graph.hidden], [_select(keep, batch.pull.to(graph.hidden.device), unit)]
         for output, call in zip(graph.heads, forwarded.head_calls, strict=True):
             if not output.requires_grad or self.form == "hidden":
                 continue
@@ -564,7 +579,7 @@ def _shifted(batch: TapMicroBatch, found: Fit) -> torch.Tensor:
     """Return log-probs (B, T') of the labels moved by one, in each row's likelier direction; on the host."""
     moved = [batch.in_window(values) for values in found.neighbours.unbind(-1)]
     sums = [(values * batch.mask).sum(1) for values in moved]
-    return torch.where((sums[0] > sums[1]).unsqueeze(1), *moved).cpu()
+    return torch.where((sums[0] > sums[1]).unsqueeze(1), moved[0], moved[1]).cpu()
 
 
 def _empty_fit(norms: torch.Tensor) -> Fit:

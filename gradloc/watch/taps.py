@@ -101,6 +101,8 @@ class ModelTap:
         """See :attr:`.step.LoopStep.around_pass`."""
         self.whole: Callable[[Sequence[torch.nn.Module]], AbstractContextManager[None]] = lambda heads: nullcontext()
         """Around a read of the heads' weights, where an engine shards them."""
+        self.owner: Any = None
+        """An object that lives as long as the model's hooks."""
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
@@ -133,7 +135,9 @@ class ModelTap:
             self._add_handle(self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
             self._add_handle(self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
         inside = set() if self.body is None else set(self.body.modules())
-        candidates = [part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside]
+        candidates: list[torch.nn.Module] = [
+            part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside
+        ]
         if head is not None:
             candidates = [part for part in candidates if part not in set(head.modules())] + [head]
         for part in candidates:
@@ -458,8 +462,9 @@ class ModelTap:
     def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
         """Measure :attr:`unit` once, on a few positions."""
         weight = getattr(head, "weight", None)
-        is_whole = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.dim() == 2
-        if is_whole and len(weight) > 1:  # type: ignore[arg-type]
+        if not isinstance(weight, torch.Tensor) or isinstance(weight, DTensor):
+            return
+        if weight.dim() == 2 and len(weight) > 1:
             rows = given.detach().reshape(-1, given.shape[-1])[:_NUM_SAMPLED]
             self.unit, self._is_measured = typical_size(rows, weight, getattr(head, "bias", None)), True
 
@@ -541,17 +546,16 @@ def _is_in_backward() -> bool:
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DDP's, FSDP1's, DeepSpeed's and torch.compile's wrappers."""
+    found: Any = model
     while True:
-        if isinstance(model, FSDP1):
-            model = model._fsdp_wrapped_module
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif is_engine(model):
-            model = model.module
+        if isinstance(found, FSDP1):
+            found = found._fsdp_wrapped_module
+        elif isinstance(found, DistributedDataParallel) or is_engine(found):
+            found = found.module
+        elif hasattr(found, "_orig_mod"):
+            found = found._orig_mod
         else:
-            return model
+            return found
 
 
 def _find_body_and_head(

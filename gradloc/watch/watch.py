@@ -145,7 +145,7 @@ class Watch(Notes):
         names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
         self.analyses = LoopAnalyses(analyses, kept.root, names)
         if ranks.is_first:
-            self.driver = self._make_driver(os.path.basename(os.path.abspath(folder)), tokenizer)
+            self.driver = self._make_driver(kept, os.path.basename(os.path.abspath(folder)), tokenizer)
         before = _watches.pop(innermost(model), lambda: None)()
         if before is not None:
             before.close()
@@ -163,12 +163,12 @@ class Watch(Notes):
     def _device_of(self, model: torch.nn.Module) -> torch.device:
         return compute_device(next(model.parameters()))
 
-    def _make_driver(self, name: str, tokenizer: Any) -> Driver:
+    def _make_driver(self, settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
         run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
-        driver = Driver(self.settings, tokenizer=tokenizer, run=run, trained={})
+        driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
         driver.action_key = "action"
-        root = str(self.settings.root).encode("utf-8", "replace").decode("utf-8")
-        print(f"gradloc: on ({self.settings.action.mode}); events go to {root}", flush=True)
+        root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
+        print(f"gradloc: on ({settings.action.mode}); events go to {root}", flush=True)
         return driver
 
     def close(self) -> None:
@@ -250,8 +250,8 @@ class Watch(Notes):
     def _begin_step(self) -> None:
         """Begin a step, before its first micro-batch's forward."""
         self.step, self.space = self.make_step(), self._make_space()
-        self.localizer.begin_update(None, self.space, are_all_here=False)  # type: ignore[union-attr]
-        self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
+        self.localizer.begin_update(None, self.space, are_all_here=False)
+        self.localizer.begin_mini_batch(self.step)
 
     def _look(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
         """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
@@ -273,7 +273,7 @@ class Watch(Notes):
                 norm, self.is_unclipped = torch.tensor(self.space.norm()), True  # it clips in its step
             norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
-        self._next_number, self._before = None, None
+        self._next_number = None
         localizer: Any = self.localizer
         try:
             with torch.enable_grad():  # the loop may clip without
@@ -508,7 +508,7 @@ class Watch(Notes):
         self.zero, reference = ZeroEngine(engine), weakref.ref(self)
         if why := self.zero.refusal():
             self._tell_once(f"{why}. Nothing is watched")
-            self.localizer.num_failures = 3  # type: ignore[union-attr]
+            self.localizer.num_failures = 3
             self.close()
             return
         self.tap.whole = self.zero.whole
@@ -543,7 +543,7 @@ class Watch(Notes):
     def _listen_to_zero_grad(self) -> None:
         """Drop what was recorded of a gradient when the loop drops the gradient."""
         optimizer, reference = self.optimizer, weakref.ref(self)
-        zero_grad = optimizer.zero_grad  # type: ignore[union-attr]
+        zero_grad = optimizer.zero_grad
 
         @wraps(zero_grad)
         def and_forget(*args: Any, **given: Any) -> None:
@@ -552,7 +552,7 @@ class Watch(Notes):
             if watch is not None and watch.step is not None and any(each.is_done for each in watch.tap.forwards):
                 watch._drop()
 
-        optimizer.zero_grad = and_forget  # type: ignore[union-attr, method-assign]
+        optimizer.zero_grad = and_forget
 
     def _begin_forward(self) -> None:
         if self.step is None:
@@ -655,7 +655,7 @@ class Watch(Notes):
     def _drop(self) -> None:
         self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
         self.clips.pending.clear()
-        self.localizer.begin_mini_batch(self.step)  # type: ignore[union-attr]
+        self.localizer.begin_mini_batch(self.step)
 
     def _drop_what_is_gone(self) -> None:
         """Drop what was recorded where no ``.grad`` remains, as after the model's own ``zero_grad``."""
@@ -693,7 +693,8 @@ def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig
     settings = settings_without_verl(given, os.path.join(folder, "gradloc"), "a loop, which has none")
     kinds = "observe, mask, skip or abort in a loop, of whose loss no other setting is known"
     require(settings is None or settings.action.mode != "heal", "gradloc.action.mode", kinds, "heal")
-    for name in () if settings is None else ("bundle", "checkpoint"):
-        value = getattr(settings.evidence, name)
+    evidence = None if settings is None else settings.evidence
+    for name in () if evidence is None else ("bundle", "checkpoint"):
+        value = getattr(evidence, name)
         require(value == "off", f"gradloc.evidence.{name}", "off in a loop of one's own, which no replay knows", value)
     return settings

@@ -134,12 +134,8 @@ class ZeroEngine:
     @contextmanager
     def whole(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Context in which these modules' weights can be read on each process."""
-        missing = [
-            param
-            for module in modules
-            for param in module.parameters()
-            if self.is_sharded and param.ds_status.name == "NOT_AVAILABLE"
-        ]
+        params: list[Any] = [param for module in modules for param in module.parameters()] if self.is_sharded else []
+        missing = [param for param in params if param.ds_status.name == "NOT_AVAILABLE"]
         if missing:
             missing[0].all_gather(param_list=missing)
         try:
