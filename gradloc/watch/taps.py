@@ -144,9 +144,9 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(_Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(_Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        inside = _trained_part(inner)
-        if hidden is None and inside is not inner:
-            self._listen(inside)  # which a method of the user's own may call, such as a training_step
+        trained = _trained_part(inner)
+        if hidden is None and trained is not inner:
+            self._listen(trained)  # which a method of the user's own may call, such as a training_step
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Keep this module's calls as training's, such as those of a wrapper that is made later."""
