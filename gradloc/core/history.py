@@ -8,9 +8,10 @@ numbers of each batch: only the run's past shows that a whole batch is off.
 
 import math
 import sys
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
-from statistics import NormalDist, median, median_low
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import NormalDist, median_low
 from typing import Any
 
 from ..record import History
@@ -25,6 +26,66 @@ _DEVIATIONS = 4.0  # robust standard deviations, which an unusual value exceeds 
 _RELEARN_AFTER = 8  # flagged steps in a row: the level has moved, these are no spikes any more
 
 
+def middle(ordered: Sequence[float]) -> float:
+    """Return the median of ascending numbers, of which there is at least one."""
+    at = len(ordered) // 2
+    return ordered[at] if len(ordered) % 2 else (ordered[at - 1] + ordered[at]) / 2
+
+
+class Recent:
+    """The last numbers in the order of arrival, and sorted. NaN is none of them.
+
+    Args:
+        maxlen: numbers remembered; a further one takes the place of the oldest.
+        values: the first ones.
+    """
+
+    def __init__(self, maxlen: int, values: Iterable[float] = ()):
+        self.maxlen = maxlen
+        self.replace(values)
+
+    def __len__(self) -> int:
+        return len(self.ordered)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._arrived)
+
+    def replace(self, values: Iterable[float]) -> None:
+        """Remember these numbers alone."""
+        self._arrived = deque(map(float, values), maxlen=self.maxlen)
+        self.ordered = sorted(self._arrived)
+        """The numbers, ascending."""
+
+    def clear(self) -> None:
+        """Forget all numbers."""
+        self.replace(())
+
+    def append(self, value: float) -> None:
+        """Remember one more number."""
+        if len(self.ordered) == self.maxlen:
+            del self.ordered[bisect_left(self.ordered, self._arrived[0])]
+        self._arrived.append(value)
+        insort(self.ordered, value)
+
+    def deviation(self, center: float) -> float:
+        """Return the median distance from a center."""
+        ordered, count = self.ordered, len(self.ordered) // 2 + 1
+        first, stop = 0, len(ordered) - count
+        while first < stop:  # the nearest ones, up to the median distance, are neighbors
+            at = (first + stop) // 2
+            if center - ordered[at] > ordered[at + count] - center:
+                first = at + 1
+            else:
+                stop = at
+        last = first + count - 1
+        below, above = abs(ordered[first] - center), abs(ordered[last] - center)
+        if len(ordered) % 2:
+            return max(below, above)
+        if below > above:
+            return (max(abs(ordered[first + 1] - center), above) + below) / 2
+        return (max(abs(ordered[last - 1] - center), below) + above) / 2
+
+
 class NormHistory:
     """Recent log-norms, and the threshold ``exp(median + num_deviations * sigma)`` that they give.
 
@@ -37,7 +98,7 @@ class NormHistory:
     def __init__(self, window: int, warmup: int, num_deviations: float):
         self.warmup = warmup
         self.num_deviations = num_deviations
-        self._log_norms: deque[float] = deque(maxlen=window)
+        self._log_norms = Recent(window)
         self._flagged: list[float] = []
 
     def threshold(self) -> float | None:
@@ -61,8 +122,7 @@ class NormHistory:
             return
         self._flagged.append(math.log(grad_norm))
         if len(self._flagged) >= _RELEARN_AFTER:
-            self._log_norms.clear()
-            self._log_norms.extend(self._flagged)
+            self._log_norms.replace(self._flagged)
             self._flagged.clear()
 
     def summary(self) -> History:
@@ -73,9 +133,8 @@ class NormHistory:
         return History(len(self._log_norms), math.exp(center), sigma)
 
     def _center_and_sigma(self) -> tuple[float, float]:
-        center = median(self._log_norms)
-        deviation = median([abs(value - center) for value in self._log_norms])
-        return center, max(_MAD_TO_SIGMA * deviation, _SIGMA_FLOOR)
+        center = middle(self._log_norms.ordered)
+        return center, max(_MAD_TO_SIGMA * self._log_norms.deviation(center), _SIGMA_FLOOR)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""
@@ -83,8 +142,7 @@ class NormHistory:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
-        self._log_norms.clear()
-        self._log_norms.extend(float(value) for value in state["log_norms"])
+        self._log_norms.replace(state["log_norms"])
         self._flagged = [float(value) for value in state["flagged"]]
 
 

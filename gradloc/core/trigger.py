@@ -15,7 +15,7 @@ from statistics import NormalDist, median
 from typing import Any
 
 from ..record import History
-from .history import LARGEST_EXPONENT
+from .history import LARGEST_EXPONENT, Recent, middle
 
 _DECILE = 0.9  # quantile; a tenth of the norms may be spikes or hard batches without moving it far
 _DECILE_OF_NORMAL = round(NormalDist().inv_cdf(_DECILE), 4)  # of a standard normal distribution
@@ -124,7 +124,7 @@ class _Position:
 
     def __init__(self, window: int, warmup: int, floor: float, cap: float, seed: Sequence[float]):
         self._warmup, self._floor, self._cap = warmup, floor, cap
-        self._norms: deque[float] = deque(seed, maxlen=window)
+        self._norms = Recent(window, seed)
         self._run: deque[float] = deque(maxlen=window)
 
     def threshold(self) -> float | None:
@@ -167,18 +167,18 @@ class _Position:
 
     def _fit(self) -> tuple[float, float, float, float]:
         """Threshold, median, level and ninth decile, as logarithms."""
-        norms, count = sorted(self._norms), len(self._norms)
-        middle = median(norms)
-        level = median(_upper_group(norms, middle + self._cap) or norms)
+        norms, count = self._norms.ordered, len(self._norms)
+        center = middle(norms)
+        level = middle(_upper_group(norms, center + self._cap) or norms)
         decile = norms[min(int(_DECILE * count), count - 1)]
         # The decile of few norms is uncertain, with an error that falls as the root of their number. So the
         # threshold comes down to its place as the window fills.
-        reach = _DOUBLING + 0.5 * math.log((self._norms.maxlen or count) / count)
+        reach = _DOUBLING + 0.5 * math.log(self._norms.maxlen / count)
         threshold = min(max(decile + reach, level + self._floor), level + self._cap)
-        return threshold, middle, level, decile
+        return threshold, center, level, decile
 
     def _start_again(self, values: Sequence[float]) -> None:
-        self._norms = deque(map(float, values), maxlen=self._norms.maxlen)
+        self._norms.replace(values)
         self._run.clear()
 
     def _start_again_if_fallen(self) -> None:

@@ -2,33 +2,61 @@
 """A state for each step, with its reasons: the rules, asked step by step."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..explain.advice import actions_of
 from ..explain.numbers import number, percent
 from .config import FALLING, HealthConfig
 from .measures import Reading, Window
-from .rules import ADVICE, MEASURES, RULES, Rule
+from .rules import ADVICE, MEASURES, READ, RULES, Rule
 
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why a step is not healthy."""
 
-    name: str
-    """The rule's name, which is also its setting under ``trainer.health``."""
+    rule: Rule
     state: str
     """``warning`` or ``danger``."""
     metric: str
-    found: float
-    """The measured number, in the unit of the limit: a value, a share, a multiple, or steps in a row."""
     limit: float
-    sentence: str
+    reading: Reading
+    config: HealthConfig = field(repr=False)
+    note: str = ""
+    """A sentence behind the rule's own."""
+
+    @property
+    def name(self) -> str:
+        """The rule's name, which is also its setting under ``trainer.health``."""
+        return self.rule.name
+
+    @property
+    def found(self) -> float:
+        """The measured number, in the unit of the limit: a value, a share, a multiple, or steps in a row."""
+        return self.reading.found
+
+    @property
+    def sentence(self) -> str:
+        """Say what was found, in numbers."""
+        numbers = {**self.reading._asdict(), "limit": self.limit}
+        sentence = self.rule.sentence.format(
+            metric=self.metric,
+            recent=self.config.recent,
+            clip_window=self.config.clip_window,
+            percent=percent(self.found),
+            percent_limit=percent(self.limit),
+            **{name: number(value, 3, "unknown") for name, value in numbers.items()},
+        )
+        return f"{sentence} {self.note}" if self.note else sentence
+
+    def facts(self) -> dict[str, Any]:
+        """Return what an export holds."""
+        return {name: getattr(self, name) for name in ("name", "state", "metric", "found", "limit", "sentence")}
 
     def advice(self, trainer: str | None = None, settings: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
         """Return what people do about it on this trainer, else on any verl: pairs of a sentence and config lines.
@@ -65,10 +93,14 @@ class Judge:
         self.read: dict[str, None] = {}
         """The metrics that rules have read, in order."""
         self._asked: list[tuple[Rule, Window]] = []
+        self._limits: dict[str, list[tuple[str, float]]] = {}
+        """The states that each rule may find with their limits, the worst first."""
         for rule in RULES:
-            is_on = getattr(config, rule.name) is not None
-            if is_on and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
+            limits = [*zip(STATES[1:], getattr(config, rule.name) or (None, None), strict=True)]
+            known = [(state, limit) for state, limit in reversed(limits) if limit is not None]
+            if known and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
                 self._asked.append((rule, measure))
+                self._limits[rule.name] = known
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Judgement | None:
         """Judge a step.
@@ -86,14 +118,22 @@ class Judge:
             for _, measure in self._asked:
                 measure.resume()
         self._last_step = step
-        numbers = {name: known for name, value in metrics.items() if (known := _number(value)) is not None}
-        reads = [(rule, measure, rule.reads(numbers)) for rule, measure in self._asked]
-        known = [(rule, measure, *read) for rule, measure, read in reads if read is not None]
-        self.heard.update(rule.name for rule, *_ in known)
-        self.read.update(dict.fromkeys(metric for *_, metric, _ in known))
-        reasons = [reason for each in known if (reason := self._ask(*each)) is not None]
-        worst_first = sorted(reasons, key=lambda reason: -STATES.index(reason.state))
-        return Judgement(step, tuple(worst_first)) if known else None
+        numbers = {name: known for name in READ if name in metrics and (known := _number(metrics[name])) is not None}
+        reasons, is_judged = [], False
+        for rule, measure in self._asked:
+            read = rule.reads(numbers)
+            if read is None:
+                continue
+            metric, value = read
+            is_judged = True
+            self.heard[rule.name] += 1
+            self.read[metric] = None
+            reading = measure.observe(value)
+            found = None if reading is None else _exceeded(rule, reading, self._limits[rule.name])
+            measure.learn(value, found is not None)
+            if found is not None:
+                reasons.append(Reason(rule, found[0], metric, found[1], reading, self.config))
+        return Judgement(step, worst_first(reasons)) if is_judged else None
 
     @property
     def judging(self) -> tuple[str, ...]:
@@ -111,29 +151,19 @@ class Judge:
                 measure.load_state(state["rules"][rule.name])
         self._last_step = state["last_step"]
 
-    def _ask(self, rule: Rule, measure: Window, metric: str, value: float) -> Reason | None:
-        reading = measure.observe(value)
-        reason = None if reading is None else self._compare(rule, metric, reading)
-        measure.learn(value, reason is not None)
-        return reason
 
-    def _compare(self, rule: Rule, metric: str, reading: Reading) -> Reason | None:
-        for state, limit in zip(STATES[:0:-1], getattr(self.config, rule.name)[::-1], strict=True):
-            if limit is None:
-                continue
-            excess = limit - reading.found if rule.name in FALLING else reading.found - limit
-            if excess > 0 or (excess == 0 and not rule.is_strict):
-                numbers = {"found": reading.found, "limit": limit, "value": reading.value, "typical": reading.typical}
-                sentence = rule.sentence.format(
-                    metric=metric,
-                    recent=self.config.recent,
-                    clip_window=self.config.clip_window,
-                    percent=percent(reading.found),
-                    percent_limit=percent(limit),
-                    **{name: number(value, 3, "unknown") for name, value in numbers.items()},
-                )
-                return Reason(rule.name, state, metric, reading.found, limit, sentence)
-        return None
+def worst_first(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Sort reasons by their states; those of one state stay in order."""
+    return tuple(sorted(reasons, key=lambda reason: -STATES.index(reason.state)))
+
+
+def _exceeded(rule: Rule, reading: Reading, limits: Iterable[tuple[str, float]]) -> tuple[str, float] | None:
+    """Return the first state whose limit is exceeded, and the limit."""
+    for state, limit in limits:
+        excess = limit - reading.found if rule.name in FALLING else reading.found - limit
+        if excess > 0 or (excess == 0 and not rule.is_strict):
+            return state, limit
+    return None
 
 
 def _number(value: Any) -> float | None:

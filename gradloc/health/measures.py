@@ -7,18 +7,15 @@ Each measure takes finite values only, gives None while it has nothing to say, a
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.history import NormHistory
+from ..core.history import NormHistory, Recent, middle
 
 _NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """A measure's result for one step."""
 
     found: float
@@ -33,14 +30,16 @@ class Window:
     """Values remembered by name, each list bounded.
 
     Args:
-        lengths: how many values of each are kept.
+        lengths: how many values of each are kept, or a :class:`Recent`, where they are wanted in order.
     """
 
     needs = 1
     """Values that it takes before it says anything."""
 
-    def __init__(self, **lengths: int):
-        self._kept: dict[str, deque[float]] = {name: deque(maxlen=length) for name, length in lengths.items()}
+    def __init__(self, **lengths: int | Recent):
+        self._kept: dict[str, Any] = {
+            name: deque(maxlen=length) if isinstance(length, int) else length for name, length in lengths.items()
+        }
 
     def observe(self, value: float) -> Reading | None:
         """Take a step's value in."""
@@ -63,13 +62,14 @@ class Window:
         """Take over what :meth:`state` gave."""
         for name, values in self._kept.items():
             values.clear()
-            values.extend(float(value) for value in state[name])
+            for value in state[name]:
+                values.append(float(value))
 
     def _push(self, value: float) -> float | None:
         """Return the mean of the last values once there are enough of them."""
         recent = self._kept["recent"]
         recent.append(value)
-        return fmean(recent) if len(recent) == recent.maxlen else None
+        return math.fsum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
 
 class Value(Window):
@@ -148,7 +148,7 @@ class AgainstStart(Window):
     """The mean over the last steps as a multiple of the median of the first values."""
 
     def __init__(self, warmup: int, recent: int, floor: float = 0.0):
-        super().__init__(start=warmup, recent=recent)
+        super().__init__(start=Recent(warmup), recent=recent)
         self._floor, self.needs = floor, warmup + recent
 
     def observe(self, value: float) -> Reading | None:
@@ -157,7 +157,7 @@ class AgainstStart(Window):
             start.append(value)
             return None
         mean = self._push(value)
-        typical = max(median(start), self._floor)
+        typical = max(middle(start.ordered), self._floor)
         if mean is None or typical <= 0 or mean < self._floor:
             return None
         return Reading(mean / typical, mean, typical)
@@ -167,7 +167,7 @@ class AgainstWindow(Window):
     """The mean over the last steps as a multiple of the median of the steps before them."""
 
     def __init__(self, warmup: int, recent: int, window: int):
-        super().__init__(window=window, recent=recent)
+        super().__init__(window=Recent(window), recent=recent)
         self._warmup, self.needs = warmup, warmup + recent
 
     def observe(self, value: float) -> Reading | None:
@@ -177,7 +177,7 @@ class AgainstWindow(Window):
         mean = self._push(value)
         if mean is None or len(before) < self._warmup:
             return None
-        typical = median(before)
+        typical = middle(before.ordered)
         return Reading(mean / typical, mean, typical) if typical > 0 else None
 
 
@@ -193,10 +193,19 @@ class Fall(Window):
 
     def __init__(self, warmup: int, recent: int, window: int):
         super().__init__(window=window, recent=recent, best=1, worst=1, count=1)
+        self._squares: deque[float] = deque(maxlen=window - 1)
+        """Squared differences of consecutive values in the window."""
         self._warmup, self.needs = warmup, warmup + 1
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self._squares.clear()
+        self._squares.extend((after - before) * (after - before) for before, after in pairwise(self._kept["window"]))
 
     def observe(self, value: float) -> Reading | None:
         values, count = self._kept["window"], self._kept["count"]
+        if values:
+            self._squares.append((value - values[-1]) * (value - values[-1]))
         values.append(value)
         count.append((count or [0.0])[0] + 1)
         mean = self._push(value)
@@ -213,7 +222,7 @@ class Fall(Window):
 
     def _chance(self, level: float) -> float:
         recent = self._kept["recent"].maxlen
-        squares = [(change := after - before) * change for before, after in pairwise(self._kept["window"])]
-        sigma = max(math.sqrt(fmean(squares) / 2), _NOISE_FLOOR * level)
+        mean = math.fsum(self._squares) / len(self._squares)
+        sigma = max(math.sqrt(mean / 2), _NOISE_FLOOR * level)
         deviations = 2 + math.sqrt(2 * math.log(self._kept["count"][0]))
         return deviations * sigma * math.sqrt(2 / recent)

@@ -21,8 +21,12 @@ def _metrics_of(rule: str) -> tuple[str, ...]:
 GRAD_NORMS, SCORES = _metrics_of("gradient_jump"), _metrics_of("reward_fall")
 ENTROPY, REFERENCE_KL = _metrics_of("entropy_fall"), _metrics_of("reference_kl_jump")
 (LENGTH,) = _metrics_of("length_rise")
-PG_LOSS = "actor/pg_loss"
+PG_LOSS, VALUE_LOSS = "actor/pg_loss", "critic/vf_loss"
 ZERO_VARIANCE = "rollout/zero_variance_share"
+_ENDS = ("critic/score/max", "critic/score/min")
+_FINITE = (*GRAD_NORMS, PG_LOSS, VALUE_LOSS, *REFERENCE_KL, *ENTROPY, *SCORES)
+READ = (*dict.fromkeys([*_FINITE, ZERO_VARIANCE, *_ENDS, *(name for rule in _TABLE for name in _metrics_of(rule))]),)
+"""The metrics that rules read."""
 
 _ZERO = 1e-8
 _MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is normal
@@ -61,11 +65,10 @@ def _first(*names: str) -> Read:
 
 def _non_finite(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """1 and the first metric that is not finite; 0 when all are."""
-    names = [name for name in (*GRAD_NORMS, PG_LOSS, *REFERENCE_KL, *ENTROPY, *SCORES) if name in metrics]
-    for name in names:
-        if not math.isfinite(metrics[name]):
-            return name, 1.0
-    return (names[0], 0.0) if names else None
+    known = {name: metrics[name] for name in _FINITE if name in metrics}
+    if all(map(math.isfinite, known.values())):
+        return (next(iter(known)), 0.0) if known else None
+    return next(name for name, value in known.items() if not math.isfinite(value)), 1.0
 
 
 def _no_gradient(metrics: Mapping[str, float]) -> tuple[str, float] | None:
@@ -80,10 +83,10 @@ def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """Return the share of prompts whose rollouts have equal rewards, or 1 where verl's metrics show one reward."""
     if ZERO_VARIANCE in metrics:
         return _first(ZERO_VARIANCE)(metrics)
-    ends = [metrics.get(f"critic/score/{end}") for end in ("max", "min")]
-    if None in ends or not all(map(math.isfinite, ends)):
+    highest, lowest = map(metrics.get, _ENDS)
+    if highest is None or lowest is None or not math.isfinite(highest) or not math.isfinite(lowest):
         return None
-    return "critic/score/{max,min}", float(ends[0] == ends[1])
+    return "critic/score/{max,min}", float(highest == lowest)
 
 
 MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {

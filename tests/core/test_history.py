@@ -3,10 +3,11 @@
 
 import math
 import random
+from statistics import median
 
 import pytest
 
-from gradloc.core.history import NormHistory, ScaleHistory
+from gradloc.core.history import NormHistory, Recent, ScaleHistory, middle
 from gradloc.core.trigger import spike_kind
 from gradloc.record import History
 
@@ -25,6 +26,18 @@ def fires(norms, **settings):
 def healthy(seed, steps=400, level=lambda step: 0.8):
     rng = random.Random(seed)
     return [level(step) * math.exp(rng.gauss(0, 0.25)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("maxlen", [1, 2, 7, 8])
+def test_recent_numbers_have_the_median_and_the_deviation_of_the_last_ones(maxlen):
+    rng, recent, seen = random.Random(maxlen), Recent(maxlen), []
+    for _ in range(200):
+        seen.append(rng.choice([rng.gauss(0, 1), rng.choice(seen or [0.0]), 1e9]))
+        recent.append(seen[-1])
+        last = seen[-maxlen:]
+        assert list(recent) == last and middle(recent.ordered) == median(last)
+        for center in (median(last), -3.0, rng.gauss(0, 1)):
+            assert recent.deviation(center) == median(abs(value - center) for value in last)
 
 
 @pytest.mark.parametrize("seed", range(5))

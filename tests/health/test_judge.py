@@ -43,6 +43,13 @@ def test_a_metric_may_be_missing_always_or_now_and_then(name):
     assert all(not verdict.reasons for verdict in run(rows))
 
 
+def test_a_value_loss_that_is_not_finite_is_a_fault():
+    assert [named(run([{"critic/vf_loss": value}])[0]) for value in (0.5, float("inf"))] == [
+        {},
+        {"non_finite": "warning"},
+    ]
+
+
 def test_a_whole_number_is_a_number_and_a_flag_or_a_text_is_none():
     assert [_number(value) for value in (3, True, "3", None)] == [3.0, None, None, None]
 

@@ -72,7 +72,10 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "metrics": folder.metrics.source,
         "state": health.state,
         "worst": {"state": health.worst.state, "step": health.worst.step},
-        "steps": [{"step": v.step, "state": v.state, "reasons": v.reasons} for v in health.verdicts],
+        "steps": [
+            {"step": v.step, "state": v.state, "reasons": [reason.facts() for reason in v.reasons]}
+            for v in health.verdicts
+        ],
         "advice": {
             finding.worst.name: [{"do": do, "line": line} for do, line in folder.advice(finding.worst)]
             for finding in health.findings

@@ -4,6 +4,7 @@
 import math
 import re
 from collections import defaultdict
+from functools import lru_cache
 from itertools import pairwise
 from sys import intern
 
@@ -192,20 +193,29 @@ class Console(Grammar):
 
 
 def _dashed(text: str) -> dict[str, float]:
-    values = {}
-    for part in text.split(" - "):
-        name, _, value = part.rpartition(":")
-        try:
-            known: float | None = float(value)
-        except ValueError:
-            if value.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
-                before, bracket, inside = part.partition("(")
-                name, _, value = before.rpartition(":")
-                value += bracket + inside
-            known = number(value)
-        if known is not None and (name := name.strip()):
-            values[intern(name)] = known  # one text for all rows: of a long log they are most of the memory
-    return values
+    names, _, texts = zip(*[part.rpartition(":") for part in text.split(" - ")], strict=True)
+    try:
+        return dict(zip(_clean(names), map(float, texts), strict=True))
+    except ValueError:  # a value that is no plain number
+        return dict(filter(None, map(_spelled_pair, names, texts)))
+
+
+@lru_cache(maxsize=64)
+def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a line, which most lines share: of a long log they are most of the memory."""
+    names = tuple(intern(name.strip()) for name in names)
+    if not all(names):
+        raise ValueError("a value without a name")
+    return names
+
+
+def _spelled_pair(name: str, text: str) -> tuple[str, float] | None:
+    if text.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
+        before, bracket, inside = f"{name}:{text}".partition("(")
+        name, _, text = before.rpartition(":")
+        text += bracket + inside
+    value, name = number(text), name.strip()
+    return None if value is None or not name else (intern(name), value)
 
 
 class Json(Grammar):

@@ -72,6 +72,8 @@ _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
 _OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "topping")
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 _MOST_SKIPS = 10_000
 """Lines of skipped steps that are kept."""
 _CONFIG_LINES = 4000
@@ -80,14 +82,14 @@ _CONFIG_LINES = 4000
 
 def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
-    json_lines, printed, labelled = Json(), Printed(), Labelled()
-    blocks = Blocks()
-    columns, headed = ConsoleTable(), Headed()
-    grammars = [Console(), json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
+    console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
+    blocks, columns, headed = Blocks(), ConsoleTable(), Headed()
+    grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken = "", None
     num_bad = num_seen = num_commas = 0
-    for line in _joined(unwrapped(source.lines() if lines is None else lines)):
+    sieve = _Sieve()
+    for line in _joined(unwrapped(sieve.lines(source.texts() if lines is None else lines)), sieve):
         if line:
             last, taken = line, None
         if config.is_open or "{'" in line:
@@ -123,7 +125,9 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         ):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
-            continue  # most lines of a long log end here: this is as fast as it gets
+            elif "<" not in line:
+                sieve.leave_out(line)  # most lines of a long log
+            continue
         if "\x1b" in line or "[0m" in line:
             line = _COLOUR.sub("", line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
@@ -132,14 +136,17 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
         elif num_commas > 2 and not _DECIMAL_POINT.search(line):  # as 903,000 among 0,481
             line = _COMMA.sub(".", line)
         if "orm" in line:
-            num_seen += len(_SPELLED.findall(line))
+            num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
-        if any(word in line for word in _OF_SKIPS):
+        if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
+        sieve.is_on = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
+    if sieve.ends_in_left_out:
+        taken = None
     printed.count_by_bars()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
@@ -153,8 +160,9 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "
             "so values would get a wrong step: name the file that one process wrote."
         )
-    num_read = sum(sum(map(is_norm, values)) for g in grammars for rows in g.rows.values() for _, values in rows)
-    num_read += sum(grammar.num_drawn for grammar in grammars)
+    every_row = [values for grammar in grammars for rows in grammar.rows.values() for _, values in rows]
+    norms = set(filter(is_norm, set().union(*every_row)))
+    num_read = sum(len(norms & values.keys()) for values in every_row) + sum(grammar.num_drawn for grammar in grammars)
     if num_read < num_seen / 2 and num_seen > 8:
         raise ReportError(
             f"{source.name} prints {num_seen:,} gradient norms, and only {num_read:,} can be read: the form of their "
@@ -188,7 +196,35 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 
 
-def _joined(lines: Iterable[str]) -> Iterator[str]:
+class _Sieve:
+    """Leaves out lines that differ in nothing but digits from one that no grammar wanted."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.is_joining = False
+        """Whether the next lines belong to a dict that is printed over several."""
+        self.ends_in_left_out = False
+        """Whether the last line was left out."""
+        self._shapes: set[bytes] = set()
+
+    def leave_out(self, line: str) -> None:
+        """Leave out lines like this one from here on."""
+        if 0 < len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
+            self._shapes.add(line.encode(errors="replace").translate(_DIGITS))
+
+    def lines(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the other lines of texts of several."""
+        for text in texts:
+            shapes = text.encode(errors="replace").translate(_DIGITS).split(b"\n")
+            for line, shape in zip(text.split("\n"), shapes, strict=True):
+                if shape in self._shapes and self.is_on and not self.is_joining:
+                    self.ends_in_left_out = True
+                    continue  # most lines of a long log end here: this is as fast as it gets
+                self.ends_in_left_out &= not line
+                yield line
+
+
+def _joined(lines: Iterable[str], sieve: _Sieve) -> Iterator[str]:
     """Yield the lines, those of a dict that pprint has printed over several put together."""
     parts: list[str] = []
     for line in lines:
@@ -203,6 +239,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             parts = [line.rstrip()]
         else:
             yield line
+        sieve.is_joining = bool(parts)
     yield from parts
 
 

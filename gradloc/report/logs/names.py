@@ -25,6 +25,8 @@ ALIASES = {
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
     "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
     "lm_loss_value xent cost rmse_trn",
+    "critic/vf_loss": "vf_loss value_loss v_loss critic_loss value_function_loss mean_value_function_loss "
+    "loss_value_avg",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
     "response_length/mean": "response_length response_len_mean response_length_mean completion_length "
     "completions_mean_length mean_generation_length mean_gen_tokens_per_sample",
@@ -225,7 +227,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
     own: dict[str, str] = {}
     for name in sorted(names, key=len):
         known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
-        if known is not None and known not in names and not name.startswith(("eval", "val", "test")):
+        if known is not None and known not in names and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)
     if LOSS not in own and LOSS not in names and "actor/loss" not in names:
         losses = [name for name in names if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]

@@ -62,15 +62,25 @@ class Source:
             )
         return content
 
-    def lines(self) -> Iterator[str]:
-        """Yield its lines without their ends, which may be \n, \r\n or \r: a progress bar's end in \r alone."""
+    def texts(self) -> Iterator[str]:
+        """Yield its lines, several at once, with "\n" between them.
+
+        Lines end in \n, \r\n or \r: a progress bar's end in \r alone.
+        """
         reader = io.TextIOWrapper(self.stream, self.coding or "utf-8", errors="replace")
         try:
-            while line := reader.readline(LINE):
-                yield line.rstrip("\n")
+            while text := reader.read(HEAD):
+                if text[-1] != "\n":
+                    text += reader.readline(LINE)
+                yield text.removesuffix("\n")
         except UnicodeError as error:  # UTF-16 that is none after all
             self.notes.append(_cut(self.name, error))
         reader.detach()
+
+    def lines(self) -> Iterator[str]:
+        """Yield its lines without their ends."""
+        for text in self.texts():
+            yield from text.split("\n")
 
     @property
     def ends_whole(self) -> bool:

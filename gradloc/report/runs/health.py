@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from ...explain.text import plural
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
+from ...health.judge import worst_first
+from ...health.rules import READ
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
 
@@ -16,8 +18,6 @@ LOGGED = "health/state"
 CLIP = 1.0
 """verl's own clip limit, used where none is named."""
 _LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
-_UNREAD = ("perf/", "timing", "val-", "global_seqlen/", "prompt_length/", "critic/advantages/", "critic/returns/")
-"""Prefixes of metrics that no rule reads, half of verl's."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RunHealth:
 
     @property
     def num_unwell(self) -> int:
-        return sum(verdict.state != STATES[0] for verdict in self.verdicts)
+        return sum(bool(verdict.reasons) for verdict in self.verdicts)
 
     @property
     def headline(self) -> str:
@@ -88,12 +88,14 @@ class RunHealth:
     @property
     def findings(self) -> list[Finding]:
         """Return every rule that found fault: the worst first, then in the order of the rules."""
+        faults: dict[str, list[tuple[int, Reason]]] = {name: [] for name in HealthConfig.rule_names()}
+        for verdict in self.verdicts:
+            for reason in verdict.reasons:
+                faults[reason.name].append((verdict.step, reason))
         findings = []
-        for name in HealthConfig.rule_names():
-            faults = [(v.step, reason) for v in self.verdicts for reason in v.reasons if reason.name == name]
-            if faults:
-                step, worst = max(faults, key=lambda fault: STATES.index(fault[1].state))
-                findings.append(Finding(worst, step, tuple(step for step, _ in faults)))
+        for found in filter(None, faults.values()):
+            step, worst = max(found, key=lambda fault: STATES.index(fault[1].state))
+            findings.append(Finding(worst, step, tuple(step for step, _ in found)))
         return sorted(findings, key=lambda finding: -STATES.index(finding.worst.state))
 
     def spans(self, most: int) -> list[Stretch]:
@@ -134,11 +136,14 @@ def judge(
     differences: list[str] = []
     parts = [metrics] if isinstance(metrics, Metrics) else metrics
     for part in parts:
-        read = {name: values for name, values in part.series.items() if not name.startswith(_UNREAD)}
-        rows = ({name: values[at] for name, values in read.items()} for at in range(len(part.steps)))
-        observed = [rules.observe(step, row) for step, row in zip(part.steps, rows, strict=True)]
-        judged = [_in_own_words(verdict, part) for verdict in observed if verdict is not None]
-        health.verdicts += [_with_sound_loss(verdict, part) for verdict in judged]
+        read = [name for name in READ if name in part.series]
+        rows = zip(*(part.series[name] for name in read), strict=True) if read else [()] * len(part.steps)
+        judged = []
+        for at, (step, row) in enumerate(zip(part.steps, rows, strict=True)):
+            verdict = rules.observe(step, dict(zip(read, row, strict=True)))
+            if verdict is not None:
+                judged.append(_by_the_log(verdict, part, at) if verdict.reasons else verdict)
+        health.verdicts += judged
         differences += _differences(part, judged)
     known = [name for name in config.rule_names() if getattr(config, name) is not None]
     health.silent = tuple(name for name in known if name not in rules.heard)
@@ -154,30 +159,23 @@ def judge(
     return health
 
 
-def _in_own_words(verdict: Judgement, metrics: Metrics) -> Judgement:
-    """Rename the metrics in a verdict's reasons as the log does."""
-    reasons = []
-    for reason in verdict.reasons:
-        own = metrics.called.get(reason.metric, reason.metric)
-        reasons.append(replace(reason, metric=own, sentence=reason.sentence.replace(reason.metric, own)))
-    return replace(verdict, reasons=tuple(reasons))
+def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
+    """Name the metrics in a verdict's reasons as the log does, and lower a danger to a warning where only a norm is
+    not finite: with a finite loss, the weights are finite.
 
-
-def _with_sound_loss(verdict: Judgement, metrics: Metrics) -> Judgement:
-    """Lower a danger to a warning where only a norm is not finite: with a finite loss, the weights are finite."""
-    if verdict.state != STATES[-1] or all(reason.name != "non_finite" for reason in verdict.reasons):
-        return verdict
-    at = metrics.steps.index(verdict.step)
-    losses = [values[at] for name, values in metrics.series.items() if name in _LOSSES and values[at] is not None]
-    if not losses or not all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
-        return verdict
+    ``at`` is the place of the verdict's step.
+    """
     reasons = [
-        replace(reason, state=STATES[1], sentence=f"{reason.sentence} The loss is finite: such steps were skipped.")
-        if reason.name == "non_finite" and is_norm(reason.metric)
-        else reason
+        replace(reason, metric=metrics.called[reason.metric]) if reason.metric in metrics.called else reason
         for reason in verdict.reasons
     ]
-    return replace(verdict, reasons=tuple(sorted(reasons, key=lambda reason: -STATES.index(reason.state))))
+    unsound = [reason for reason in reasons if reason.name == "non_finite" and is_norm(reason.metric)]
+    if unsound and verdict.state == STATES[-1]:
+        losses = [values[at] for name in _LOSSES if (values := metrics.series.get(name)) and values[at] is not None]
+        if losses and all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
+            lowered = replace(unsound[0], state=STATES[1], note="The loss is finite: such steps were skipped.")
+            reasons[reasons.index(unsound[0])] = lowered
+    return Judgement(verdict.step, worst_first(reasons))
 
 
 def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:

@@ -12,7 +12,7 @@ from statistics import median
 
 from ...explain.numbers import number
 from ...explain.text import plural
-from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES
+from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun
@@ -139,7 +139,8 @@ def minor_skips(run: LoggedRun) -> list[str]:
 
 def _not_finite(run: LoggedRun) -> Iterator[Sign]:
     metrics = run.metrics
-    known = {name for _, names, *_ in EFFECTS for name in names} | {*metrics.called.values()}
+    known = {name for _, names, *_ in EFFECTS for name in names}
+    known |= {own for name, own in metrics.called.items() if name != VALUE_LOSS}
     others = [("loss", (name,)) for name in metrics.own_names if name not in known and is_training_loss(name)]
     others.sort(key=lambda other: next((s for s, v in metrics.logged(other[1][0]) if not math.isfinite(v)), math.inf))
     is_lost = False
