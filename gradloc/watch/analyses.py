@@ -96,8 +96,9 @@ def batch_of(view: BatchView | None, objection: str, ask: Any) -> AnalysisBatch:
     if view is None or objection:
         raise RuntimeError(objection)
     tensors, names = dict(view.tensors), view.labels.get("uid")
-    signal = tensors["advantages"] if "advantages" in tensors else tensors["loss_weights"]
-    tensors = {"old_log_probs": tensors["log_probs"], "advantages": signal, **tensors}
+    for name, instead in (("old_log_probs", "log_probs"), ("advantages", "loss_weights")):
+        if name not in tensors:
+            tensors[name] = tensors[instead]
     mask = tensors["response_mask"]
 
     def ask_if_known(labels: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -108,7 +109,7 @@ def batch_of(view: BatchView | None, objection: str, ask: Any) -> AnalysisBatch:
         return ask(labels, request)
 
     if "token_level_scores" not in tensors:  # of the groups' advantages, where no rewards were noted
-        means = (signal * mask).sum(1) / mask.sum(1).clamp(min=1)
+        means = (tensors["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
         tensors["token_level_scores"] = torch.nn.functional.pad(means.unsqueeze(1), (0, mask.shape[1] - 1))
     uids = names if names is not None else [str(row) for row in range(len(mask))]
     return AnalysisBatch(tensors, uids, None, ask_if_known)
