@@ -301,6 +301,13 @@ class DeepValued(Valued):
         return model
 
 
+class EmbeddedOutside(Loop):
+    """Embeddings made before the model is called, so that its input comes with a graph."""
+
+    def logits(self, micro_batch):
+        return self.model(inputs_embeds=self.bare.model.embed_tokens(micro_batch.ids)).logits
+
+
 class Entropy(Loop):
     """An entropy bonus."""
 
@@ -575,6 +582,7 @@ KINDS: dict[str, type[Loop]] = {
     "value-head": Valued,
     "value-outlier": ValueOutlier,
     "value-of-two-layers": DeepValued,
+    "embedded-outside": EmbeddedOutside,
     "entropy-bonus": Entropy,
     "ppo-ratio-1": Ppo,
     "ppo-ratio-3": PpoFar,

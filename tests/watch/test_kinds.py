@@ -118,3 +118,24 @@ def test_a_model_s_copy_or_file_is_not_watched_and_both_are_freed(tmp_path):
     del made
     gc.collect()
     assert [each() for each in alive] == [None, None]
+
+
+def test_a_part_of_the_loss_that_passes_by_is_no_gradient_that_was_changed(tmp_path):
+    class TwoStates(kinds.OfOwn):
+        class made(kinds.Own):
+            def begin(self):
+                self.second = torch.nn.Linear(kinds.H, kinds.VOCABULARY)
+
+            def forward(self, ids):
+                hidden = self.hidden(ids)
+                self.other = self.second(self.last(hidden))
+                return self.head(hidden)
+
+        def loss(self, ids, weight):
+            loss = super().loss(ids, weight)
+            return loss + self.model.other.square().mean() * weight.max() / 10
+
+    TwoStates(tmp_path).run()
+    (event,) = events_in(tmp_path)
+    assert event["fault"]["at"] == "undecided" and event["culprits"] == []
+    assert "the loss also uses second." in event["fault"]["reason"]

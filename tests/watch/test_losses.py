@@ -7,8 +7,8 @@ import pytest
 
 from tests.watch.any_loss import KINDS, measure
 
-WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers"}
-"""Kinds of which the gradient of some head is not known."""
+WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers", "embedded-outside"}
+"""Kinds of which the gradient of some parameters is not searched."""
 HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
 LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
 QUICK = ("cross-entropy", "clipped", "distilled", "value-head")
