@@ -41,7 +41,7 @@ class Reference(NamedTuple):
     num_micro_batches: int
     """The number of the step's micro-batches."""
     measured: tuple[Measured, ...]
-    """Of earlier references and of this one, the last; empty where ranks had not summed the gradient by then."""
+    """Norms of earlier references and, last, of this one; empty where ranks had not summed the gradient by then."""
 
 
 class ReferenceKeeper:

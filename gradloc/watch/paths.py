@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors of a forward all of its gradient passes through, read from autograd's graph."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,15 @@ def passes_through(output: torch.Tensor, hidden: torch.Tensor, head: torch.nn.Mo
 
 
 def last_hidden(
-    output: torch.Tensor, calls: Iterable[tuple[torch.nn.Module, torch.Tensor, Any]]
+    output: torch.Tensor, calls: Sequence[tuple[torch.nn.Module, torch.Tensor, Any]]
 ) -> torch.Tensor | None:
-    """Return the input of the last linear layer before which all of the output's gradient passes; None without one.
+    """Return the last input of a linear layer that all of the output's gradient passes through; None without one.
 
     Args:
         output: of the model, with a graph.
         calls: linear layers in the order of their calls, each with its input and its output.
     """
-    for module, given, _ in reversed([*calls]):
+    for module, given, _ in reversed(calls):
         if given.requires_grad and passes_through(output, given, module):
             return given
     return None
