@@ -23,8 +23,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "unrepeatable": ("unrepeatable", "--seeds", "2"),
     "driver": ("driver",),
     "healthy": ("healthy", "--pairs", "600"),
-    "spiking": ("spiking", "--dtype", "float32"),
-    "spiking-bfloat16": ("spiking", "--dtype", "bfloat16"),
 }
 """Record name -> the module of this folder that makes it, and its arguments."""
 

@@ -17,7 +17,7 @@ from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
-from lab.benchmarks import healthy, links, spiking, unrepeatable, worlds
+from lab.benchmarks import healthy, links, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
@@ -55,23 +55,12 @@ def rows(text: str) -> list[str]:
     return [line for line in tabled if line.startswith("|") and re.search(r"\d", line)]
 
 
-def spiking_cases() -> dict[tuple[str, str], dict]:
-    """Map (case, dtype) to its measurement: the last of three runs that timed it."""
-    runs = (record("spiking"), record("spiking-bfloat16"), record("spiking-rows"))
-    return {(case["case"], case["dtype"]): case for run in runs for case in run["cases"]}
-
-
-def in_both_precisions(found: dict) -> str:
-    return spiking.markdown({**found, "cases": [*spiking_cases().values()]})
-
-
 def as_suites_do(columns: Callable[[dict], Any]) -> Callable[[dict], str]:
     return lambda found: table(columns(found))
 
 
 PARTS = {
     "benchmarks.md## The price of a healthy step": ("healthy", healthy.markdown),
-    "benchmarks.md## The price of a search": ("spiking", in_both_precisions),
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
@@ -124,19 +113,12 @@ def test_what_pretraining_says_of_its_peaks_is_the_record_s():
 
 
 def test_the_price_of_a_search_is_the_record_s_on_every_page():
-    cases, step = spiking_cases(), 3 * 4  # f of a training step: a forward and a backward of four micro-batches
-    for dtype in ("float32", "bfloat16"):
-        one, eight = (median(found["cost_f"] for found in cases[name, dtype]["with"]) for name in ("single", "eight"))
-        said = f"one culprit costs {one / step:.1f} training steps, eight cost {eight / step:.1f}"
-        for name in ("README.md", "docs/benchmarks.md"):
-            assert said in page(name), (name, dtype)
-
-
-def test_every_planted_token_of_the_timed_spikes_is_named_and_nothing_else():
-    cases = [case for (name, _), case in spiking_cases().items() if name in spiking.SIZES]
-    found = [(case, update) for case in cases for update in case["with"]]
-    assert len(cases) == 6 and all(update["named"] and update["verdict"] == "explained" for _, update in found)
-    assert all(sorted(update["named"]) == sorted(case["planted"]) for case, update in found)
+    """Worlds of planted tokens by how many were named, in training steps: M forwards and backwards, 3 f each."""
+    found = [row for row in record("worlds")["rows"] if row["status"] != "no spike" and row["plant"] == "tokens"]
+    one, eight = (median(row["cost"] / 3 / row["micro_batches"] for row in found if row["named"] == n) for n in (1, 8))
+    said = f"one culprit costs {one:.1f} training steps, eight cost {eight:.1f}"
+    for name in ("README.md", "docs/benchmarks.md"):
+        assert said in page(name), name
 
 
 def test_the_hook_s_share_and_the_noise_are_the_record_s():

@@ -5,9 +5,8 @@ from functools import cache
 
 import pytest
 
-from lab.benchmarks import pretrained
 from lab.experiments.environment import CACHE
-from tests.watch import faults
+from tests.watch import faults, pretrained
 from tests.watch.test_harmless import events_in, named
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 3 else []) for seed in range(20)]
