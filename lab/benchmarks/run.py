@@ -9,7 +9,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +61,6 @@ def finish(record: Record, out: Path, name: str, text: str) -> None:
     write(record, out, name)
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-
-
-def on_two_ranks(function: str, cells: Sequence[dict[str, Any]]) -> list[Record]:
-    """Call ``function`` (``module.name``) on two gloo ranks with each cell as its arguments.
-
-    Returns:
-        A row for each cell: the cell, and what the first rank returned, which must be what the second did.
-    """
-    from tests.world import World
-
-    progress, rows = Progress(len(cells)), []
-    with World(2) as world:
-        for cell in cells:
-            progress.step(" ".join(map(str, cell.values())))
-            first, other = world.run(function, **cell)
-            assert first == other, "every rank finds the same"
-            rows.append({**cell, **first})
-    return rows
-
-
-def exit_code(rows: list[Record], problems: Callable[[Record], list[str]]) -> int:
-    """Print each row's problems; return 1 if there are any, else 0."""
-    wrong = [(row, problems(row)) for row in rows if problems(row)]
-    for row, sentences in wrong:
-        print(f"{row}: {'; '.join(sentences)}", file=sys.stderr)
-    return 1 if wrong else 0
 
 
 class Progress:

@@ -10,10 +10,10 @@ without noise. Writes unrepeatable.json and unrepeatable.md.
 """
 
 import itertools
-import sys
 
-from lab.benchmarks.run import Record, digest, exit_code, finish, on_two_ranks, parser
+from lab.benchmarks.run import Progress, Record, digest, finish, parser
 from lab.output import table
+from tests.world import World
 
 LAYOUTS = ("fsdp2", "fsdp1")
 DTYPES = ("float32", "bfloat16")
@@ -36,8 +36,14 @@ def measure(seeds: int) -> list[Record]:
     """Return a row for each cell and seed: the cell and its ``tests.toy_model.scenarios.certify_unrepeatable``."""
     values = itertools.product(LAYOUTS, DTYPES, SHARES, SIZES, range(seeds))
     cells = [dict(zip(KEYS, cell, strict=True)) for cell in values]
-    rows = on_two_ranks("tests.toy_model.scenarios.certify_unrepeatable", cells)
-    return [{**row, "planted_size": cell["size"]} for row, cell in zip(rows, cells, strict=True)]
+    progress, rows = Progress(len(cells)), []
+    with World(2) as world:
+        for cell in cells:
+            progress.step(" ".join(map(str, cell.values())))
+            first, other = world.run("tests.toy_model.scenarios.certify_unrepeatable", **cell)
+            assert first == other, "every rank finds the same"
+            rows.append({**cell, **first, "planted_size": cell["size"]})
+    return rows
 
 
 def problems(row: Record) -> list[str]:
@@ -69,15 +75,17 @@ def markdown(rows: list[Record]) -> str:
     return table(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure all cells, print the table and what does not hold; return the exit code."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measure all cells, print the table and what does not hold; the exit code is 1 if something does not."""
     options = parser("unrepeatable", __doc__)
     options.add_argument("--seeds", type=int, default=3, help="batches and noises per cell (%(default)s)")
     parsed = options.parse_args(arguments)
     rows = measure(parsed.seeds)
     finish({"core_sha256": digest(), "rows": rows}, parsed.out, "unrepeatable", markdown(rows))
-    return exit_code(rows, problems)
+    wrong = [f"{row}: {'; '.join(problems(row))}" for row in rows if problems(row)]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,10 +9,12 @@ import os
 from collections.abc import Iterable, Mapping
 from configparser import ConfigParser, ExtendedInterpolation
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from lab.experiments import environment, settings
+from lab.experiments.environment import Environment
 from lab.experiments.errors import UsageError
 from lab.experiments.settings import Settings
 
@@ -50,47 +52,55 @@ class Experiment:
     variables: tuple[Variable, ...] = ()
     imports: tuple[str, ...] = ("torch", "ray", "hydra")
     """Packages that must be installed."""
-    is_on_cpu: bool = False
-    """Whether it runs without a GPU, in an environment of ours: the demo, and what builds on it."""
-    is_planted: bool = False
-    """Whether a run ends by comparing its event with the planted token. Not inherited."""
+    own: Environment | None = None
+    """The environment that is made for a run on the CPU; None for an experiment on GPUs, in the user's own."""
     material: str = "lab.experiments.cpu.build"
     """The builder of model and data: `python -m MODULE --cache FOLDER` prints their folder. "" for none."""
-    verls: tuple[str, ...] = ("0.7.0",)
-    """The versions of verl that it runs on without a GPU, the default first. Not inherited."""
-    is_installed: bool = False
-    """Whether its verl is installed together with gradloc and not patched: 0.9."""
+    verl: str = environment.DEFAULT_VERL
+    """The version of verl that it runs on: 0.7.0, which is patched, or 0.9.1, which is installed with gradloc."""
+    nodes: int = 1
+    """Number of Ray nodes of a run on the CPU, all on this machine."""
+    script: str = ""
+    """A module of ours that trains in place of verl's trainer: it takes key=value and has no config."""
+    settings: type[Settings] = Settings
+    """The script's settings."""
+    started_by: tuple[str, ...] = ()
+    """Arguments between Python and `-m` the script, such as torchrun's."""
+
+    # Not inherited:
+    is_planted: bool = False
+    """Whether a run ends by comparing its event with the planted token."""
     arms: tuple[Arm, ...] = ()
     """Empty for an experiment that is one run."""
     seeds: tuple[int, ...] = ()
     """The seeds that every arm runs with; empty for the config's own."""
     summary_module: str = ""
     """Run after all arms as `python -m MODULE SUITE_DIR`; "" for none."""
-    nodes: int = 1
-    """Number of Ray nodes of a run on the CPU, all on this machine."""
     config: str = ""
-    """The config's name without `.yaml`; "" for the experiment's. Not inherited."""
+    """The config's name without `.yaml`; "" for the experiment's."""
     overrides: tuple[str, ...] = ()
-    """Hydra overrides of that config. Not inherited."""
-    script: str = ""
-    """A module of ours that trains in place of verl's trainer: it takes key=value and has no config."""
-    settings: type[Settings] = Settings
-    """The script's settings."""
-    own: environment.Environment = environment.DEMO
-    """The environment of a run on the CPU."""
-    started_by: tuple[str, ...] = ()
-    """Arguments between Python and `-m` the script, such as torchrun's."""
+    """Hydra overrides of that config."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its verl is installed together with gradloc and not patched."""
+        return not self.script and self.verl != environment.DEFAULT_VERL
+
+    @property
+    def python_variable(self) -> str:
+        """The environment variable that names the interpreter to use."""
+        own = self.own or (environment.VERL09 if self.is_installed else environment.DEMO)
+        return own.variable or "PYTHON"
 
     def heir(self, name: str) -> "Experiment":
-        """Return an experiment whose config builds on this one's and so has its requirements; see the fields' docs."""
-        fresh = {"verls": ("0.7.0",), "is_planted": False, "arms": (), "seeds": (), "summary_module": ""}
-        return replace(self, name=name, config="", overrides=(), **fresh)
+        """Return an experiment whose config builds on this one's and so has its requirements."""
+        fresh = {"is_planted": False, "arms": (), "seeds": (), "summary_module": "", "config": "", "overrides": ()}
+        return replace(self, name=name, **fresh)
 
     def on_verl09(self, name: str) -> "Experiment":
-        """Return its form for verl 0.9.1: not patched, and without a variable that the demo's config lacks there."""
-        kept = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
-        own = environment.VERL09
-        return replace(self, name=name, variables=kept, verls=("0.9.1",), is_installed=True, own=own)
+        """Return its form for verl 0.9.1, without a variable that the demo's config lacks there."""
+        known = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
+        return replace(self, name=name, variables=known, verl="0.9.1", own=self.own and environment.VERL09)
 
     def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
         """Return the config's name and its overrides: the experiment's, then the given ones."""
@@ -171,15 +181,11 @@ def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) ->
 
 def _field(name: str, text: str) -> Any:
     """Convert a text to the type of a field of `Experiment`."""
+    if name in ("own", "settings"):
+        return getattr(environment if name == "own" else settings, text)
     default = getattr(Experiment, name)
-    if name == "settings":
-        return getattr(settings, text)
-    if name == "own":
-        return getattr(environment, text)
-    if name == "seeds":
-        return tuple(map(int, text.split()))
     if isinstance(default, tuple):
-        return tuple(text.split())
+        return tuple(map(int, text.split())) if name == "seeds" else tuple(text.split())
     return text == "yes" if isinstance(default, bool) else type(default)(text)
 
 
@@ -196,13 +202,12 @@ ON_VERL09 = {name.removesuffix("-verl09"): entry for name, entry in _ALL.items()
 """Experiment name -> its form for verl=0.9.1."""
 TRAINERS = {"trl": _ALL["demo-trl"], "loop": _ALL["demo-loop"]}
 """Trainer -> the demo's form for it."""
-EXPERIMENTS = {e.name: e for e in _ALL.values() if e not in (*ON_VERL09.values(), *TRAINERS.values())}
+EXPERIMENTS = {
+    e.name: e
+    for e in sorted(_ALL.values(), key=attrgetter("name"))
+    if e not in (*ON_VERL09.values(), *TRAINERS.values())
+}
 DEMO, PUBLISHED = EXPERIMENTS["demo"], EXPERIMENTS["gradloc-qwen3-4b"]
-
-
-def names() -> list[str]:
-    """Return every experiment's name, sorted."""
-    return sorted(EXPERIMENTS)
 
 
 def forms_of(experiment: Experiment) -> list[Experiment]:
@@ -221,13 +226,10 @@ def form_for(experiment: Experiment, version: str | None, trainer: str) -> Exper
             listed = f"trainer={' or '.join(TRAINERS)}"
             raise UsageError(f"trainer={trainer} is for the demo alone, as {listed} and without verl=VERSION.")
         return TRAINERS[trainer]
-    forms = forms_of(experiment)
-    for form in forms:
-        if version is None or version in form.verls:
-            return form
-    *known, last = (verl for form in forms for verl in form.verls)
-    listed = f"{', '.join(known)} and {last}" if known else last
-    raise UsageError(f"{experiment.name} runs on verl {listed}, not on {version}.")
+    forms = {form.verl: form for form in forms_of(experiment)}
+    if version is not None and version not in forms:
+        raise UsageError(f"{experiment.name} runs on verl {' and '.join(forms)}, not on {version}.")
+    return experiment if version is None else forms[version]
 
 
 def load(name: str) -> Experiment:
@@ -242,17 +244,16 @@ def load(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         has_config = (CONFIGS / f"{name}.yaml").exists()
         hint = " (its config is there; lab/experiments/catalog.ini lacks it)" if has_config else ""
-        raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(names())}.")
+        raise UsageError(f"no experiment is called {name!r}{hint}: there are {', '.join(EXPERIMENTS)}.")
     return EXPERIMENTS[name]
 
 
 def describe() -> str:
     """Return the text of `--list`."""
     lines = []
-    for experiment in map(load, names()):
+    for experiment in EXPERIMENTS.values():
         lines.append(f"{experiment.name}: {experiment.summary}")
-        _, *others = (verl for form in forms_of(experiment) for verl in form.verls)
-        lines += [f"    verl={verl}: the same on that verl" for verl in others]
+        lines += [f"    verl={form.verl}: the same on that verl" for form in forms_of(experiment)[1:]]
         lines += [f"    {variable.kind} {variable.name}: {variable.meaning}" for variable in experiment.variables]
         lines += [f"    arm {arm.name}: {arm.meaning}" for arm in experiment.arms]
     return "\n".join(lines)

@@ -6,9 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from lab.experiments import catalog, environment, launch, suite, target, verdict, verl09
 from lab.experiments.catalog import Experiment
@@ -99,23 +97,18 @@ def run(args, environ, cwd: Path) -> int:
             experiment.settings.parse(args.overrides)
         except SystemExit as error:
             raise UsageError(str(error)) from None
-    python, variable, verl = find(experiment, version, environ, cwd, args.dry_run)
-    run_dir = results_folder(environ, cwd, experiment.name, is_suite=bool(cells))
+    python, verl = find(experiment, version, environ, cwd, args.dry_run)
+    run_dir = results_folder(environ, cwd, experiment)
     if args.dry_run:
-        runs = [(cell["overrides"], run_dir / cell["folder"]) for cell in cells]
-        for overrides, folder in runs or [(args.overrides, run_dir)]:
-            describe(command(python, experiment, overrides), folder)
+        for cell in cells:
+            describe(command(python, experiment, cell["overrides"]), run_dir / cell["folder"])
         return 0
-    lacking = lacking_in(python, variable, experiment.imports)
-    if lacking:
-        raise ExperimentError(
-            f"{python} lacks {', '.join(lacking)}, which {experiment.name} needs: install that for it, or set "
-            f"{variable} to a Python that has it."
-        )
-    on_cpu = experiment.is_on_cpu
-    material = environment.ensure_material(python, experiment.material) if on_cpu and experiment.material else None
+    check_imports(python, experiment)
+    material = (
+        environment.ensure_material(python, experiment.material) if experiment.own and experiment.material else None
+    )
     before = dict(environ)
-    make_folder(run_dir, exist_ok=bool(cells))
+    make_folder(run_dir)
     with launch.plain_path(python) as plain:
 
         def run_one(overrides: list[str], folder: Path) -> int:
@@ -125,12 +118,12 @@ def run(args, environ, cwd: Path) -> int:
             if experiment.nodes > 1:
                 line = [plain, "-m", "lab.experiments.cpu.nodes", str(experiment.nodes), *line]
             describe(line, folder)
-            code = launch.run(line, folder / "console.log", is_brief=on_cpu and not args.verbose)
-            if cells and code == 0 and (folder / "gradloc" / "events.jsonl").is_file():
+            code = launch.run(line, folder / "console.log", is_brief=bool(experiment.own) and not args.verbose)
+            if code == 0 and (folder / "gradloc" / "events.jsonl").is_file():
                 draw_report(python, folder)
             return code
 
-        if cells:
+        if experiment.arms:
             code = suite.run(experiment, cells, run_dir, run_one, plain)
         else:
             code = run_one(args.overrides, run_dir)
@@ -139,63 +132,68 @@ def run(args, environ, cwd: Path) -> int:
             code = verdict.main([str(run_dir)])
         elif experiment.script:
             print(f"\n{(run_dir / 'summary.md').read_text(encoding='utf-8')}")
-        if experiment.is_planted or experiment.script:
-            draw_report(python, run_dir)
     say("results", run_dir)
     return code
 
 
-class Found(NamedTuple):
-    """What an experiment runs with."""
+def find(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> tuple[str, Path | None]:
+    """Return the interpreter, and the folder with `verl/` (None for our own programs); unless `is_dry`, make ours.
 
-    python: str
-    variable: str
-    """The environment variable that names another interpreter."""
-    verl: Path | None = None
-    """The folder with `verl/`; None for our own programs."""
-
-
-def find(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry: bool) -> Found:
-    """Return the interpreter and the verl to run with; unless `is_dry`, make those that are ours."""
-    own, on_cpu = experiment.own, experiment.is_on_cpu
-    is_patched = not experiment.script and not experiment.is_installed
-    variable = "PYTHON" if is_patched else own.variable or "PYTHON"
-
-    def choose_python() -> str:
-        if environ.get(variable):
-            # run_experiment.sh has started this process with PYTHON
-            return sys.executable if variable == "PYTHON" else environ[variable]
-        has_all = own is environment.LOOP and not lacking_in(sys.executable, variable, own.packages)
-        if not on_cpu or has_all:
-            return sys.executable
-        return str(own.python) if is_dry else environment.ensure_python(own)
-
+    The verl to patch is `VERL_REPO`, else the current folder if it is verl, else the demo's own copy on the CPU, what
+    Python imports on GPUs.
+    """
     if experiment.script:
-        return Found(choose_python(), variable)
+        return find_python(experiment, environ, is_dry), None
     if experiment.is_installed:
-        python = choose_python()
-        if is_dry and on_cpu:
-            return Found(python, variable)
-        chosen = target.imported(python, variable)
-    else:
-        chosen = target.named(environ, cwd)
-        if version and (chosen or not on_cpu):
-            where = chosen.origin if chosen else experiment.name
-            raise UsageError(f"verl={version} is for the copy that the demo makes, not for {where}: omit one of them.")
-        is_copy = chosen is None and on_cpu
-        version = version or environment.DEFAULT_VERL
-        if chosen is None:
-            chosen = environment.patched_copy(version) if on_cpu else target.imported(sys.executable)
-    say("verl", f"{chosen.path} ({chosen.origin})")
-    target.check_folder(cwd, chosen)
-    if is_patched:
-        if not is_dry and not is_copy:
-            target.check_patched(chosen)  # before anything is installed
-        python = choose_python()
-        if not is_dry and is_copy:
-            environment.ensure_patched_copy(python, verl=version)
-            target.check_patched(chosen)
-    return Found(python, variable, chosen.path)
+        python = find_python(experiment, environ, is_dry)
+        if is_dry and experiment.own:  # its environment may not exist yet
+            return python, None
+        verl = target.imported(python, experiment.python_variable)
+        announce(verl, cwd)
+        return python, verl.path
+    verl = target.named(environ, cwd) or (None if experiment.own else target.imported(sys.executable))
+    if verl and version:
+        raise UsageError(
+            f"verl={version} is for the copy that the demo makes, not for {verl.origin}: omit one of them."
+        )
+    own_copy = target.Target(environment.patched_copy(), f"verl {experiment.verl}, the demo's own patched copy")
+    announce(verl or own_copy, cwd)
+    if is_dry:
+        return find_python(experiment, environ, is_dry), None
+    if verl:
+        target.check_patched(verl.path)  # before anything is installed
+    python = find_python(experiment, environ, is_dry)
+    return python, verl.path if verl else environment.ensure_patched_copy(python)
+
+
+def announce(verl: target.Target, cwd: Path) -> None:
+    """Print which verl will run, after checking that Ray's workers will import it."""
+    target.check_folder(cwd, verl.path)
+    say("verl", f"{verl.path} ({verl.origin})")
+
+
+def find_python(experiment: Experiment, environ, is_dry: bool) -> str:
+    """Return the interpreter to run with; unless `is_dry`, make the environment of a run on the CPU."""
+    variable, own = experiment.python_variable, experiment.own
+    if environ.get(variable):
+        # run_experiment.sh has started this process with PYTHON
+        return sys.executable if variable == "PYTHON" else environ[variable]
+    if own is None or (
+        own is environment.LOOP and set(own.packages) <= target.locate(sys.executable, variable, *own.packages).keys()
+    ):
+        return sys.executable
+    return str(own.python) if is_dry else environment.ensure_python(own)
+
+
+def check_imports(python: str, experiment: Experiment) -> None:
+    """Refuse a Python that lacks packages of the experiment."""
+    present = target.locate(python, experiment.python_variable, *experiment.imports)
+    lacking = [module for module in experiment.imports if module not in present]
+    if lacking:
+        raise ExperimentError(
+            f"{python} lacks {', '.join(lacking)}, which {experiment.name} needs: install that for it, or set "
+            f"{experiment.python_variable} to a Python that has it."
+        )
 
 
 def draw_report(python: str, run_dir: Path) -> None:
@@ -235,18 +233,19 @@ def take(overrides: list[str], name: str) -> str | None:
     return given[-1].removeprefix(f"{name}=") if given else None
 
 
-def results_folder(environ, cwd: Path, name: str, is_suite: bool = False) -> Path:
+def results_folder(environ, cwd: Path, experiment: Experiment) -> Path:
     """Return a folder that does not exist yet, or that of a suite to resume.
 
     Raises:
         ExperimentError: if RUN_DIR names another one that exists.
     """
-    if environ.get("RUN_DIR"):
-        folder = cwd / target.folder_in(environ, "RUN_DIR")
-        if os.path.exists(folder) and not (is_suite and (folder / suite.RECORD).is_file()):
-            raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
-        return folder
-    return suite.free_name(target.REPO / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    given = target.folder_in(environ, "RUN_DIR")
+    if given is None:
+        return suite.free_name(target.REPO / "runs" / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = cwd / given
+    if os.path.exists(folder) and not (experiment.arms and (folder / suite.RECORD).is_file()):
+        raise ExperimentError(f"RUN_DIR={folder} exists: name a folder that does not.")
+    return folder
 
 
 def command(python: str, experiment: Experiment, given: list[str]) -> list[str]:
@@ -270,48 +269,37 @@ def child_environment(
         run_dir: this run's results folder.
         material: the folder with model and data of an experiment on the CPU; else None.
     """
-    given = environ.get("PYTHONPATH")
     added = {"GRADLOC_RUN_DIR": str(run_dir)}
+    folders = [str(target.REPO), environ.get("PYTHONPATH")]
     if material is not None:
         added["GRADLOC_DEMO_MATERIAL"] = str(material)
     if experiment.script:
-        added |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return added | {"PYTHONPATH": os.pathsep.join(filter(None, [str(target.REPO), given]))}
-    is_patched = not experiment.is_installed
-    added["VERL_FILE_LOGGER_PATH"] = str(run_dir / "metrics.jsonl")
-    if material is not None and not is_patched:
-        added |= verl09.ENVIRONMENT
-    modules = [added.get("VERL_USE_EXTERNAL_MODULES"), "lab.experiments.metrics_file"]
-    if material is not None:
-        if is_patched:
-            modules.insert(0, "lab.experiments.cpu.device")
-        # One thread per worker: two workers share two cores, and sums are reproducible.
-        added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
-        # glibc keeps freed memory in an arena per thread, 3 of a worker's 4.5 GB. These limits return tensors of 1 MB
-        # or more to the system.
-        added.update(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(2**20))
-    # This repository is installed in the demo's environment; a user's may have the package only.
-    folders = [str(verl)] * is_patched + [str(target.REPO)] * (material is None or not is_patched)
-    added["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, given]))
-    present = [m for m in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
-    added["VERL_USE_EXTERNAL_MODULES"] = ",".join(filter(None, [*present, *modules]))
-    return added
+        added.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    else:
+        added["VERL_FILE_LOGGER_PATH"] = str(run_dir / "metrics.jsonl")
+        modules = environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+        if not experiment.is_installed:
+            folders.insert(0, str(verl))
+        if material is not None:
+            # One thread per worker: two workers share two cores, and sums are reproducible.
+            added.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1,-1")
+            # glibc keeps freed memory in an arena per thread, 3 of a worker's 4.5 GB. These limits return tensors of
+            # 1 MB or more to the system.
+            added.update(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(2**20))
+            added |= verl09.ENVIRONMENT if experiment.is_installed else {}
+            modules.append(added.get("VERL_USE_EXTERNAL_MODULES", "lab.experiments.cpu.device"))
+        added["VERL_USE_EXTERNAL_MODULES"] = ",".join(filter(None, [*modules, "lab.experiments.metrics_file"]))
+    return added | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def make_folder(folder: Path, exist_ok: bool = False) -> None:
+def make_folder(folder: Path) -> None:
     """Make the results' folder, or raise an `ExperimentError` with the reason."""
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExperimentError(
             f"{folder} cannot be made ({error.strerror}): set RUN_DIR to a new folder in one that you may write to."
         ) from None
-
-
-def lacking_in(python: str, variable: str, packages: Iterable[str]) -> list[str]:
-    """Return the packages that a Python lacks; `variable` names it."""
-    code = "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])"
-    return target.ask(python, variable, code, *packages).split()
 
 
 def describe(line: list[str], run_dir: Path) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make what experiments run in: Python environments, patched copies of verl, and models with their data.
 
-All of it is kept under `.gradloc/`. A folder is named after, or stamped with, a hash of its sources and is made again
-only when that changes. Each is complete or absent. Standard library only.
+All of it is kept under `.gradloc/`, in folders that are named after, or stamped with, a hash of their sources. Standard
+library only.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -14,19 +13,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.experiments.errors import ExperimentError
-from lab.experiments.target import REPO, Target, output_of
+from lab.experiments.target import REPO, output_of
 
 CACHE = REPO / ".gradloc"
 MANIFEST = REPO / "patches" / "manifest.json"
 DEFAULT_VERL = "0.7.0"
 SUPPORTED = ((3, 10), (3, 11), (3, 12))  # numpy 1.26.4, which verl 0.7.0 needs, has no wheel for later ones
-UNUSED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -35,79 +32,38 @@ class Environment:
 
     name: str
     """The folder's name."""
-    requirements: tuple[Path, ...]
-    """Requirements files; the first one pins torch."""
-    size: str
-    """Time and disk space, shown to the user who waits for it."""
-    without_deps: tuple[Path, ...] = ()
-    """Requirements files that are installed without their dependencies."""
-    variable: str | None = None
-    """The environment variable that names an interpreter to use instead, with everything installed."""
-    imports: tuple[str, ...] = ("torch.distributed.fsdp",)
-    """Modules to import once after the installation, so that they are compiled."""
-
-    @property
-    def folder(self) -> Path:
-        return CACHE / self.name
+    requirements: tuple[str, ...]
+    """Files of `requirements/`."""
+    without_deps: tuple[str, ...] = ()
+    """Files of `requirements/` that are installed without their dependencies."""
+    variable: str = ""
+    """The environment variable that names an interpreter to use instead, with everything installed; "" for none."""
 
     @property
     def python(self) -> Path:
-        return self.folder / "bin" / "python"
+        return CACHE / self.name / "bin" / "python"
 
     @property
     def packages(self) -> list[str]:
         """The names of the required packages, without their versions."""
-        lines = [line for path in self.requirements for line in path.read_text().splitlines()]
+        lines = [line for name in self.requirements for line in _requirements(name).read_text().splitlines()]
         return [line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")]
 
 
-def _requirements(*names: str) -> tuple[Path, ...]:
-    return tuple(REPO / "requirements" / name for name in names)
+def _requirements(name: str) -> Path:
+    return REPO / "requirements" / name
 
 
-_VERLS = ("torch.distributed.fsdp", "datasets", "hydra", "peft", "ray", "tensordict", "torchdata.stateful_dataloader")
-_VERLS += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3")
-DEMO = Environment("venv", _requirements("demo.txt", "report.txt"), "about a minute, 2 GB", imports=_VERLS)
-VERL09 = Environment(
-    "venv-verl09",
-    _requirements("verl09.txt"),
-    "about a minute, 2 GB",
-    without_deps=_requirements("megatron.txt"),
-    variable="VERL09_PYTHON",
-    imports=(*_VERLS, "verl.trainer.main_ppo", "verl.workers.engine_workers"),
-)
-TRL = Environment(
-    "venv-trl",
-    _requirements("trl.txt"),
-    "about a minute, 2 GB",
-    variable="TRL_PYTHON",
-    imports=("trl", "torch.distributed.run"),
-)
-LOOP = Environment("venv-loop", _requirements("loop.txt"), "half a minute, 1 GB", variable="LOOP_PYTHON")
-_TRANSFORMERS = ("transformers.trainer", "transformers.models.llama.modeling_llama")
-DEEPSPEED = Environment(
-    "venv-deepspeed",
-    _requirements("deepspeed.txt"),
-    "a minute, 1 GB",
-    variable="DEEPSPEED_PYTHON",
-    imports=("deepspeed", *_TRANSFORMERS),
-)
+DEMO = Environment("venv", ("demo.txt", "report.txt"))
+VERL09 = Environment("venv-verl09", ("verl09.txt",), ("megatron.txt",), "VERL09_PYTHON")
+VLLM = Environment("venv-vllm", ("verl09.txt",), ("vllm.txt",), "VERL09_PYTHON")
+TRL = Environment("venv-trl", ("trl.txt",), variable="TRL_PYTHON")
+LOOP = Environment("venv-loop", ("loop.txt",), variable="LOOP_PYTHON")
+DEEPSPEED = Environment("venv-deepspeed", ("deepspeed.txt",), variable="DEEPSPEED_PYTHON")
+SWIFT = Environment("venv-swift", ("swift.txt",), variable="SWIFT_PYTHON")
 LLAMAFACTORY = Environment(
-    "venv-llamafactory",
-    _requirements("llamafactory.txt"),
-    "two minutes, 2 GB",
-    without_deps=_requirements("llamafactory-alone.txt"),
-    variable="LLAMAFACTORY_PYTHON",
-    imports=_TRANSFORMERS,
+    "venv-llamafactory", ("llamafactory.txt",), ("llamafactory-alone.txt",), "LLAMAFACTORY_PYTHON"
 )
-SWIFT = Environment(
-    "venv-swift",
-    _requirements("swift.txt"),
-    "two minutes, 2 GB",
-    variable="SWIFT_PYTHON",
-    imports=("swift.pipelines", *_TRANSFORMERS),
-)
-VLLM = replace(VERL09, name="venv-vllm", size="some minutes, 4 GB", without_deps=_requirements("vllm.txt"))
 
 
 def report(line: str) -> None:
@@ -121,61 +77,59 @@ def ensure_python(environment: Environment = DEMO) -> str:
     Raises:
         ExperimentError: if no supported Python is found or pip cannot install the packages.
     """
-    given = environment.variable and os.environ.get(environment.variable)
-    if given:
-        return given
+    if os.environ.get(environment.variable):
+        return os.environ[environment.variable]
     CACHE.mkdir(parents=True, exist_ok=True)
+    folder = CACHE / environment.name
     with open(CACHE / f"{environment.name}.lock", "w") as lock:  # two runs in a new clone would install over each other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _ensure_packages(environment)
-        _ensure_gradloc(environment)
+        if not environment.python.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        files = map(_requirements, (*environment.requirements, *environment.without_deps))
+        pinned = "".join(path.read_text() for path in files).encode()
+        _once(folder / "requirements.sha256", pinned, lambda: _install_packages(environment))
+        declared = [REPO / "pyproject.toml", REPO / "gradloc" / "conf" / "search_path.py"]
+        content = b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])
+        _once(folder / "gradloc.sha256", content, lambda: _install_gradloc(environment))
     return str(environment.python)
 
 
-def _ensure_packages(environment: Environment) -> None:
-    stamp = environment.folder / "requirements.sha256"
-    content = [path.read_text() for path in (*environment.requirements, *environment.without_deps)]
-    digest = hashlib.sha256("".join(content).encode()).hexdigest()
-    if stamp.is_file() and stamp.read_text().strip() == digest and environment.python.exists():
-        return
-    base = supported_python()
-    report(f"making an environment in {environment.folder} (once: {environment.size})")
-    shutil.rmtree(environment.folder, ignore_errors=True)
-    output_of([base, "-m", "venv", str(environment.folder)], "python -m venv failed: install Python's venv module")
-    torch = next(line for line in content[0].splitlines() if line[:7] == "torch==")
-    report(f"  {torch}")
-    _install(environment, torch)
-    report(f"  the other packages of {' and '.join(path.name for path in environment.requirements)}")
-    _install(environment, *(word for path in environment.requirements for word in ("-r", str(path))))
-    for path in environment.without_deps:
-        report(f"  those of {path.name}")
-        _install(environment, "--no-deps", "-r", str(path))
-    report("  what is imported first")
-    code = "import contextlib, importlib, sys\nfor name in sys.argv[1:]:\n with contextlib.suppress(Exception): "
-    command = [str(environment.python), "-c", f"{code}importlib.import_module(name)", *environment.imports]
-    subprocess.run(command, capture_output=True, check=False)  # a failure here costs only time later
-    stamp.write_text(digest + "\n")  # written last, so that an interrupted installation starts again
+def _install_packages(environment: Environment) -> None:
+    base, folder = supported_python(), CACHE / environment.name
+    report(f"making an environment in {folder} (once: some minutes, 1 to 4 GB)")
+    shutil.rmtree(folder, ignore_errors=True)
+    output_of([base, "-m", "venv", str(folder)], "python -m venv failed: install Python's venv module")
+    torch = next(
+        line for line in _requirements(environment.requirements[0]).read_text().splitlines() if line[:7] == "torch=="
+    )
+    _pip_install(environment, torch)  # first and alone: the files say why
+    for name in environment.requirements:
+        _pip_install(environment, "-r", str(_requirements(name)))
+    for name in environment.without_deps:
+        _pip_install(environment, "--no-deps", "-r", str(_requirements(name)))
 
 
-def _ensure_gradloc(environment: Environment) -> None:
+def _install_gradloc(environment: Environment) -> None:
     """Install this repository in editable mode, for verl's plug-in, Hydra and the patch."""
-    stamp = environment.folder / "gradloc.sha256"
-    declared = [REPO / "pyproject.toml", REPO / "gradloc" / "conf" / "search_path.py"]
-    digest = hashlib.sha256(b"".join([str(REPO).encode(), *(path.read_bytes() for path in declared)])).hexdigest()
-    if stamp.is_file() and stamp.read_text().strip() == digest:
-        return
-    report("  gradloc itself")
-    before = [str(environment.python), "-m", "pip", "uninstall", "-y", "-q", "gradloc-verl"]  # its name before 0.5.0
-    subprocess.run(before, capture_output=True, check=False)
-    _install(environment, "--no-deps", "-e", str(REPO))
-    stamp.write_text(digest + "\n")
+    former = [str(environment.python), "-m", "pip", "uninstall", "-y", "-q", "gradloc-verl"]  # its name before 0.5.0
+    subprocess.run(former, capture_output=True, check=False)
+    _pip_install(environment, "--no-deps", "-e", str(REPO))
 
 
-def _install(environment: Environment, *words: str) -> None:
+def _pip_install(environment: Environment, *words: str) -> None:
+    report(f"  pip install {' '.join(words)}")
     # --no-compile: most modules are never imported, and compiling all of them takes longer than the rest
     pip = [str(environment.python), "-m", "pip", "install", "--no-compile"]
     pip += ["--disable-pip-version-check", "--no-input", "-q"]
     output_of([*pip, *words], "pip could not install the demo's packages: check the connection, then run it again")
+
+
+def _once(stamp: Path, content: bytes, make: Callable[[], None]) -> None:
+    """Call `make`, unless the stamp file holds the content's sha256, which is written afterwards."""
+    digest = hashlib.sha256(content).hexdigest()
+    if not stamp.is_file() or stamp.read_text().strip() != digest:
+        make()
+        stamp.write_text(digest + "\n")
 
 
 def supported_python() -> str:
@@ -186,16 +140,15 @@ def supported_python() -> str:
         found = shutil.which(f"python{major}.{minor}")
         if found:
             return found
-    versions = " or ".join(".".join(map(str, version)) for version in SUPPORTED)
+    versions = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     raise ExperimentError(
-        f"the demo's pinned packages need Python {versions}, and this is "
-        f"{'.'.join(map(str, sys.version_info[:2]))}: install one of them, or set PYTHON to an "
-        "interpreter that has the packages of requirements/demo.txt."
+        f"the demo's pinned packages need Python {versions}, and this is {sys.version.split()[0]}: install one of "
+        "them, or set PYTHON to an interpreter that has the packages of requirements/demo.txt."
     )
 
 
-def patched_copy(verl: str = DEFAULT_VERL) -> Target:
-    """Return the patched copy of a verl version, which may not exist yet.
+def patched_copy(verl: str = DEFAULT_VERL) -> Path:
+    """Return the folder of the patched copy of a verl version, which may not exist yet.
 
     Raises:
         ExperimentError: if there is no patch for that version.
@@ -207,7 +160,7 @@ def patched_copy(verl: str = DEFAULT_VERL) -> Target:
     patches = {entry["base"].removeprefix("v"): entry for entry in json.loads(MANIFEST.read_text())["patches"]}
     if verl not in patches:
         raise ExperimentError(f"there is no patch for verl {verl}: there is one for {', '.join(patches)}.")
-    return Target(CACHE / f"verl-{patches[verl]['sha256'][:12]}", f"verl {verl}, the demo's own patched copy")
+    return CACHE / f"verl-{patches[verl]['sha256'][:12]}"
 
 
 def ensure_patched_copy(python: str, verl: str = DEFAULT_VERL) -> Path:
@@ -220,21 +173,18 @@ def ensure_patched_copy(python: str, verl: str = DEFAULT_VERL) -> Path:
     Raises:
         ExperimentError: if verl cannot be fetched or the patch does not apply.
     """
-    target = patched_copy(verl).path
-    if target.is_dir():
-        os.utime(target)  # marks it as in use
-        return target
-    prune_patched_copies()
-    report(f"getting verl {verl} and patching a copy of it")
-    fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
-    base = output_of(fetch, f"verl {verl} could not be fetched")
+    target = patched_copy(verl)
 
     def fill(folder: Path) -> None:
         shutil.copytree(base, folder, dirs_exist_ok=True)
         apply = [python, str(REPO / "apply_patch.py"), "--repo", str(folder)]
         output_of(apply, f"the patch could not be applied to verl {verl}")
 
-    make_whole(target, fill)
+    if not target.is_dir():
+        report(f"getting verl {verl} and patching a copy of it")
+        fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
+        base = output_of(fetch, f"verl {verl} could not be fetched")
+        make_whole(target, fill)
     return target
 
 
@@ -251,14 +201,6 @@ def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
             raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def prune_patched_copies() -> None:
-    """Delete patched copies that no run used for a day: every edit of the patch makes another one."""
-    for path in CACHE.glob("verl-*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be deleting it
-            if time.time() - path.stat().st_mtime > UNUSED_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def ensure_material(python: str, module: str) -> Path:

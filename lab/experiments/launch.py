@@ -14,6 +14,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradloc.report.logs.lines import Console
@@ -21,6 +23,7 @@ from lab.experiments.suite import clock
 
 GRACE_S = 5
 """Seconds that the trainer, and then Ray, may take to end before they are killed."""
+POLL_S = 0.1
 TAIL_LINES = 30
 TOTAL = re.compile(r"Total training steps: (\d+)")
 LATE = "The current node timed out during startup"
@@ -97,40 +100,28 @@ def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
         tries: number of attempts if Ray does not start, which on a busy machine gives up too early.
     """
     started = time.monotonic()
-    brief = Brief()
-    tail: list[str] = []
-    caught: list[int] = []
-    with log.open("w", encoding="utf-8", errors="replace") as sink:
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+    brief, tail, caught = Brief(), deque[str](maxlen=TAIL_LINES), list[int]()
+    with log.open("w") as sink:
+        child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
 
-        def interrupt(number, _frame):
-            if not caught:
-                threading.Thread(target=stop, args=(child,), daemon=True).start()
-            caught.append(number)
+    def interrupt(number, _frame):
+        if not caught:
+            threading.Thread(target=stop, args=(child,), daemon=True).start()
+        caught.append(number)
 
-        before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
-        threading.Thread(target=reap, args=(child,), daemon=True).start()
-        try:
-            for line in child.stdout:
-                sink.write(line)
-                sink.flush()
-                tail = [*tail[1 - TAIL_LINES :], line]
-                shown = brief.line(line) if is_brief else line.rstrip("\n")
-                if shown is not None and not caught:
-                    prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
-                    print(prefix + shown, flush=True)
-            code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            end_session(child.pid)
+    before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for line in follow(log, child):
+            tail.append(line)
+            shown = brief.line(line) if is_brief else line.rstrip("\n")
+            if shown is not None and not caught:
+                prefix = f"[{time.monotonic() - started:5.0f} s] " if is_brief else ""
+                print(prefix + shown, flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        end_session(child.pid, GRACE_S)
+    code = child.wait()
     if caught:
         print(f"Stopped by {signal.Signals(caught[0]).name}, Ray's processes included.")
         return 128 + caught[0]
@@ -145,6 +136,22 @@ def run(command: list[str], log: Path, is_brief: bool, tries: int = 3) -> int:
     return code
 
 
+def follow(log: Path, child: subprocess.Popen) -> Iterator[str]:
+    """Yield the lines that a process writes to its log, until it has ended; what it leaves running may hold the log."""
+    with log.open(encoding="utf-8", errors="replace") as file:
+        line, has_ended = "", False
+        while not has_ended:
+            has_ended = child.poll() is not None
+            while more := file.readline():
+                line += more  # it may still be without its end
+                if line.endswith("\n"):
+                    yield line
+                    line = ""
+            time.sleep(0 if has_ended else POLL_S)
+        if line:
+            yield line + "\n"
+
+
 def stop(child: subprocess.Popen) -> None:
     """Interrupt the trainer as Ctrl-C would, then terminate it, then kill it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -154,17 +161,6 @@ def stop(child: subprocess.Popen) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
-
-
-def reap(child: subprocess.Popen) -> None:
-    """Kill what outlives the trainer: it holds our end of the pipe, and we would wait for ever."""
-    child.wait()
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline:
-        if not session_members(child.pid):
-            return
-        time.sleep(0.1)
-    end_session(child.pid)
 
 
 def session_members(session: int) -> list[int]:
@@ -177,18 +173,17 @@ def session_members(session: int) -> list[int]:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     members = []
     for pid in map(int, listed):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == session:
                 members.append(pid)
-        except (ProcessLookupError, PermissionError):
-            continue
     return members
 
 
-def end_session(session: int) -> None:
-    """Kill every process of a session."""
-    for pid in session_members(session):
-        try:
+def end_session(session: int, grace_s: float = 0.0) -> None:
+    """Wait until no process of a session runs, and kill those that outlast the grace."""
+    deadline = time.monotonic() + grace_s
+    while (members := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.experiments.catalog import Experiment
+from lab.experiments.catalog import Arm, Experiment
 from lab.experiments.errors import ExperimentError, UsageError
 from lab.output import table, write_json
 
@@ -28,7 +28,7 @@ Cell = dict[str, Any]
 
 
 def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: list[str]) -> list[Cell]:
-    """Return the runs in order, arm by arm and seed by seed; none for an experiment without arms.
+    """Return the runs in order, arm by arm and seed by seed; one for an experiment without arms.
 
     The overrides of a run are the arm's, the seed, and then the user's, which win.
 
@@ -45,8 +45,7 @@ def plan(experiment: Experiment, arms: str | None, seeds: str | None, given: lis
         for option, value in (("--arms", arms), ("--seeds", seeds)):
             if value is not None:
                 raise UsageError(f"{experiment.name} is one run and has no arms: leave {option} out.")
-        return []
-    known = {arm.name: arm for arm in experiment.arms}
+    known = {arm.name: arm for arm in experiment.arms or [Arm("", experiment.summary)]}
     names = list(known) if arms is None else arms.split(",")
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -153,15 +152,12 @@ def read(folder: Path) -> dict:
     """Return the content of `suite.json`: `experiment` and `cells`.
 
     Raises:
-        ExperimentError: if it does not exist or is not JSON.
+        ExperimentError: if it does not exist.
     """
     path = folder / RECORD
     if not path.is_file():
         raise ExperimentError(f"{folder} has no {RECORD}: name the results folder of a suite.")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ExperimentError(f"{path} is not JSON: the suite was cut off while writing.") from None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def clock(seconds: float) -> str:

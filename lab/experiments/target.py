@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the verl that an experiment runs on, and check that it is patched.
-
-The order: `VERL_REPO`, else the current folder if it is verl, else the experiment's own environment (the demo's patched
-copy, or what the Python in use imports).
-"""
+"""Choose the verl that an experiment runs on, and check that it is patched."""
 
 import json
 import os
@@ -11,26 +7,19 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.experiments.errors import ExperimentError
 
 REPO = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A folder that contains `verl/`, and how it was chosen."""
 
     path: Path
     origin: str
-
-
-def is_verl(folder: Path) -> bool:
-    """Return whether the folder contains the `verl` package with its trainer."""
-    return os.path.isfile(folder / "verl" / "trainer" / "main_ppo.py")
 
 
 def named(environ, cwd: Path) -> Target | None:
@@ -39,27 +28,25 @@ def named(environ, cwd: Path) -> Target | None:
     Raises:
         ExperimentError: if `VERL_REPO` is set and is not verl.
     """
-    if environ.get("VERL_REPO"):
-        path = folder_in(environ, "VERL_REPO")
-        if not is_verl(path):
+    for path, origin in ((folder_in(environ, "VERL_REPO"), "VERL_REPO"), (cwd, "the current folder")):
+        if path and (path / "verl" / "trainer" / "main_ppo.py").is_file():
+            return Target(path.resolve(), origin)
+        if path and origin == "VERL_REPO":
             raise ExperimentError(
                 f"VERL_REPO={path} is not verl (no verl/trainer/main_ppo.py in it): "
                 "set it to the folder that contains verl/, or unset it."
             )
-        return Target(path.resolve(), "VERL_REPO")
-    if is_verl(cwd):
-        return Target(cwd.resolve(), "the current folder")
     return None
 
 
-def folder_in(environ, variable: str) -> Path:
-    """Return the folder that an environment variable names.
+def folder_in(environ, variable: str) -> Path | None:
+    """Return the folder that an environment variable names; None if it is unset.
 
     Raises:
         ExperimentError: if it begins with ~NAME and there is no such user.
     """
     try:
-        return Path(environ[variable]).expanduser()
+        return Path(environ[variable]).expanduser() if environ.get(variable) else None
     except RuntimeError:
         raise ExperimentError(
             f"{variable}={environ[variable]} begins with ~ and a name that no user has here: write the whole path."
@@ -89,13 +76,16 @@ def output_of(command: list[str], problem: str, **settings: Any) -> str:
     return done.stdout.strip()
 
 
-def ask(python: str, variable: str, code: str, *words: str) -> str:
-    """Return what a line of code prints in another Python, which the environment variable names.
+def locate(python: str, variable: str, *modules: str) -> dict[str, str]:
+    """Return the file of each of these modules that a Python can import; a mere folder has none.
 
     Raises:
-        ExperimentError: if it cannot be run.
+        ExperimentError: if it cannot be run; `variable` is the one that names it.
     """
-    return output_of([python, "-c", code, *words], f"{python} is no Python that runs here: set {variable} to one")
+    code = "import json, sys; from importlib.util import find_spec as find; "
+    code += "print(json.dumps({m: s.origin for m in sys.argv[1:] if (s := find(m)) and s.origin}))"
+    problem = f"{python} is no Python that runs here: set {variable} to one"
+    return json.loads(output_of([python, "-c", code, *modules], problem))
 
 
 def imported(python: str, variable: str = "PYTHON") -> Target:
@@ -104,20 +94,18 @@ def imported(python: str, variable: str = "PYTHON") -> Target:
     Raises:
         ExperimentError: if it imports none.
     """
-    # A mere folder called verl, such as a clone inside this repository, has no origin.
-    code = "import importlib.util as u; s = u.find_spec('verl'); print(s and s.origin or '')"
-    origin = ask(python, variable, code)
-    if not origin and variable != "PYTHON":
+    origin = locate(python, variable, "verl").get("verl")
+    if origin:
+        return Target(Path(origin).parent.parent, f"what {python} imports")
+    if variable != "PYTHON":
         raise ExperimentError(f"no verl found: {python} imports none; set {variable} to a Python that has it.")
-    if not origin:
-        raise ExperimentError(
-            f"no verl found: neither VERL_REPO nor the current folder is one, and {python} imports "
-            "none; set VERL_REPO to a checkout that apply_patch.py has patched."
-        )
-    return Target(Path(origin).parent.parent, f"what {python} imports")
+    raise ExperimentError(
+        f"no verl found: neither VERL_REPO nor the current folder is one, and {python} imports "
+        "none; set VERL_REPO to a checkout that apply_patch.py has patched."
+    )
 
 
-def check_folder(cwd: Path, target: Target) -> None:
+def check_folder(cwd: Path, verl: Path) -> None:
     """Refuse a current folder whose packages Ray's workers would import instead of the right ones.
 
     Ray puts the folder it is started from in front of its workers' import path.
@@ -125,7 +113,7 @@ def check_folder(cwd: Path, target: Target) -> None:
     Raises:
         ExperimentError: if the folder holds another `verl` or another `lab` package.
     """
-    for package, home in (("verl", target.path), ("lab", REPO)):
+    for package, home in (("verl", verl), ("lab", REPO)):
         if (cwd / package / "__init__.py").is_file() and cwd.resolve() != home.resolve():
             raise ExperimentError(
                 f"the current folder {cwd} has a package {package}/ of its own, which Ray's "
@@ -133,14 +121,14 @@ def check_folder(cwd: Path, target: Target) -> None:
             )
 
 
-def check_patched(target: Target) -> None:
+def check_patched(verl: Path) -> None:
     """Refuse a verl without the patch.
 
     Raises:
         ExperimentError: if `apply_patch.py --check` does not say APPLIED, with the command that helps.
     """
-    is_installed = os.path.samefile(target.path, sysconfig.get_path("purelib"))
-    place = ["--installed"] if is_installed else ["--repo", str(target.path)]
+    is_installed = os.path.samefile(verl, sysconfig.get_path("purelib"))
+    place = ["--installed"] if is_installed else ["--repo", str(verl)]
     command = [sys.executable, str(REPO / "apply_patch.py"), *place]
     done = subprocess.run([*command, "--check", "--json"], capture_output=True, text=True, check=False)
     try:
@@ -148,12 +136,10 @@ def check_patched(target: Target) -> None:
     except ValueError:
         last = ((done.stdout + done.stderr).strip().splitlines() or ["no output"])[-1]
         advice = shlex.join([*command, "--check"])
-        raise ExperimentError(f"cannot check whether {target.path} is patched ({last}): try\n    {advice}") from None
+        raise ExperimentError(f"cannot check whether {verl} is patched ({last}): try\n    {advice}") from None
     refused = status.get("error")
     if refused:
-        why = f"{target.path} cannot be run on ({refused['what']})"
+        why = f"{verl} cannot be run on ({refused['what']})"
         raise ExperimentError(f"{why}. {refused['cause']} Next:\n    {refused['next']}")
     if status["state"] != "APPLIED":
-        raise ExperimentError(
-            f"{target.path} is not patched ({status['state']}): patch it with\n    {shlex.join(command)}"
-        )
+        raise ExperimentError(f"{verl} is not patched ({status['state']}): patch it with\n    {shlex.join(command)}")

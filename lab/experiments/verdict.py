@@ -23,17 +23,8 @@ def read_events(path: Path) -> list[dict]:
     Raises:
         ExperimentError: if a line is not JSON.
     """
-    if not path.is_file():
-        return []
-    events = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            raise ExperimentError(
-                f"line {number} of {path} is not JSON: the run was cut off while writing it."
-            ) from None
-    return events
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [_parse(line, f"line {number} of {path}") for number, line in enumerate(lines, start=1)]
 
 
 def read_planted(path: Path) -> dict:
@@ -44,10 +35,14 @@ def read_planted(path: Path) -> dict:
     """
     if not path.is_file():
         raise ExperimentError(f"nothing was planted ({path} does not exist): the run ended before the fault's step.")
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _parse(text: str, place: str) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError:
-        raise ExperimentError(f"{path} is not JSON: the run was cut off while writing.") from None
+        raise ExperimentError(f"{place} is not JSON: the run was cut off while writing it.") from None
 
 
 def describe(event: dict) -> str:

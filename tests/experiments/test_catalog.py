@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lab.experiments import catalog
+from lab.experiments import catalog, environment
 from lab.experiments.catalog import Arm, Experiment, Variable
 from lab.experiments.errors import UsageError
 from tests.experiments.conftest import REPO
@@ -31,7 +31,7 @@ def chain(name):
     return texts
 
 
-FORMS = [form for name in catalog.names() for form in catalog.forms_of(catalog.load(name)) if not form.script]
+FORMS = [form for name in catalog.EXPERIMENTS for form in catalog.forms_of(catalog.load(name)) if not form.script]
 
 
 def test_every_config_is_in_the_catalog_and_every_entry_has_its_config():
@@ -45,7 +45,7 @@ def test_an_entry_has_the_variables_that_its_config_takes(experiment):
     known = {variable.name: variable.kind for variable in experiment.variables}
     assert set(re.findall(r"\$\{oc\.env:([A-Z_]+)\}", text)) - PROVIDED <= set(known)
     assert set(known) <= set(re.findall(r"oc\.env:([A-Z_]+)", text))
-    assert experiment.is_on_cpu == bool({catalog.DEMO.name, catalog.ON_VERL09["demo"].name} & set(configs))
+    assert (experiment.own is not None) == bool({catalog.DEMO.name, catalog.ON_VERL09["demo"].name} & set(configs))
     # A number's variable has the experiment's own value behind it.
     for variable, kind in known.items():
         assert kind != "number" or f"oc.env:{variable}," in text
@@ -59,12 +59,12 @@ def test_every_variable_of_a_config_is_documented():
 
 
 def test_an_entry_without_a_config_has_a_module_that_is_there():
-    scripts = [catalog.load(name).script for name in catalog.names() if catalog.load(name).script]
+    scripts = [catalog.load(name).script for name in catalog.EXPERIMENTS if catalog.load(name).script]
     assert scripts and all(importlib.util.find_spec(script) for script in scripts)
 
 
 def test_arms_have_overrides_that_hydra_takes():
-    for arms in (catalog.load(name).arms for name in catalog.names()):
+    for arms in (catalog.load(name).arms for name in catalog.EXPERIMENTS):
         assert all("=" in text or text.startswith("~") for arm in arms for text in arm.overrides)
 
 
@@ -78,7 +78,7 @@ summary = it
 reads A = a
 number RATE = a rate (1)
 imports = x
-is_on_cpu = yes
+own = LOOP
 material = some.module
 arm plain = as it is
 arm hot = hotter
@@ -105,7 +105,7 @@ def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
     base, heir, _ = catalog.read(CATALOG).values()
     assert base.arms[1] == Arm("hot", "hotter", ("temperature=1.5", "top_p=1", "path=${run}/x"))
     assert [(v.name, v.meaning) for v in heir.variables] == [("A", "a"), ("RATE", "a rate (2)"), ("OUT", "it")]
-    assert (heir.imports, heir.is_on_cpu, heir.material) == (("x",), True, "some.module")
+    assert (heir.imports, heir.own, heir.material) == (("x",), environment.LOOP, "some.module")
     assert (heir.seeds, heir.summary_module, base.seeds) == ((), "", (1, 2))
     exploding, *acting, twin = heir.arms
     assert exploding == Arm("loud", "louder", ("a=1", "b=2")) and twin.overrides == ("a=1",)
@@ -114,7 +114,7 @@ def test_an_heir_needs_what_its_base_needs_and_has_arms_of_its_own():
 
 def test_a_form_for_verl_09_is_the_same_but_for_what_it_says():
     base, _, form = catalog.read(CATALOG).values()
-    assert (form.verls, form.is_installed, form.seeds) == (("0.9.1",), True, base.seeds)
+    assert (form.verl, form.is_installed, form.own, form.seeds) == ("0.9.1", True, environment.VERL09, base.seeds)
     assert form.arms == (base.arms[0], Arm("hot", "hot"))
 
 

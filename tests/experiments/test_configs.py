@@ -34,7 +34,7 @@ KNOBS = {
     "RUNAWAY_PENALTY_MULTIPLIER": "0.4",
 }
 # tests/adapters/verl09 composes the others.
-PATCHED = [name for name in catalog.names() if not (catalog.load(name).is_installed or catalog.load(name).script)]
+PATCHED = [name for name in catalog.EXPERIMENTS if not (catalog.load(name).is_installed or catalog.load(name).script)]
 REINFORCE = ("algorithm.adv_estimator=reinforce_plus_plus",)
 # alpha, eta (None: no Lopti), from the four scripts of the authors' repository.
 KNIGHTS = {"kk-baseline": (0.0, None), "kk-ar": (0.2, None), "kk-lopti": (0.0, 0.4), "kk-ar-lopti": (0.3, 0.5)}

@@ -1,27 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patched copies under .gradloc/ do not pile up, and none that is in use goes."""
+"""An environment is made once, and again when what it is made of changes; what was cut off begins anew."""
 
-import os
-import time
+import sys
+
+import pytest
 
 from lab.experiments import environment
+from lab.experiments.environment import Environment
+from lab.experiments.errors import ExperimentError
 
 
-def test_copies_that_no_run_began_with_for_a_day_are_deleted_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "CACHE", tmp_path)
-    hours = {"verl-old": 30, "verl-half-made": 25, "verl-new": 20, "material-old": 30}
-    for name, age in hours.items():
-        (tmp_path / name / "verl").mkdir(parents=True)
-        os.utime(tmp_path / name, (time.time() - 3600 * age,) * 2)
-    environment.prune_patched_copies()
-    assert {path.name for path in tmp_path.iterdir()} == {"verl-new", "material-old"}
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """What is run of pip and venv, which make no more than the interpreter; a last word of `bad` fails."""
+    run = []
+
+    def output_of(command, problem, **_):
+        run.append(command[command.index("-m") + 1 :])
+        if command[2] == "venv":
+            environment.Path(command[3], "bin").mkdir(parents=True)
+            environment.Path(command[3], "bin", "python").symlink_to(sys.executable)
+        if command[-1].endswith("bad.txt"):
+            raise ExperimentError(problem)
+
+    monkeypatch.setattr(environment, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(environment, "_requirements", tmp_path.joinpath)
+    monkeypatch.setattr(environment, "output_of", output_of)
+    monkeypatch.setattr(environment.subprocess, "run", lambda *_, **__: None)
+    return run
 
 
-def test_a_copy_that_a_run_begins_with_is_not_old(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "CACHE", tmp_path)
-    copy = environment.patched_copy().path
-    copy.mkdir()
-    os.utime(copy, (0, 0))
-    environment.ensure_patched_copy("no Python is needed")
-    environment.prune_patched_copies()
-    assert copy.is_dir()
+def made(commands, *names, **given):
+    """The last words of what is run to make an environment of these files."""
+    commands.clear()
+    python = environment.ensure_python(Environment("venv-any", names, **given))
+    assert python == str(environment.CACHE / "venv-any" / "bin" / "python")
+    return [environment.Path(command[-1]).name for command in commands]
+
+
+def test_an_environment_is_made_once_for_its_files(commands, tmp_path):
+    for name in ("any.txt", "more.txt", "alone.txt"):
+        (tmp_path / name).write_text("numpy==1\ntorch==2.13.0\n")
+    whole = made(commands, "any.txt", "more.txt", without_deps=("alone.txt",))
+    assert whole[:5] == ["venv-any", "torch==2.13.0", "any.txt", "more.txt", "alone.txt"] and len(whole) == 6
+    assert "--no-deps" in commands[4] and "--no-deps" in commands[5] and "--no-deps" not in commands[3]
+    assert made(commands, "any.txt", "more.txt", without_deps=("alone.txt",)) == []
+    (tmp_path / "any.txt").write_text("torch==2.14.0\n")
+    assert made(commands, "any.txt", "more.txt", without_deps=("alone.txt",))[:2] == ["venv-any", "torch==2.14.0"]
+
+
+def test_what_was_cut_off_or_lost_its_python_begins_anew(commands, tmp_path):
+    for name in ("any.txt", "bad.txt"):
+        (tmp_path / name).write_text("torch==2.13.0\n")
+    for _ in range(2):
+        with pytest.raises(ExperimentError, match="pip could not install"):
+            made(commands, "any.txt", "bad.txt")
+        assert commands[0][0] == "venv"
+    assert made(commands, "any.txt") != [] and made(commands, "any.txt") == []
+    (environment.CACHE / "venv-any" / "bin" / "python").unlink()
+    assert made(commands, "any.txt")[0] == "venv-any"
+
+
+def test_a_python_that_the_user_names_is_taken(commands, monkeypatch):
+    monkeypatch.setenv("ANY_PYTHON", "/a/python")
+    assert environment.ensure_python(Environment("venv-any", ("any.txt",), variable="ANY_PYTHON")) == "/a/python"
+    assert commands == []

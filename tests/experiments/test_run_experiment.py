@@ -46,7 +46,7 @@ def test_help_explains_arguments_and_variables_and_list_names_every_experiment(r
         assert word in done.stdout
     done = run_experiment("--list")
     assert done.returncode == 0
-    for name in catalog.names():
+    for name in catalog.EXPERIMENTS:
         assert f"{name}: " in done.stdout
     for variable in PUBLISHED:
         assert variable in done.stdout
@@ -201,7 +201,7 @@ ALONE = "is for the demo alone, as trainer=trl or loop and without verl=VERSION"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["nonsense"], f"there are {', '.join(catalog.names())}"),
+        (["nonsense"], f"there are {', '.join(catalog.EXPERIMENTS)}"),
         (["demo", "second"], "'second' is not an override"),
         slow(["seed=3"], "name it first"),
         (["demo", "--no-such-option"], "--no-such-option"),

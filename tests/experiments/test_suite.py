@@ -137,12 +137,6 @@ def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(run, summar
     assert run(summary=summary)[0] == code
 
 
-def test_a_suite_that_was_cut_off_while_writing_is_refused(tmp_path):
-    (tmp_path / "suite.json").write_text('{"cells": [')
-    with pytest.raises(ExperimentError, match="cut off"):
-        suite.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("codes", "metrics", "problem"),
     [
