@@ -9,6 +9,7 @@ therefore add up to the full gradient, under any loss.
 Shapes: B rows of the micro-batch, T response positions.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 from .step import Outputs, Recorded, TrainingStep, run_backward, stack_rows
+from .tracker import estimate_increments
 
 T = TypeVar("T")
 
@@ -74,6 +76,9 @@ class Prober:
         """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
+        self.sizes: dict[int, float] = {}
+        """About the norm of each micro-batch's own gradient without the tokens left out last, as far as known."""
+        self._running: list[torch.Tensor] = []
         self._is_by_row = self.step.is_by_row
 
     @property
@@ -228,6 +233,7 @@ class Prober:
             return made(by_row)
 
         self.space.clear()
+        self._running = []
         passes = self.ranks.run_local_synced(prepare)
         if self.step.is_scheduled:
             self.num_forwards += len(passes)
@@ -254,6 +260,7 @@ class Prober:
                     return False
                 self.num_backwards += 1
                 self._together(partial(run_backward, outputs, each.pull))
+            self._running.append(self.space.local_squares())
         return True
 
     def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
@@ -284,6 +291,9 @@ class Prober:
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
 
         self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
+        if self._running and not step.numerics.reduces_once:
+            sizes = [size / step.numerics.loss_scale for size in estimate_increments(self.space, self._running)]
+            self.sizes |= {index: size for index, size in zip(chosen, sizes, strict=True) if math.isfinite(size)}
 
     def compute_only(self, tokens: Sequence[Token], micro_batches: Sequence[int], factor: float = 1.0) -> None:
         """Fill ``.grad`` with ``factor`` times these tokens' gradient, plus what passes through no token, times 1."""

@@ -12,7 +12,7 @@ no cost of tracking.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,15 +147,11 @@ class NormTracker:
     def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
         """Estimate the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.
 
-        With A the sum so far and g the next gradient, ||A + g||^2 - ||A||^2 = ||g||^2 + 2 <A, g>. So the root of the
-        change is exact for orthogonal gradients, as independent ones nearly are. abs() because g may undo what came
-        before, and then the running norm falls.
+        See :func:`estimate_increments`.
         """
         if not ranks.all(self.is_on and bool(self._running)):
             return None
-        totals = space.reduce(lambda: torch.stack([squares.sum() for squares in self._running]).double())
-        running = [0.0, *(total / loss_scale**2 for total in totals.tolist())]
-        return [abs(after - before) ** 0.5 for before, after in zip(running[:-1], running[1:], strict=True)]
+        return [size / loss_scale for size in estimate_increments(space, self._running)]
 
     def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
         """Return squared norms per parameter of the steps that all ranks remember: float64 (steps, num_params), oldest
@@ -172,6 +168,17 @@ class NormTracker:
         missing = ranks.max([float(number not in squares) for number in numbers])
         known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]
         return space.reduce(lambda: torch.stack(known).double()) if len(known) > 1 else None
+
+
+def estimate_increments(space: GradientSpace, running: Sequence[torch.Tensor]) -> list[float]:
+    """Estimate the norms of gradients that were added up, from the local squared norms of ``.grad`` after each.
+
+    With A the sum so far and g the next gradient, ||A + g||^2 - ||A||^2 = ||g||^2 + 2 <A, g>. So the root of the change
+    is exact for orthogonal gradients, as independent ones nearly are. abs() because g may undo what came before, and
+    then the running norm falls.
+    """
+    totals = space.reduce(lambda: torch.stack([squares.sum() for squares in running]).double()).tolist()
+    return [abs(after - before) ** 0.5 for before, after in zip([0.0, *totals[:-1]], totals, strict=True)]
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:

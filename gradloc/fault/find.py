@@ -224,7 +224,7 @@ def _since_update(case: _Case) -> str:
     task = case.task
     if case.clues.is_first or not task.increments:
         return ""
-    loudest = task.suspects()[0]
+    loudest = max(range(len(task.increments)), key=task.increments.__getitem__)
     norm = _with_update(case, 0.0, micro_batches=[loudest])
     if norm is None:
         return ""

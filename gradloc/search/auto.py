@@ -40,6 +40,7 @@ class _AutoSearch:
         self.scale = task.scale
         self.others: Gradient | None = None
         """The part of the gradient that passes through no token, if it is as large as a culprit."""
+        self.prober.sizes = dict(enumerate(task.increments or ()))
         self.is_precise = self.prober.step.numerics.dtype == torch.float32  # so that R is the function's own gradient
         self._is_split = False  # whether a part that passes through no token was looked for
 
@@ -86,15 +87,16 @@ class _AutoSearch:
         return False
 
     def _measure(self, number: int) -> ShareMap | None:
-        """Measure shares along R in the micro-batches that raised the running norm most, then in others if needed.
+        """Measure shares along R in the loudest micro-batch, then in others as loud as a culprit, then in the rest.
 
         Returns:
             The shares; None if the search may not cost as much.
         """
         everything = range(self.prober.step.num_micro_batches)
-        suspects, first = self.task.suspects() if self.task.increments else [], 1
-        if number > 0:  # where culprits were, there may be more
-            suspects, first = sorted({token.micro_batch for token in self.result.tokens}), len(everything)
+        sizes = [self.prober.sizes.get(index, math.inf) for index in everything]
+        order = sorted(everything, key=lambda index: -sizes[index])
+        first = max(sizes.count(math.inf), 1)  # where culprits were, there may be more
+        suspects = [index for index in order if sizes[index] >= self.task.culprit_norm] or order
         parts = suspects[:first], suspects[first:], [index for index in everything if index not in suspects]
         shares = None
         for part in filter(None, parts):
@@ -119,7 +121,8 @@ class _AutoSearch:
         if not task.can_afford(forwards=2 * (len(micro_batches) + (known is None))):
             return None
         readouts = self.prober.ranks.run_local_synced(lambda: task.readouts(self.result.culprits))
-        sizes = task.increments if self.direction is task.gradient else None
+        known_sizes = self.prober.sizes if len(self.prober.sizes) == self.prober.step.num_micro_batches else None
+        sizes = None if known_sizes is None else [known_sizes[index] for index in sorted(known_sizes)]
         shares = ShareMeasurement(self.prober, readouts, self.direction, self.scale, micro_batches, known, sizes).run()
         seen = sorted(shares.seen)
         is_part = len(seen) < self.prober.step.num_micro_batches
@@ -143,8 +146,6 @@ class _AutoSearch:
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             if shares.is_exact and abs(left) + error < most**2:
                 break
-            if has_named and not candidate.norm and shares.is_exact and abs(left) <= 2 * error:
-                break  # what is named accounts for all that was read: the certificate says whether it does
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
             if len(others) >= self.task.max_culprits or num_misses == MAX_MISSES:
@@ -178,6 +179,9 @@ class _AutoSearch:
         task, result, space = self.task, self.result, self.prober.space
         self.direction, result.rest = task.gradient, None  # frees the last residual, before the next one is made
         certificate = result.certificate = task.certify(result.tokens, goes_on)
+        if certificate.method == "subtract":  # which measures no micro-batch
+            for token in result.tokens:
+                self.prober.sizes.pop(token.micro_batch, None)
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         result.stop_reason = certificate.reason
         is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)

@@ -79,12 +79,12 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
 
 
 def _is_pulled(pulls: torch.Tensor, least: float) -> bool:
-    """Return whether the loss pulls nearly all of a row's tokens at least this much, and none of them three times as
-    much as chance would, were all pulled alike."""
-    if not len(pulls) or float((pulls >= least).sum()) < _NEARLY_ALL * len(pulls):
-        return False
+    """Return whether the loss pulls a row's typical token at least this much, and nearly all of its tokens alike: none
+    far more, beyond chance, and few far less."""
+    middle = float(pulls.median()) if len(pulls) else 0.0
     chance = UNUSUAL * math.sqrt(2 * math.log(max(len(pulls), 2)))
-    return float(pulls.max()) <= chance * float(pulls.median())
+    num_alike = int((pulls >= middle / chance).sum())
+    return middle >= least and num_alike >= _NEARLY_ALL * len(pulls) and float(pulls.max()) <= chance * middle
 
 
 def find_similar(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
@@ -150,10 +150,14 @@ class _Held:
         for span in spans:
             self._at.setdefault((span.micro_batch, span.rank), []).append(span)
 
+    def overlapping(self, span: Span) -> list[Span]:
+        """Return the held spans that share a token with this one."""
+        there = self._at.get((span.micro_batch, span.rank), ())
+        return [each for each in there if each.start < span.end and span.start < each.end]
+
     def parts(self, span: Span) -> int:
         """Return how many of a span's tokens are held, at most; 0 if none is."""
-        there = self._at.get((span.micro_batch, span.rank), ())
-        return sum(max(min(each.end, span.end) - max(each.start, span.start), 0) for each in there)
+        return sum(min(each.end, span.end) - max(each.start, span.start) for each in self.overlapping(span))
 
 
 def find_by_value(
@@ -187,7 +191,8 @@ def find_by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Sp
 
     |c_t| (1 - p_t) is taken for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
     with the root of its sum of squares. A culprit has a quarter of the norm or more, hence a sixteenth of the sum of
-    squares of those no louder. This needs no forward, and shows pairs that cancel in the gradient.
+    squares of those no louder. And at the norm per coefficient of those ``named`` it would be as loud as a culprit.
+    This needs no forward, and shows pairs that cancel in the gradient.
     """
     prober, mask = task.prober, task.prober.step.token_mask
 
@@ -199,11 +204,14 @@ def find_by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Sp
     (rest,) = prober.ranks.sum([square])
     count = most + sum(span.size for span in named)
     kept: list[Span] = []
-    held = _Held(named)
+    held, norm_per_size = _Held(named), 0.0
     for size, candidate in _merge_sized(task, lambda: _largest(task, sizes.__getitem__, count)):
         rest -= size**2  # loudest first, so the rest is that of tokens no louder
+        known = [span for span in held.overlapping(candidate) if math.isfinite(span.norm)]
+        norm_per_size = max([norm_per_size, *(span.norm / span.size**0.5 / size for span in known)])
         if not held.parts(candidate):
-            if (size / CULPRIT_SHARE) ** 2 < rest or len(kept) == most:
+            is_quiet = norm_per_size and norm_per_size * size < task.culprit_norm
+            if is_quiet or (size / CULPRIT_SHARE) ** 2 < rest or len(kept) == most:
                 break
             kept.append(candidate)
     return kept

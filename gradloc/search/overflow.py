@@ -47,6 +47,7 @@ class RescaledTask(Task):
             return found
         if found.norm_after is not None and math.isfinite(found.norm_after):
             space.scale(1.0 / unit)
+            self.prober.sizes = {index: size / unit for index, size in self.prober.sizes.items()}
             return _times(1.0 / unit, found)
         removal = Removal(self.prober, self.gradient, 1.0, math.inf, self.spike.threshold, culprits)
         found = removal.certify(goes_on=True)
@@ -87,7 +88,9 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
         step.rescale(1.0)
         return None
     spike = replace(_times(1.0 / unit, task.spike), grad_norm=norm)
-    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits - len(known), task.limit
+    sizes = [prober.sizes.get(index, math.inf) for index in range(step.num_micro_batches)]
+    increments = sizes if all(map(math.isfinite, sizes)) else None
+    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits - len(known), task.limit, increments
     return RescaledTask(prober, *given, unit=unit, original=task, known=tuple(known))
 
 

@@ -55,12 +55,6 @@ class Task:
         """The least norm of a culprit's gradient."""
         return CULPRIT_SHARE * self.reference
 
-    def suspects(self) -> list[int]:
-        """Return the micro-batches whose own gradient seems as large as a culprit's, largest first, or else all."""
-        sizes = self.increments or [0.0] * self.prober.step.num_micro_batches
-        order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-        return [index for index in order if sizes[index] >= self.culprit_norm] or order
-
     def can_afford(
         self, forwards: int = 0, backwards: int = 0, is_certificate: bool = False, counts_time: bool = True
     ) -> bool:
