@@ -54,7 +54,7 @@ LONG = """
 benchmarks/test_trigger core/test_memory experiments/explosion/test_summary experiments/kk/test_language
 experiments/llm/test_natural experiments/test_launch repo_checks/test_figures repo_checks/test_imports
 repo_checks/test_pages loop/test_localizer mismatch/test_bugs mismatch/test_columns mismatch/test_files
-report/logs/test_collection report/logs/test_given report/logs/test_made report/pages/test_one_truth
+report/logs/test_collection report/logs/test_given report/logs/test_made report/pages/test_document
 report/pages/test_page reward/test_answers reward/test_pool search/test_auto search/test_step_causes
 search/test_candidates search/test_cost search/test_cures search/test_find search/test_method search/test_overflow
 search/test_share search/test_unrepeatable notify/test_notify watch/test_demo watch/test_harmless watch/test_price

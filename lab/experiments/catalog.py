@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from configparser import ConfigParser, ExtendedInterpolation
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from lab.experiments.errors import UsageError
 from lab.experiments.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent
-ACTIONS = ("mask", "skip", "heal")
-"""Values of `action.mode` that an exploding arm is also run with."""
+ACTION, ACTIONS = "actor_rollout_ref.actor.gradloc.action.mode", ("mask", "skip", "heal")
+"""A setting, and its values that an exploding arm is also run with."""
+NOT_INHERITED = ("is_planted", "seeds", "summary_module", "config", "overrides", "arm", "exploding", "twin")
+"""Keys of a section that those which build on it do not have."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,6 @@ class Experiment:
     started_by: tuple[str, ...] = ()
     """Arguments between Python and `-m` the script, such as torchrun's."""
 
-    # Not inherited:
     is_planted: bool = False
     """Whether a run ends by comparing its event with the planted token."""
     arms: tuple[Arm, ...] = ()
@@ -91,16 +92,6 @@ class Experiment:
         """The environment variable that names the interpreter to use."""
         own = self.own or (environment.VERL09 if self.is_installed else environment.DEMO)
         return own.variable or "PYTHON"
-
-    def heir(self, name: str) -> "Experiment":
-        """Return an experiment whose config builds on this one's and so has its requirements."""
-        fresh = {"is_planted": False, "arms": (), "seeds": (), "summary_module": "", "config": "", "overrides": ()}
-        return replace(self, name=name, **fresh)
-
-    def on_verl09(self, name: str) -> "Experiment":
-        """Return its form for verl 0.9.1, without a variable that the demo's config lacks there."""
-        known = tuple(variable for variable in self.variables if variable.name != "RUNAWAY_PENALTY_MULTIPLIER")
-        return replace(self, name=name, variables=known, verl="0.9.1", own=self.own and environment.VERL09)
 
     def arguments(self, overrides: Iterable[str] = ()) -> tuple[str, list[str]]:
         """Return the config's name and its overrides: the experiment's, then the given ones."""
@@ -148,35 +139,39 @@ def read(text: str) -> dict[str, Experiment]:
     parser = ConfigParser(delimiters=("=",), interpolation=ExtendedInterpolation())
     parser.optionxform = str  # variables are in capitals
     parser.read_string(text)
-    found: dict[str, Experiment] = {}
+    sections: dict[str, dict[str, str]] = {}
     for name in parser.sections():
-        own = {key: value for key, value in parser[name].items() if key not in parser.defaults()}
-        found[name] = _experiment(name, own, found)
-    return found
+        given = {key: value for key, value in parser[name].items() if key not in parser.defaults()}
+        base: dict[str, str] = {}
+        if "builds_on" in given:
+            above = sections[given.pop("builds_on")]
+            base = {key: value for key, value in above.items() if key.partition(" ")[0] not in NOT_INHERITED}
+        elif "form_of" in given:
+            base = sections[given.pop("form_of")] | {"verl": "0.9.1"}
+            base.pop("number RUNAWAY_PENALTY_MULTIPLIER", None)  # the demo's config lacks it there
+            base |= {"own": "VERL09"} if "own" in base else {}
+        sections[name] = base | given
+    return {name: _experiment(name, section) for name, section in sections.items()}
 
 
-def _experiment(name: str, own: dict[str, str], above: dict[str, Experiment]) -> Experiment:
-    """Make an experiment from its section and from the one above that it refers to."""
-    base = Experiment(name)
-    if "builds_on" in own:
-        base = above[own.pop("builds_on")].heir(name)
-    if "form_of" in own:
-        base = above[own.pop("form_of")].on_verl09(name)
-    variables = {variable.name: variable for variable in base.variables}
-    arms = {arm.name: arm for arm in base.arms}
-    fields: dict[str, Any] = {}
-    for key, value in own.items():
+def _experiment(name: str, section: dict[str, str]) -> Experiment:
+    """Make an experiment from its section and what that inherits."""
+    variables, arms, fields = [], [], {}
+    for key, value in section.items():
         kind, _, which = key.partition(" ")
         first, *lines = value.splitlines() or [""]
         if not which:
             fields[key] = _field(key, value)
         elif kind == "arm":
-            arms[which] = Arm(which, first, tuple(lines))
+            arms.append(Arm(which, first, tuple(lines)))
         elif kind == "exploding":
-            arms |= _with_twin(which, first, own[f"twin {which}"].splitlines(), lines)
+            healthy = section[f"twin {which}"].splitlines()
+            loud = (*healthy, *lines)
+            acting = [Arm(f"{which}-{m}", f"the same, action.mode={m}", (*loud, f"{ACTION}={m}")) for m in ACTIONS]
+            arms += [Arm(which, first, loud), *acting, Arm(f"{which}-twin", "its healthy twin", tuple(healthy))]
         elif kind != "twin":
-            variables[which] = Variable(which, kind, first)
-    return replace(base, variables=tuple(variables.values()), arms=tuple(arms.values()), **fields)
+            variables.append(Variable(which, kind, first))
+    return Experiment(name, variables=tuple(variables), arms=tuple(arms), **fields)
 
 
 def _field(name: str, text: str) -> Any:
@@ -187,14 +182,6 @@ def _field(name: str, text: str) -> Any:
     if isinstance(default, tuple):
         return tuple(map(int, text.split())) if name == "seeds" else tuple(text.split())
     return text == "yes" if isinstance(default, bool) else type(default)(text)
-
-
-def _with_twin(name: str, meaning: str, healthy: list[str], more: list[str]) -> dict[str, Arm]:
-    """Return an exploding arm, the same arm with each action, and its healthy twin."""
-    exploding, key = (*healthy, *more), "actor_rollout_ref.actor.gradloc.action.mode"
-    acting = [Arm(f"{name}-{m}", f"the same, action.mode={m}", (*exploding, f"{key}={m}")) for m in ACTIONS]
-    arms = [Arm(name, meaning, exploding), *acting, Arm(f"{name}-twin", "its healthy twin", tuple(healthy))]
-    return {arm.name: arm for arm in arms}
 
 
 _ALL = read((CONFIGS / "catalog.ini").read_text(encoding="utf-8"))

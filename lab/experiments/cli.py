@@ -156,8 +156,8 @@ def find(experiment: Experiment, version: str | None, environ, cwd: Path, is_dry
         raise UsageError(
             f"verl={version} is for the copy that the demo makes, not for {verl.origin}: omit one of them."
         )
-    own_copy = target.Target(environment.patched_copy(), f"verl {experiment.verl}, the demo's own patched copy")
-    announce(verl or own_copy, cwd)
+    copied = f"verl {experiment.verl}, the demo's own patched copy"
+    announce(verl or target.Target(environment.patched_copy(), copied), cwd)
     if is_dry:
         return find_python(experiment, environ, is_dry), None
     if verl:

@@ -35,11 +35,10 @@ SOURCES = [
 SOURCES += ["gradloc/reweighting", "patchkit"]
 TESTS = ["core", "toy_model", "search", "loop", "record", "explain", "stabilize", "health", "reweighting", "patchkit"]
 TESTS += [
-    "report/pages/test_one_truth.py",
+    "report/pages/test_document.py",
     "watch",
-    "adapters/test_precise.py",
-    "house/test_examples.py",
-    "house/test_settings.py",
+    "repo_checks/test_examples.py",
+    "repo_checks/test_settings.py",
 ]
 WARM = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "jinja2", "jsonschema", "numpy"]
 MOST_SECONDS = 20.0
