@@ -76,7 +76,7 @@ class SearchConfig:
     """How the culprits are looked for."""
 
     strategy: str = setting("auto", one_of(*STRATEGIES))
-    """``auto``, or one method alone: ``share``, ``sketch``, ``bisect`` (the published binary search)."""
+    """``auto``, or one method alone: ``share``, ``bisect`` (the published binary search)."""
     max_culprits: int = setting(MAX_CULPRITS, integer(1))
     """Stop after this many culprits."""
     max_steps: float = setting(MAX_STEPS, number("a number of at least 1", lambda value: value >= 1))

@@ -10,7 +10,7 @@ kernels' noise may be larger than the rest. So there are three methods, and the 
   if kernels repeat (atomics in the backward of attention and of the embedding do not);
 - *recompute* all micro-batches without the culprits, if neither of these decides or costs less, or G is not finite.
 
-docs/method.md, section 7, says how each bound is made, and why.
+docs/method.md, section 6, says how each bound is made, and why.
 """
 
 import math

@@ -5,7 +5,6 @@ Setting a gradient aside and putting it back moves references and copies nothing
 for bit. A norm or an inner product is summed over the local shards first, then over the group that shards them.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -37,8 +36,6 @@ _ROW = 2**12  # elements whose squares are summed in float32
 _SAMPLED = 64  # a rough norm reads one element in this many, but at least two rows of a tensor
 _MAX_ALIKE = 8  # parameters of one shape that a rough norm reads
 _MAX_ALIKE_ON_CARD = 2  # the same on a card, where launching a kernel takes longer than reading
-LARGE_PRIME = 1_000_003
-"""More than a model has parameters, or a search seeds: each of them draws numbers of its own."""
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,11 +231,6 @@ class GradientSpace:
         """Return this process' part of every parameter, trained or frozen, by name (:func:`named_shards`)."""
         return [part for name, param in self.model.named_parameters() for part in named_shards(name, param)]
 
-    def generators(self, seed: int) -> Iterator[torch.Generator]:
-        """Yield a generator per parameter. Replicas of a shard draw the same numbers, other shards different ones."""
-        generator = torch.Generator(device=self.params[0].device)
-        return itertools.repeat(generator.manual_seed(LARGE_PRIME * (seed + 1) + self.shard_index), len(self.params))
-
     def counted(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Empty the tensors that do not count on this process (:attr:`counts`)."""
         counted = zip(tensors, self.counts, strict=True)
@@ -332,17 +324,6 @@ class GradientSpace:
             if a is not None and b is not None:
                 out[index] = _dot(local_shard(a), local_shard(b).to(a.device))
         return out
-
-    def weight_square_and_count(self) -> tuple[float, int]:
-        """Return the squared L2 norm and the number of all trainable weights over all shards."""
-        shards = [local_shard(param) for param in self.counted(self.params) if param is not None]
-
-        def local() -> torch.Tensor:
-            square = squared_norms(shards, are_weights=True).sum()
-            return torch.stack([square, square.new_tensor(sum(shard.numel() for shard in shards))])
-
-        square, count = self.reduce(local).tolist()
-        return square, int(count)
 
     def current(self) -> Gradient:
         """Return the tensors in ``.grad``, left in place."""

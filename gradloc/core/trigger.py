@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is this gradient norm a spike? Pure rules over numbers; nothing here measures.
 
-The fixed rule is GradLoc's (docs/method.md, section 6). docs/trigger.md has the adaptive one, and why each of its
+The fixed rule is GradLoc's (docs/method.md, section 5). docs/trigger.md has the adaptive one, and why each of its
 statistics was chosen. It has a history for each mini-batch position within a trainer step, since later mini-batches
 are further off-policy and have other norms. Arithmetic is on logarithms of norms, so that a factor is a distance and no
 unit matters.

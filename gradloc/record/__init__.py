@@ -46,7 +46,8 @@ def optional() -> Any:
 # ---- run, step, trigger, search
 
 _PHASES = (
-    *("micro_batch", "rank", "token", "share", "verify", "residual", "sketch", "coefficients", "bisect"),
+    *("micro_batch", "rank", "token", "share", "verify", "residual", "coefficients", "bisect"),
+    "sketch",  # of earlier versions
     *("transient", "weights", "scale", "others", "fault"),
 )
 _PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", *VERDICTS)

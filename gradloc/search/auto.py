@@ -3,8 +3,8 @@
 
 A round takes two forwards of each micro-batch (the shares of all tokens of all ranks), a backward for each of a few
 candidates, and the certificate. If the rest still spikes, the next round searches along that rest, which the
-certificate left in ``.grad``. The last resort is the norm sketch, which sees tokens that cancel, or, where shares are
-not exact, the published bisection. docs/method.md, sections 3 and 4.
+certificate left in ``.grad``. Where shares are not exact, the last resort is the published bisection.
+docs/method.md, sections 3 and 4.
 """
 
 import itertools
@@ -23,7 +23,6 @@ from .bisect import bisect
 from .candidates import FEW, MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
-from .sketch import sketch
 from .step_causes import certify_nothing, doubt_backward, split_off
 from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
 
@@ -200,25 +199,16 @@ class _AutoSearch:
         result.stop_reason = f"search.max_culprits={most} are named{more}"
 
     def _last_resort(self, is_allowed: bool) -> None:
-        """Sketch all norms, which shows tokens that cancel or hide from R; without exact shares bisect."""
-        task, result, shares = self.task, self.result, self.shares
-        if not result.culprits and self._is_the_backward_s(shares):
+        """Bisect where shares are not exact; else say that the spike is spread."""
+        shares = self.shares
+        if not self.result.culprits and self._is_the_backward_s(shares):
             return
         if not is_allowed:
             self._stop("shares name no more culprits, and the rest still spikes")
-            return
-        if not shares.is_exact:
-            self._bisect("shares read in half precision name no more culprits")
-            return
-        found = sketch(task, result.culprits)
-        result.path += found.path
-        if found.exhausted:
-            self._stop(task.limit.words, exhausted=True)
-        elif found.culprits:
-            result.culprits += found.culprits[: task.max_culprits - len(result.culprits)]
-            self._certify()
-        else:
+        elif shares.is_exact:
             self._stop("the spike is spread: no (other) token, segment or sequence is larger than the rest")
+        else:
+            self._bisect("shares read in half precision name no more culprits")
 
     def _bisect(self, why: str) -> None:
         result = self.result
@@ -334,7 +324,7 @@ class _AutoSearch:
 
 
 def auto(task: Task) -> SearchResult:
-    """Find all culprits, certified, in rounds; then by the sketch, or by bisection if shares are not exact.
+    """Find all culprits, certified, in rounds; then by bisection if shares are not exact.
 
     ``.grad`` is overwritten, weights are moved and restored bit for bit.
     """

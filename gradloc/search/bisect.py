@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published search: global -> micro-batch -> rank -> token, halving each part that is over its threshold.
 
-Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 6. A part's probe measures a sum over its
+Source: GradLoc (Tencent Hunyuan), method figure; docs/method.md, section 5. A part's probe measures a sum over its
 tokens; its threshold, tau times the L2 norm of their weights in the loss, is the published one times the part's weight.
 
 Unlike the published code, this follows every part over its threshold, worst first, and not only the largest. Probes
@@ -95,6 +95,6 @@ def bisect(task: Task) -> SearchResult:
     """Find the tokens whose own gradient is over ``tau`` times their loss weight; ``.grad`` is overwritten.
 
     The result has the culprits in the order found and every probe made. A culprit that others in its part cancel is
-    missed; ``share`` and ``sketch`` see some of those.
+    missed; ``share`` sees some of those.
     """
     return _Bisection(task).run()

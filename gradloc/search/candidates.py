@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Propose the spans of tokens that may be culprits, by shares, coefficients and the sketch.
+"""Propose the spans of tokens that may be culprits, by shares and coefficients.
 
 Each rank looks at its own tokens. Then all ranks' candidates are merged, so that every rank goes on with the same list.
 Only a few numbers per candidate travel, and no more than some dozens of candidates per rank.

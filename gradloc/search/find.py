@@ -25,7 +25,6 @@ from .bisect import bisect
 from .cures import try_cures
 from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, PROBE, STRATEGIES, Limit
 from .overflow import rescale_task, to_training_unit
-from .sketch import sketch
 from .step_causes import (
     fault_result,
     find_batch_independent_cause,
@@ -38,7 +37,7 @@ from .step_causes import (
 from .task import SearchResult, Task
 
 Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
-_METHODS = dict(zip(STRATEGIES, (auto, share, sketch, bisect), strict=True))
+_METHODS = dict(zip(STRATEGIES, (auto, share, bisect), strict=True))
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)

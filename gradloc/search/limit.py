@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..core.probe import Prober
 
-STRATEGIES = ("auto", "share", "sketch", "bisect")
+STRATEGIES = ("auto", "share", "bisect")
 MAX_CULPRITS, MAX_STEPS, BUDGET = 8, 4.0, 128
 """Defaults: how many culprits are named, what a search may cost in updates, probes of the published bisection."""
 MAX_CURES = 2

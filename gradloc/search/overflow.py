@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search a spike whose norm overflowed though every coefficient is finite, as with an advantage of 1e22.
 
-All norms are divided by a power of two, the *unit*, which changes no digit (docs/method.md, section 7). Only the
+All norms are divided by a power of two, the *unit*, which changes no digit (docs/method.md, section 6). Only the
 certificate is measured in training's own unit, since a healthy gradient divided by 1e37 would underflow.
 """
 

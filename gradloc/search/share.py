@@ -37,8 +37,6 @@ _CURVATURE = 0.2  # closure's error over the squared response: 0.01 was measured
 _LEAST_RESPONSE = 0.05  # log-odds: a shorter step of 135M weights is near the last place of a float32
 _FINE = 0.02  # of closure: an error that is not worth another step
 
-_NOTABLE = 0.1  # of a micro-batch's absolute total: tokens that carry this much settle the response
-
 FAR = 3.0  # a factor: a gradient in half precision differs from the function's own by less
 _LAST_PLACES = 16 * UNITS[torch.float32]  # error of a log-prob in float32, whose logits are near 10
 _LEAST_REST = UNITS[torch.float32]  # the smallest 1 - p that float32 distinguishes from 0
@@ -296,12 +294,10 @@ class Readout:
         return (middle - self.scores(self._recorded.readout)).abs()[self.slope != 0]
 
     def response(self, plus: Outputs, minus: Outputs) -> float:
-        """Return how far scores move: the largest move of a token that carries a notable part of the absolute total,
-        else the mean weighted by what tokens carry; inf if that is not finite."""
+        """Return how far scores move: the mean weighted by what tokens carry; inf if that is not finite."""
         moves = (self.scores(plus[0]) - self.scores(minus[0])).abs()[self.slope != 0] / 2
         parts = self.slope[self.slope != 0].abs() * moves
         total = float(parts.sum())
         if not 0 < total < math.inf:
             return 0.0 if total == 0 else math.inf
-        notable = moves[parts >= _NOTABLE * total]
-        return float(notable.max()) if len(notable) else float((parts * moves).sum()) / total
+        return float((parts * moves).sum()) / total

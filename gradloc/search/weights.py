@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.gradients import LARGE_PRIME, Gradient, GradientSpace, host_copy, in_parts
+from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
 from ..core.precision import Shift, shifted_weights
 from ..core.probe import Prober
 from ..core.ranks import LostRank
@@ -110,28 +110,6 @@ class MovedWeights:
             shard.copy_(value)
         return True
 
-    def move_randomly(self, seed: int, step: float) -> None:
-        """Set the weights to original + step * v, with v standard normal, of this seed, different by shard."""
-        self._space.run_local_synced(lambda: self._move_randomly(seed, step))
-        self._space.publish()
-
-    @torch.no_grad()
-    def _move_randomly(self, seed: int, step: float) -> None:
-        space = self._space
-        space.reshard()
-        shifts: dict[int, Callable[[], torch.Tensor]] = {}
-        parts = zip(space.params, self._saved, space.generators(seed), strict=True)
-        for number, (param, saved, generator) in enumerate(parts):
-            if id(param) in self._cast:
-                own = seed + LARGE_PRIME * space.shard_index
-                shifts[id(param)] = partial(_drawn, local_shard(param), LARGE_PRIME * own + number)
-                continue
-            for shard, was in in_parts(local_shard(param), saved):
-                was = was.to(shard.device, non_blocking=True)
-                drawn = torch.randn(was.shape, generator=generator, device=was.device)
-                shard.copy_(was + step * drawn)
-        space.shift = Shift(shifts, step)
-
     @torch.no_grad()
     def distance(self) -> float:
         """Return the L2 distance of the weights from the original ones, over all weights and shards."""
@@ -157,12 +135,6 @@ class MovedWeights:
         self._space.publish()
         self._space.reshard()
         self._saved = []
-
-
-def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Draw standard normal numbers of this seed, float32."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, device=like.device)
 
 
 # ---- routes

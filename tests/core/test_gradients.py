@@ -106,7 +106,7 @@ def test_sums_over_ranks_are_taken_on_the_device(offloaded, monkeypatch):
     space, reduced = GradientSpace(module), []
     monkeypatch.setattr(dist, "all_reduce", lambda values, group: reduced.append(values.device.type))
     with pytest.raises(NotImplementedError, match="meta"):  # which has nothing to read back
-        space.weight_square_and_count()
+        space.norm()
     assert reduced == ["meta"]
 
 
@@ -196,23 +196,11 @@ def test_an_inner_product_of_half_precision_is_summed_in_a_finer_one():
     assert dots.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_the_weights_square_is_exact_in_float64():
+def test_weights_squares_are_exact_in_float64():
     torch.manual_seed(0)
-    module = torch.nn.Linear(100, 100)
-    square, count = GradientSpace(module).weight_square_and_count()
-    wanted = sum(float(param.detach().double().square().sum()) for param in module.parameters())
-    assert count == 10_100 and square == pytest.approx(wanted, rel=1e-13)
-
-
-def test_copies_of_a_shard_draw_the_same_numbers_and_other_seeds_others():
-    def drawn(seed, shard=0):
-        space = GradientSpace(torch.nn.Linear(3, 2))
-        space.shard_index = shard
-        return [torch.randn(4, generator=generator).tolist() for generator in space.generators(seed)]
-
-    first = drawn(0)
-    assert len(first) == 2 and first[0] != first[1] and drawn(0) == first
-    assert len({str(draws) for draws in (first, drawn(1), drawn(2), drawn(0, shard=1), drawn(1, shard=1))}) == 5
+    weights = [param.detach() for param in torch.nn.Linear(100, 100).parameters()]
+    wanted = [float(weight.double().square().sum()) for weight in weights]
+    assert squared_norms(weights, are_weights=True).tolist() == pytest.approx(wanted, rel=1e-13)
 
 
 def test_a_part_that_another_process_has_as_well_counts_nothing():
@@ -222,7 +210,7 @@ def test_a_part_that_another_process_has_as_well_counts_nothing():
     space.counts = [True, False]
     for squares in (space.squares(), space.dots(space.current(), space.current())):
         assert squares.tolist() == [pytest.approx(6.0), 0.0]
-    assert float(space.local_squares()[1]) == 0.0 and space.weight_square_and_count()[1] == 6
+    assert float(space.local_squares()[1]) == 0.0
 
 
 @pytest.mark.parametrize("widths", [[16], [1024], [64] * 60 + [32] * 9 + [7]], ids=["small", "large", "many layers"])

@@ -66,7 +66,7 @@ META = {
     "no tokens": (lambda m: m["event"]["trigger"].update(num_tokens=-3), "must be at least 1, found -3."),
     "the event's strategy is not known": (
         lambda m: m["event"]["search"].update(strategy="guess"),
-        "The strategy 'guess' is not known; there are auto, share, sketch, bisect.",
+        "The strategy 'guess' is not known; there are auto, share, bisect.",
     ),
     "a fingerprint of another kind": (
         lambda m: m.update(fingerprint={"sha256": "0"}),

@@ -2,7 +2,7 @@
 """The published search follows every part over its threshold, worst first, down to single tokens.
 
 Here a token's gradient is a number, a part's norm the size of their sum, and tau 1. Tokens weigh 1, so the threshold of
-n of them is the published tau / sqrt(n) times n (docs/method.md, section 6).
+n of them is the published tau / sqrt(n) times n (docs/method.md, section 5).
 """
 
 import math

@@ -91,7 +91,7 @@ def test_weights_are_published_where_all_ranks_have_moved_them_and_not_by_one_th
     space = Publishing(module(torch.float32))
     with MovedWeights(space, torch.float32) as weights:
         weights.move([torch.ones(512, 512)], 1e-3)
-        weights.move_randomly(1, 1e-3)
+        weights.move([torch.ones(512, 512)], 2e-3)
     assert space.calls == "ra" + "arp" + "arp" + "pr", "gathered copies are dropped before each move and at the end"
     space.calls = ""
     with pytest.raises(LostRank), MovedWeights(space, torch.float32):
@@ -104,7 +104,7 @@ def test_what_has_no_direction_goes_back_and_what_is_another_s_counts_nothing():
     before = [param.detach().clone() for param in made.parameters()]
     space, ones = GradientSpace(made), torch.ones(2, 3)
     with MovedWeights(space, torch.float32) as weights:
-        weights.move_randomly(1, 1.0)
+        weights.move([ones, torch.ones(2)], 1.0)
         assert float(weights.move([ones, None], 0.5)) == pytest.approx(3.0)
         assert torch.equal(made.bias, before[1]) and torch.allclose(made.weight, before[0] + 0.5)
         space.counts = [False, True]

@@ -9,7 +9,6 @@ what counts is settled by names, over all processes.
 """
 
 import re
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -118,7 +117,6 @@ class MegatronSpace(EngineSpace):
         self.rounding = torch.finfo(dtype).eps / 2
         self.has_names = False  # Megatron's are others than transformers'
         self.counts = [part.is_original and part.place not in held for _, part in named]
-        self._places = [part.place for _, part in named]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -135,11 +133,6 @@ class MegatronSpace(EngineSpace):
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
-
-    def generators(self, seed: int) -> Iterator[torch.Generator]:
-        generator = torch.Generator(device=self.params[0].device)
-        for place in self._places:
-            yield generator.manual_seed(1_000_003 * (seed + 1) + zlib.crc32(place.encode()))
 
     def buffers(self) -> set[int]:
         return {
