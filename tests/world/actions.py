@@ -18,7 +18,7 @@ SMALL = [
     f"{ACTOR}.ppo_epochs=2",
     f"{ACTOR}.policy_loss.loss_mode=gpg",  # no ratio that could clip the culprit away
 ]
-
+ONE_STEP = [*SMALL, f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1"]
 
 Plant = tuple[int, int, float]
 """Row, response position and advantage."""
@@ -59,6 +59,27 @@ def train_epochs(
         "events": len(events),
         "norm_taken": norms[events[0]["step"]["mini_batch"]] if events else None,
     }
+
+
+def train_past_a_large_update(
+    overrides: list[str], dump_dir: str, layout: Sequence[str] = (), rate_times: float = 1000.0
+) -> dict[str, Any]:
+    """Three steps, the second at a learning rate that many times too large; and the same without localization."""
+
+    def train(settings: list[str]) -> tuple[list[Any], tuple[str, bytes], list[float]]:
+        trainer = make_trainer([*ONE_STEP, *layout, *settings], dump_dir, dropout=0.1)
+        groups, events, norms = trainer.optimizer.param_groups, [], []
+        for step in range(3):
+            for group in groups:
+                group["lr"] = 1e-3 * (rate_times if step == 1 else 1.0)
+            out = trainer.update(make_batch(8, seed=step))
+            events += out["events"]
+            norms += out["metrics"]["actor/grad_norm"][0]
+        return events, (trainer.weights_hash(), torch.get_rng_state().numpy().tobytes()), norms
+
+    (_, theirs, stock), (events, ours, norms) = train([]), train(ON + overrides)
+    faults = [(event["step"]["global_step"], event["fault"]) for event in events]
+    return {"is_same": ours == theirs and norms == stock, "faults": faults, "norms": norms}
 
 
 @contextmanager

@@ -91,6 +91,7 @@ class Trainer:
         trainer.model_wrapped.train()
 
     module = property(lambda self: self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped))
+    optimizer = property(lambda self: self.trainer.optimizer.optimizer)
     dp_size = property(lambda self: dist.get_world_size())
     clips_in = property(lambda self: (self, "clip"))
     driver = property(lambda self: self.trainer._watch.driver)
