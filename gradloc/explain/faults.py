@@ -39,11 +39,10 @@ def fault_sentences(event: Event) -> list[str]:
         made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
     if "norm_without_change" in known:
         made.append(f"With that change taken back it is {number(known['norm_without_change'], 3)}.")
-    if is_new_since_update(known):
-        before, now = (number(known[name], 3) for name in ("loudest_norm_without_update", "loudest_norm"))
-        made.append(
-            f"It is loud only since the last update: its loudest micro-batch has norm {now}, and {before} without it."
-        )
+    if fault.at == "batch" and is_new_since_update(known):
+        norms = [number(known[name], 3) for name in ("loudest_norm", "loudest_norm_without_update") if name in known]
+        of = f": its loudest micro-batch has norm {norms[0]}, and {norms[1]} without it" if norms else ""
+        made.append(f"It is loud only since the last update{of}.")
     if fault.at == "batch":
         made.append("So the weights are healthy, and the batch is at fault.")
     if not made and fault.reason and fault.at == "undecided":
@@ -54,11 +53,12 @@ def fault_sentences(event: Event) -> list[str]:
 def is_new_since_update(evidence: Mapping[str, float | None]) -> bool:
     """Return whether a batch is loud only since the last update, as where ratios run away over epochs.
 
-    Its loudest micro-batch then has, without that update, a norm of at most the geometric mean of the step's norm and
-    the usual one, and is quieter by the root of their ratio.
+    Without that update its loudest micro-batch, or the step where that is not known, has a norm of at most the
+    geometric mean of the step's norm and the usual one, and is quieter by the root of their ratio.
     """
-    names = ("norm", "usual_norm", "loudest_norm", "loudest_norm_without_update")
-    norm, usual, now, before = (evidence.get(name) for name in names)
+    norm, usual = evidence.get("norm"), evidence.get("usual_norm")
+    now = evidence.get("loudest_norm", norm)
+    before = evidence.get("loudest_norm_without_update", evidence.get("norm_without_update"))
     if norm is None or usual is None or now is None or before is None:
         return False
     return before <= math.sqrt(norm * usual) and before * math.sqrt(norm / usual) <= now

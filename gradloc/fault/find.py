@@ -23,6 +23,7 @@ import torch
 from ..core.history import UNUSUAL
 from ..core.probe import Prober
 from ..core.sharding import local_shard
+from ..explain.faults import is_new_since_update
 from ..explain.numbers import number
 from ..explain.text import listed, plural
 from ..record import Fault, PathEntry
@@ -220,18 +221,25 @@ def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
 
 
 def _since_update(case: _Case) -> str:
-    """Return that a batch is loud only since the last update, as where ratios run away over epochs; mostly ""."""
-    task = case.task
-    if case.clues.is_first or not task.increments:
+    """Return that a batch is loud only since the last update, as where ratios run away over epochs; mostly "".
+
+    Its loudest micro-batch is run with the update undone; the whole step where that is not known.
+    """
+    task, known = case.task, case.evidence
+    if case.clues.is_first:
         return ""
-    loudest = max(range(len(task.increments)), key=task.increments.__getitem__)
-    norm = _with_update(case, 0.0, micro_batches=[loudest])
+    sizes = task.increments
+    loudest = None if sizes is None else max(range(len(sizes)), key=sizes.__getitem__)
+    norm = _with_update(case, 0.0, micro_batches=None if loudest is None else [loudest])
     if norm is None:
         return ""
-    case.evidence |= {"loudest_norm": task.increments[loudest], "loudest_norm_without_update": norm}
-    case.note("the loudest micro-batch with the last update undone", norm)
-    is_new = norm <= case.middle and norm * math.sqrt(task.spike.grad_norm / case.usual) <= task.increments[loudest]
-    return "; the batch is loud only since the last update" if is_new else ""
+    if sizes is None or loudest is None:
+        known["norm_without_update"] = norm
+        case.note("this step with the last update undone", norm)
+    else:
+        known |= {"loudest_norm": sizes[loudest], "loudest_norm_without_update": norm}
+        case.note("the loudest micro-batch with the last update undone", norm)
+    return "; the batch is loud only since the last update" if is_new_since_update(known) else ""
 
 
 def _is_quiet_before(case: _Case, unknown: bool) -> bool:

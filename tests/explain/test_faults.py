@@ -34,3 +34,11 @@ def test_the_setting_that_the_mechanism_is_of_is_in_the_cure():
 def test_a_batch_is_new_since_the_update_by_its_numbers_alone(loudest, without, is_new):
     evidence = {"norm": 100.0, "usual_norm": 1.0, "loudest_norm": loudest, "loudest_norm_without_update": without}
     assert is_new_since_update(evidence) is is_new
+
+
+def test_a_batch_that_is_new_since_the_update_is_so_by_the_whole_step_where_its_loudest_part_is_not_known():
+    evidence = {"norm": 100.0, "usual_norm": 1.0, "norm_without_update": 9.0}
+    assert is_new_since_update(evidence) and not is_new_since_update(evidence | {"norm_without_update": 11.0})
+    fault = {"at": "batch", "step": 3, "evidence": evidence}
+    found = read(Event, golden.event("cause spurious_token", fault=fault))
+    assert "It is loud only since the last update. So the weights are healthy" in " ".join(fault_sentences(found))

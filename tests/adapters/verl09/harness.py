@@ -388,6 +388,33 @@ def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[fl
         return [*norms, float(made.update(make_batch(seed=HEALTHY % 7))["actor/grad_norm"])]
 
 
+NEW_TOKEN, NEW_ROW = 1, 5  # make_batch draws none below 3
+
+
+def train_until_a_new_token_runs_away(overrides: list[str], model_dir: str) -> list[float]:
+    """Healthy updates of two epochs; in the last, the first epoch makes the new token of one row's answer likely."""
+    made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
+    (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
+    norms = [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY)]
+    batch = make_batch(seed=HEALTHY % 7)
+    answers = batch.batch
+    answers["input_ids"][NEW_ROW, NUM_PROMPT:] = answers["responses"][NEW_ROW] = NEW_TOKEN
+    answers["advantages"][NEW_ROW] = answers["response_mask"][NEW_ROW].float()
+    step, epochs = made.engine.optimizer.step, iter(range(2))
+
+    def optimizer_step(*args: Any, **given: Any) -> Any:
+        if next(epochs) == 0 and dist.get_rank() == 0:  # its shard begins with the first row
+            moment, grad = (
+                getattr(each, "_local_tensor", each)
+                for each in (made.engine.optimizer.state[head]["exp_avg"], head.grad)
+            )
+            moment[NEW_TOKEN] = 30.0 * grad[NEW_TOKEN]
+        return step(*args, **given)
+
+    with mock.patch.object(made.engine.optimizer, "step", optimizer_step):
+        return [*norms, float(made.update(batch)["actor/grad_norm"])]
+
+
 UNCLIPPED = [f"{ACTOR}.clip_ratio_{name}=1e9" for name in ("low", "high", "c")]
 
 

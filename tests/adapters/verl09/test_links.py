@@ -3,8 +3,12 @@
 
 import pytest
 
+from gradloc.explain.faults import fault_sentences
+from gradloc.explain.numbers import number
+from gradloc.record import Event
+from gradloc.record.reading import read
 from lab.benchmarks.links import FAULTS as TRUTH
-from tests.adapters.verl09.harness import HEALTHY
+from tests.adapters.verl09.harness import HEALTHY, NEW_ROW
 from tests.adapters.verl09.test_localization import ACTOR, half
 from tests.world.events import read_events
 
@@ -47,3 +51,16 @@ def test_undone_between_epochs_a_step_has_the_norm_of_the_epoch_before(call, tmp
     first_epoch = 2 * norms[-1] - spike  # verl has their mean
     assert found["evidence"]["norm_without_update"] == pytest.approx(first_epoch, rel=1e-2)
     assert found["at"] == "last_update" and found["parameters"][0] == "lm_head.weight"
+
+
+def test_a_batch_that_is_loud_only_since_the_last_update_is_so_in_the_event(call, tmp_path):
+    """Ratios ran away in an epoch before, of this batch's rows alone: still the batch is at fault, and since when."""
+    call("train_until_a_new_token_runs_away", [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}"])
+    *_, event = read_events(tmp_path)
+    found, evidence = event["fault"], event["fault"]["evidence"]
+    assert (event["step"]["global_step"], event["step"]["epoch"]) == (HEALTHY + 1, 1)
+    assert found["at"] == "batch" and found["reason"].endswith("the batch is loud only since the last update"), found
+    before = evidence.get("loudest_norm_without_update", evidence.get("norm_without_update"))
+    (said,) = (each for each in fault_sentences(read(Event, event)) if "only since the last update" in each)
+    assert before < evidence["norm"] / 2 and (number(before, 3) in said or "loudest_norm" not in evidence)
+    assert event["culprits"] and {culprit["row"] for culprit in event["culprits"]} == {NEW_ROW}
