@@ -132,19 +132,9 @@ def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
-    [
-        (MovedWeights, "__enter__", 0),
-        (MovedWeights, "assign", 0),
-        (MovedWeights, "__exit__", 0),
-        (Updates, "before_last", 0),
-        (Updates, "before_last", 9),
-        (Updates, "is_undone", 3),
-        (Updates, "ratios", 0),
-        (Updates, "outside", 0),
-        *((Prober, "compute", call) for call in range(4)),
-    ],
+    [(MovedWeights, "__exit__", 0), (Updates, "before_last", 9), *((Prober, "compute", call) for call in range(4))],
 )
-def test_a_failure_anywhere_leaves_the_run_as_it_was(run, owner, name, call):
+def test_a_run_goes_on_as_without_a_watch_after_a_failure(run, owner, name, call):
     real, calls = getattr(owner, name), iter(range(10**6))
 
     def failing(*given: Any, **more: Any) -> Any:
