@@ -266,6 +266,10 @@ class Run:
     def before_clip(self) -> None:
         """Look at the step's gradient. A subclass may."""
 
+    def clip(self) -> torch.Tensor:
+        """Clip the step's gradient; return its norm. A subclass may call its wrapper's method."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
     def take(self) -> float:
         """Take one step; return its gradient norm."""
         part, fault = self._part(), self.fault
@@ -275,7 +279,7 @@ class Run:
         if part:
             fault.after_backward(part)
         self.before_clip()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = self.clip()
         with fault.optimizer_at_fault() if part else contextlib.nullcontext():
             self.optimizer.step()
         self.step += 1

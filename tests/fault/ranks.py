@@ -6,7 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lab.benchmarks import links
@@ -22,9 +24,14 @@ class Shared(links.Run):
     def wrapped(self, model: nn.Module) -> nn.Module:
         if self.layout == "ddp":
             return DDP(model)
+        if self.layout == "fsdp1":
+            return FSDP1(model, auto_wrap_policy=ModuleWrapPolicy({links._Block}), device_id=torch.device("cpu"))
         for block in model.blocks:
             fully_shard(block)
         return fully_shard(model)
+
+    def clip(self) -> torch.Tensor:
+        return self.model.clip_grad_norm_(1.0) if self.layout == "fsdp1" else super().clip()
 
 
 def train(layout: str, fault: str, folder: str = "") -> dict[str, Any]:
