@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide what happens to a step that spiked. docs/configuration.md has the actions, docs/method.md (8) their steps.
+"""Decide what happens to a step that spiked: docs/configuration.md has the actions, docs/method.md (7) their steps.
 
 The decision uses only numbers that every rank has, so all ranks take the same one. It applies to every spike, even
 once no more events may be written. ``mask`` and ``heal`` need a search each time; when no more searches are allowed,

@@ -301,29 +301,19 @@ class GradientSpace:
 
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
         """Return the inner product per parameter over all shards: float64 (num_params,) on the host; 0 without one."""
-        return self.reduce(lambda: self._dots(left, right))
-
-    def squares_and_dots(self, other: Gradient) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return :meth:`squares` of ``.grad`` and its :meth:`dots` with another gradient, in one reduction."""
 
         def local() -> torch.Tensor:
-            grads = self.current()
-            shards = [None if grad is None else local_shard(grad) for grad in self.counted(grads)]
-            return torch.stack([self._squared(shards), self._dots(grads, other)])
+            out = self._zeros(len(self.params))
+            for index, (one, other) in enumerate(zip(self.counted(left), self.counted(right), strict=True)):
+                if one is not None and other is not None:
+                    out[index] = _dot(local_shard(one), local_shard(other).to(one.device))
+            return out
 
-        squares, dots = self.reduce(local)
-        return squares, dots
+        return self.reduce(local)
 
     def _squared(self, shards: Sequence[torch.Tensor | None]) -> torch.Tensor:
         zeros = self._zeros(len(shards))
         return squared_norms(shards).to(zeros.device) if any(shard is not None for shard in shards) else zeros
-
-    def _dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
-        out = self._zeros(len(self.params))
-        for index, (a, b) in enumerate(zip(self.counted(left), self.counted(right), strict=True)):
-            if a is not None and b is not None:
-                out[index] = _dot(local_shard(a), local_shard(b).to(a.device))
-        return out
 
     def current(self) -> Gradient:
         """Return the tensors in ``.grad``, left in place."""

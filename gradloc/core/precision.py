@@ -42,8 +42,8 @@ class NoFloat32(Exception):
 class Shift(NamedTuple):
     """A step of the weights that are cast: ``step`` times a direction, added to each cast."""
 
-    directions: Mapping[int, Callable[[], torch.Tensor]]
-    """A function by ``id`` of each parameter that returns a tensor of its shape, on any device."""
+    directions: Mapping[int, torch.Tensor]
+    """By ``id`` of each parameter, of its shape, on any device."""
     step: float
 
 
@@ -382,6 +382,6 @@ def _add_shift(wide: torch.Tensor, weight: torch.nn.Parameter, shift: Shift | No
     """Add the weight's shift to its float32 copy: of its shape, or 1D and padded at its end."""
     along = None if shift is None else shift.directions.get(id(weight))
     if shift is not None and along is not None:
-        part = along().to(wide.device, torch.float32)
+        part = along.to(wide.device, torch.float32)
         there = wide if wide.shape == part.shape else wide[: part.numel()].view(part.shape)
         there.add_(part, alpha=shift.step)

@@ -50,7 +50,7 @@ class _AutoSearch:
         is_to_search = is_finite or self._trace_non_finite(is_full)
         if is_to_search and not self._rounds(0 if is_finite else 1, is_full):
             self._last_resort(is_full)
-        self._ask_about_batch()
+        self._drop_if_batch_at_fault()
         self._measure_few()
         return self.result
 
@@ -60,7 +60,7 @@ class _AutoSearch:
         """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
         for number in itertools.count(first) if is_full else (first,):
             shares = self._measure(number)
-            if shares is not None and self._is_not_of_tokens(shares):
+            if shares is not None and self._is_partly_without_tokens(shares):
                 if self.result.certificate is not None:
                     return True
                 shares = self._measure(number)  # along the tokens' own part
@@ -201,7 +201,7 @@ class _AutoSearch:
     def _last_resort(self, is_allowed: bool) -> None:
         """Bisect where shares are not exact; else say that the spike is spread."""
         shares = self.shares
-        if not self.result.culprits and self._is_the_backward_s(shares):
+        if not self.result.culprits and self._is_backward_altered(shares):
             return
         if not is_allowed:
             self._stop("shares name no more culprits, and the rest still spikes")
@@ -220,7 +220,7 @@ class _AutoSearch:
         result.culprits, result.certificate = [*result.culprits, *drop_overlapping(result.culprits, loud)], None
         self._stop(f"{why}; bisection: {found.stop_reason}", found.exhausted)
 
-    def _ask_about_batch(self) -> None:
+    def _drop_if_batch_at_fault(self) -> None:
         """Take back what is named where the batch is at fault."""
         task, result = self.task, self.result
         if not result.culprits or self.others is not None:
@@ -262,7 +262,7 @@ class _AutoSearch:
 
     # ---- causes that are not tokens
 
-    def _is_not_of_tokens(self, shares: ShareMap) -> bool:
+    def _is_partly_without_tokens(self, shares: ShareMap) -> bool:
         """Return whether shares do not add up because a part of the gradient passes through no token, or through a
         backward that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that
         part.
@@ -273,7 +273,7 @@ class _AutoSearch:
         self._is_split = True
         parts = split_off(self.task)
         if parts is None:
-            return self.is_precise and self._is_the_backward_s(shares)  # else rounding may turn what cancels
+            return self.is_precise and self._is_backward_altered(shares)  # else rounding may turn what cancels
         self.direction, self.others, source = parts
         self.scale, self.result.culprits, self.result.certificate = 1.0, [], None
         self._blame(source, source.numbers["others_norm"])
@@ -281,7 +281,7 @@ class _AutoSearch:
             self.result.certificate = certify_nothing(self.task, source.reason)
         return True
 
-    def _is_the_backward_s(self, shares: ShareMap) -> bool:
+    def _is_backward_altered(self, shares: ShareMap) -> bool:
         """Return whether the gradient is not the derivative of the tokens' log-probs. If so, no token is named."""
         is_far = not 1 / FAR <= shares.closure <= FAR
         is_asked = is_far and self.direction is self.task.gradient and self.result.source is None

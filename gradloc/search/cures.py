@@ -180,7 +180,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
     norm, bound, _ = recompute(prober, compute, lambda: fullest(prober, []), threshold, can_afford)
     verdict, _ = judge(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
     against = task.gradient if rest is None else rest
-    dot = math.fsum(space.squares_and_dots(against)[1].tolist())
+    dot = float(space.dots(space.current(), against).sum())
     sizes = norm * space.norm(against)
     return replace(
         cured,

@@ -211,9 +211,8 @@ def verify(task: Task, span: Span, threshold: float) -> Span:
 def with_measured_norm(task: Task, span: Span, threshold: float) -> Span:
     """Return the span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
-    squares, dots = space.squares_and_dots(task.gradient)
-    square = task.spike.grad_norm**2
-    dot = sum(dots.tolist()) / task.scale
-    share = dot / square if 0 < square < float("inf") else None
+    squares, square = space.squares(), task.spike.grad_norm**2
+    dot = float(space.dots(space.current(), task.gradient).sum()) / task.scale
+    share = dot / square if 0 < square < math.inf else None
     norm = sum(squares.tolist()) ** 0.5
     return replace(span, norm=norm, threshold=threshold, is_exact=True, share=share, squares=squares)

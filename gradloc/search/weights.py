@@ -76,11 +76,11 @@ class MovedWeights:
         device = space.params[0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
         parts = zip(space.params, self._saved, direction, space.counts, strict=True)
-        shifts: dict[int, Callable[[], torch.Tensor]] = {}
+        shifts: dict[int, torch.Tensor] = {}
         for param, saved, part, counts in parts:
             if id(param) in self._cast:
                 if part is not None:
-                    shifts[id(param)] = partial(local_shard, part)
+                    shifts[id(param)] = local_shard(part)
                     size = torch.linalg.vector_norm(local_shard(part).to(device).float()).double()
                     total += counts * step * size**2
                 continue

@@ -40,7 +40,7 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
     """
     clips = tap.calls
     factors = _clip_factors(space, clips, tap.own_factor(norm))
-    again, dots = space.squares_and_dots(before)
+    again, dots = space.squares(), space.dots(space.current(), before)
     given = space.squares(before)
     outside = _outside(step, space, again, given)
     step.unsearched_norm = math.sqrt(float((given[outside] / factors[outside] ** 2).sum()))
