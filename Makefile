@@ -40,8 +40,8 @@ test-newest:   ## the tests of any loop on the newest torch, transformers and ac
 mutants:       ## which changes of the code would the tests not notice; an hour on two cores, a run that was stopped goes on
 	scripts/test.sh mutants
 
-figures:       ## measures anew what docs/benchmarks.md states: hours on two cores
-	for name in trigger "unrepeatable --seeds 2" driver "healthy --pairs 600"; do \
+figures:       ## measures anew what docs/benchmarks.md states of one process: an hour on two cores
+	for name in trigger "unrepeatable --seeds 2" driver; do \
 		.gradloc/venv/bin/python -m lab.benchmarks.$$name && \
 		cp runs/benchmarks/$${name%% *}/*.json lab/benchmarks/results/ || exit 1; \
 	done

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update verl's real worker on a rank, and time or count the update.
+"""Update verl's real worker on a rank, and count what the update asks of the device.
 
 Built from the tests' parts: verl 0.7's actor or verl 0.9's engine, with a model large enough that the interpreter does
 not dominate an update.
 """
 
 import importlib.metadata
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
-
-import torch.distributed as dist
 
 from lab.benchmarks.counter import DeviceCounter
 from tests.world import harness
@@ -24,7 +22,8 @@ _SETTLED = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
 ]
 _trainers: dict[str, Any] = {}
-_found: dict[str, Any] = {}
+_counter: DeviceCounter | None = None
+"""Counts the workers' updates."""
 
 
 def is_engine() -> bool:
@@ -35,8 +34,8 @@ def is_engine() -> bool:
         return False
 
 
-def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str] = ()) -> int:
-    """Build the trainer ``name`` with timed updates; return this rank's number of weights.
+def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str] = ()) -> None:
+    """Build the trainer ``name`` with updates that can be counted.
 
     Args:
         name: the variant.
@@ -45,10 +44,17 @@ def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str
         settings: verl's own overrides.
     """
     with _sizes():
-        made, owner, method, module = _built(overrides, folder, settings)
-    setattr(owner, method, _measured(getattr(owner, method)))
+        made, owner, method = _built(overrides, folder, settings)
+    if overrides:
+        harness.part("core.tracker")._MAX_COST = math.inf  # else a busy machine's updates ask for something else
+    worker_update = getattr(owner, method)
+
+    def counted(*arguments: Any) -> Any:
+        with _counter or nullcontext():
+            return worker_update(*arguments)
+
+    setattr(owner, method, counted)
     _trainers[name] = made
-    return sum(param.numel() for param in module.parameters())
 
 
 def _sizes() -> Any:
@@ -56,8 +62,8 @@ def _sizes() -> Any:
     return mock.patch.multiple(harness, NUM_RESPONSE=RESPONSE, VOCABULARY=_VOCABULARY, model_config=_config)
 
 
-def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[Any, Any, str, Any]:
-    """Return the trainer, the owner and the name of its update method, and the model."""
+def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[Any, Any, str]:
+    """Return the trainer, and the owner and the name of its worker's update method."""
     if is_engine():
         from tests.adapters.verl09 import harness as engine
 
@@ -67,21 +73,18 @@ def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[
         made = engine.make_trainer(
             [*_SETTLED, *longer, *settings, *overrides, *dump], f"{folder}/model", stock=not overrides
         )
-        return made, made.worker, "update_actor", made.engine.module
+        return made, made.worker, "update_actor"
     made = harness.make_trainer([*_SETTLED, *settings, *overrides], folder)
-    return made, made.actor, "update_policy", made.actor.actor_module
+    return made, made.actor, "update_policy"
 
 
-def update(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> dict[str, Any]:
-    """Update on one batch.
+def update(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> float:
+    """Update on one batch; return the number of spikes.
 
     Args:
         name: a trainer from :func:`prepare`.
         seed: the batch's seed.
         plant: row, response position and advantage of a token to plant.
-
-    Returns:
-        ``seconds`` and ``cpu_seconds`` of the worker's update, and the number of ``spikes``.
     """
     with _sizes():
         batch = harness.make_batch(ROWS, seed)
@@ -90,7 +93,7 @@ def update(name: str, seed: int, plant: tuple[int, int, float] | None = None) ->
         batch.batch["advantages"][row, position] = advantage
     out = _trainers[name].update(batch)
     spikes = out.get("metrics", out).get("gradloc/spikes", 0)
-    return {**_found, "spikes": float(spikes[0] if isinstance(spikes, list) else spikes)}
+    return float(spikes[0] if isinstance(spikes, list) else spikes)
 
 
 def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
         ``ops``, ``reads`` without the next two, ``reads_in_passes`` of the search, ``reads_in_losses`` of cures,
         ``reads_before_step``, ``collectives`` by name, ``bytes`` read, and the ``places`` that read.
     """
+    global _counter
     counter, before = DeviceCounter(), {"behind": 0}
     optimizer = _optimizer(_trainers[name])
 
@@ -109,19 +113,19 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
     def began(*_: Any) -> None:
         before["begin"] = counter.reads[""]
 
-    _found["counter"] = counter
-    handles = [optimizer.register_step_pre_hook(stepped)]
+    _counter = counter
+    handle = optimizer.register_step_pre_hook(stepped)
     zero_grad = optimizer.zero_grad
     optimizer.zero_grad = lambda *given, **named: (began(), zero_grad(*given, **named))[1]
     try:
         with _as_on_gpu(counter):
-            found = update(name, seed, plant)
+            spikes = update(name, seed, plant)
     finally:
-        del _found["counter"], optimizer.zero_grad
-        for handle in handles:
-            handle.remove()
+        _counter = None
+        del optimizer.zero_grad
+        handle.remove()
     return {
-        "spikes": found["spikes"],
+        "spikes": spikes,
         "ops": sum(counter.ops.values()),
         "reads": counter.reads[""],
         "reads_in_passes": counter.reads["pass"],
@@ -167,20 +171,6 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         for name in ("gather", "gather_first", "broadcast_from"):
             stack.enter_context(within("sent", ranks.Ranks, name))
         yield
-
-
-def _measured(update: Callable) -> Callable:
-    """Wrap the worker's update to record its time."""
-
-    def run(*arguments: Any) -> Any:
-        dist.barrier()
-        started, cpu_started = time.perf_counter(), time.process_time()
-        with _found.get("counter", nullcontext()):
-            out = update(*arguments)
-        _found["seconds"], _found["cpu_seconds"] = time.perf_counter() - started, time.process_time() - cpu_started
-        return out
-
-    return run
 
 
 def _config(dropout: float = 0.0) -> Any:

@@ -33,6 +33,7 @@ _INDEXING = ("index", "index_put", "index_put_")
 _COPIES = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
 _ALIAS = "alias"
 _FACTORIES = (torch.tensor, torch.as_tensor)
+_FILLED = (torch.zeros, torch.ones, torch.full, torch.empty, torch.arange)
 _MOVES = (torch.Tensor.to, torch.Tensor.new_tensor)
 
 
@@ -120,6 +121,9 @@ class _Functions(TorchFunctionMode):
                 self._counter.read()
             found = func(*args, **given)
             return self._alias(found, True) if isinstance(found, torch.Tensor) else found
+        if func in _FILLED and given.get("device") is None:  # the operation below is always given one
+            with self._counter.within(_ALIAS):
+                return func(*args, **given)
         found = func(*args, **given)
         if func in _FACTORIES:
             _mark(found, given.get("device") is None)

@@ -5,18 +5,23 @@
     python -m lab.benchmarks.counts --tree ~/verl    # a patched checkout of 0.7
 
 Counted on a CPU, on the code path of a GPU; see :mod:`lab.benchmarks.counter`. An update has two mini-batches of four
-micro-batches per rank, on two ranks; the spiking one has one token planted in the second mini-batch. Writes counts.json
-and counts.md; the exit code is 1 if a limit is exceeded.
+micro-batches per rank, on two ranks; the spiking one has one token planted in the second mini-batch. Writes
+counts-VERL.json and counts-VERL.md; the exit code is 1 if a limit is exceeded.
 """
 
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.healthy import ON, with_worlds, worlds
 from lab.benchmarks.run import Record, digest, finish, parser
+from lab.experiments import environment, verl09
 from lab.output import table
+from patchkit.build import bases, ensure_base
 from tests.world import World
 
 ACTOR = "actor_rollout_ref.actor"
@@ -25,6 +30,8 @@ SETTINGS = [
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
     f"{ACTOR}.use_dynamic_bsz=false",
 ]
+ON = {True: ["+gradloc=on"], False: [f"{ACTOR}.spike_detection=True"]}
+"""Whether the installed verl has engines -> overrides that enable gradloc."""
 THRESHOLD = f"{ACTOR}.grad_norm_threshold=640"
 PLANT = (13, 5, 1e4)
 """Row, response position and advantage."""
@@ -32,6 +39,25 @@ MORE_OPS = 0.03
 MOST_READS = 60
 """Maximum reads of a spiking update in addition to its passes and to verl's loss in cures."""
 HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
+
+
+@contextmanager
+def worlds(tree: str | None) -> Iterator[dict[str, World]]:
+    """Yield the two ranks of each variant, ``unpatched`` and ``on``.
+
+    Args:
+        tree: a patched checkout of verl 0.7; None for the demo's own copy.
+    """
+    slow: dict[str, Any] = {"timeout_s": 1800}
+    if is_engine():  # off is verl's own engine, since ours is registered only in a run that enables it
+        os.environ.update(verl09.ENVIRONMENT)
+        with World(2, **slow) as world:
+            yield dict.fromkeys(("unpatched", "on"), world)
+        return
+    base = ensure_base(bases()["v0.7.0"])
+    patched = Path(tree).resolve() if tree else environment.ensure_patched_copy(sys.executable)
+    with World(2, path=(str(base),), **slow) as plain, World(2, path=(str(patched),), **slow) as ours:
+        yield {"unpatched": plain, "on": ours}
 
 
 def measure(worlds: dict[str, World], scratch: Path) -> Record:
@@ -87,10 +113,12 @@ def markdown(run: Record) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Count, print a table and the exceeded limits."""
-    parsed = with_worlds(parser("counts", __doc__)).parse_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch, worlds(parsed.ranks, parsed.tree) as variants:
+    options = parser("counts", __doc__)
+    options.add_argument("--tree", help="a patched verl checkout (default: the demo's own copy)")
+    parsed = options.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch, worlds(parsed.tree) as variants:
         run = measure(variants, Path(scratch))
-    finish(run, parsed.out, "counts", markdown(run))
+    finish(run, parsed.out, f"counts-{run['verl']}", markdown(run))
     over = broken(run)
     for sentence in over:
         print(f"over its limit: {sentence}", file=sys.stderr)

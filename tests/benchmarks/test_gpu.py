@@ -66,22 +66,6 @@ def test_a_cell_that_fails_is_written_and_the_others_go_on(tmp_path, monkeypatch
     assert "| NO |" in (tmp_path / "gpu.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_first_session_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
-    tiny = "--parts syncs --device cpu --size tiny --tokens 64"
-    monkeypatch.setattr(gpu, "STEPS", (("one", f"{tiny} --dtype nothing", {}), ("two", tiny, {})))
-    assert gpu.main(["--first", "--out", str(tmp_path)]) == 1, "the first fails, and the second runs all the same"
-    run = tmp_path / "2" / "gpu.json"
-    kept = run.read_bytes()
-    assert json.loads(kept)["is_complete"] and not (tmp_path / "1" / "gpu.json").exists()
-    monkeypatch.setattr(gpu, "STEPS", gpu.STEPS[::-1])
-    (tmp_path / "1").mkdir(exist_ok=True)
-    run.rename(tmp_path / "1" / "gpu.json")
-    assert gpu.session(tmp_path, limit=0.0) == 1
-    assert capsys.readouterr().out.count("no time was left") == 1
-    assert (tmp_path / "1" / "gpu.json").read_bytes() == kept, "what is whole is not run again"
-
-
 def test_the_page_has_the_table_that_the_forecast_makes(capsys):
     assert gpu.main(["--forecast", "--tokens", "16384"]) == 0
     printed = capsys.readouterr().out.strip()

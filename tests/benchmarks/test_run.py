@@ -16,4 +16,4 @@ def test_sources_are_the_same_where_only_words_about_them_have_changed(monkeypat
 
 
 def test_a_command_is_told_without_the_place_of_its_output():
-    assert run.as_typed("healthy", ["--pairs", "3", "--out", "there"]) == "python -m lab.benchmarks.healthy --pairs 3"
+    assert run.as_typed("driver", ["--rows", "3", "--out", "there"]) == "python -m lab.benchmarks.driver --rows 3"

@@ -17,7 +17,7 @@ from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
-from lab.benchmarks import healthy, links, unrepeatable, worlds
+from lab.benchmarks import counts, links, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
@@ -60,7 +60,6 @@ def as_suites_do(columns: Callable[[dict], Any]) -> Callable[[dict], str]:
 
 
 PARTS = {
-    "benchmarks.md## The price of a healthy step": ("healthy", healthy.markdown),
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
@@ -77,6 +76,12 @@ WHOLE = {
     "pretraining.md## By kind of damage": ("pretrain", as_suites_do(pretrain.by_kind)),
     "pretraining.md## Every peak": ("pretrain", as_suites_do(pretrain.peaks)),
 }
+
+
+def test_what_an_update_asks_of_the_device_is_the_records():
+    made = [counts.markdown(record(f"counts-{verl}")).splitlines() for verl in ("0.7", "0.9")]
+    shown = rows(section("benchmarks.md", "## What an update asks of the device"))
+    assert shown and [row for row in shown if row not in sum(made, [])] == []
 
 
 @pytest.mark.parametrize("table", [*PARTS, *WHOLE])
@@ -121,13 +126,14 @@ def test_the_price_of_a_search_is_the_record_s_on_every_page():
         assert said in page(name), name
 
 
-def test_the_hook_s_share_and_the_noise_are_the_record_s():
-    found = record("healthy")
-    assert f"an update's processor time is {found['hook_share']['median']:.2%}." in page("docs/benchmarks.md")
-    ratios = [ratio for measure in found["ratios"].values() for ratio in measure.values()]
-    assert all(ratio["low"] <= 1 <= ratio["high"] for ratio in ratios), "nothing that could be measured"
-    medians = [1 - ratio["median"] for ratio in found["ratios"]["seconds"].values()]
-    assert f"at most {max(map(abs, medians)):.1%} from it" in page("docs/benchmarks.md")
+def test_the_price_of_a_healthy_step_is_the_records_on_every_page():
+    shares = []
+    for verl in ("0.7", "0.9"):
+        updates = record(f"counts-{verl}")["updates"]
+        shares.append(updates["healthy, on"]["ops"] / updates["healthy, unpatched"]["ops"] - 1)
+    said = f"{100 * shares[0]:.1f} % (verl 0.7) or {100 * shares[1]:.1f} % (0.9) more operations"
+    for name in ("README.md", "docs/benchmarks.md", "docs/gpu.md"):
+        assert said in page(name), (name, said)
 
 
 def test_the_driver_s_price_is_the_record_s_and_under_a_third_of_a_second():

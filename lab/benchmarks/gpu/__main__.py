@@ -2,7 +2,6 @@
 """Check a GPU: repeatability, closure, certificate, recall, cost, memory and waits, on models of random weights.
 
     python -m lab.benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
-    python -m lab.benchmarks.gpu --first                      # the most important checks: 45 minutes at most
     python -m lab.benchmarks.gpu --parts first                # three minutes: is anything wrong at all
     python -m lab.benchmarks.gpu --size 1.5B --tokens 32768
     python -m lab.benchmarks.gpu --forecast                   # no GPU: a search's memory, from sizes only
@@ -14,17 +13,13 @@ gpu.md as soon as it is measured, failures included. The exit code is 1 if a cel
 """
 
 import argparse
-import json
 import os
 import platform
-import shlex
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS has no deterministic kernels
@@ -35,24 +30,11 @@ import torch.distributed as dist
 from gradloc.core.forecast import PLANS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from lab.benchmarks.run import REPO, as_typed, digest, parser, write
+from lab.benchmarks.run import as_typed, digest, parser, write
 from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
 """Parts in order; the first takes three minutes on a GPU."""
-LIMIT = 45 * 60
-"""Maximum seconds of the first session."""
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-STEPS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("short answers", "--parts first --tokens 1024", {}),
-    ("long answers", "--parts first --tokens 32768", {}),
-    ("two ranks on one card, waits", "--parts two syncs --tokens 4096", {}),
-    ("room", "--parts room mask --size 1.5B --tokens 32768", {}),
-    ("room, expandable segments", "--parts room mask --size 1.5B --tokens 32768", EXPANDABLE),
-    ("16k", "--parts cells --tokens 16384", {}),
-    ("32k", "--parts cells --tokens 32768", {}),
-)
-"""Steps of the first session as (name, arguments, environment), the most likely to end a run first."""
 
 
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -99,24 +81,19 @@ def main(arguments: list[str] | None = None) -> int:
     add("--attention", nargs="+", choices=("sdpa", "sdpa_flash", "flash_attn", "varlen"))
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--first", action="store_true", help="the first session on a GPU: all steps in turn, 45 minutes at most")
     add(
         "--forecast", action="store_true", help="measure nothing: what the search's own forecast says of cards of 80 GB"
     )
-    parsed, given = options.parse_args(arguments), list(sys.argv[1:] if arguments is None else arguments)
+    parsed = options.parse_args(arguments)
     if parsed.forecast:
         print(forecast.markdown(parsed.tokens))
         return 0
-    if parsed.first:
-        if "--out" in given:
-            del given[(at := given.index("--out")) : at + 2]
-        return session(parsed.out, [each for each in given if each != "--first"])
     device = _join(parsed.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     command = as_typed("gpu", arguments)
     run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
-    run |= {"cells": [], "is_complete": False}
+    run["cells"] = []
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     for part in parsed.parts:
         for name, measure in cells_of(part, parsed, device):
@@ -125,50 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
                 write(run, parsed.out, "gpu")
                 (parsed.out / "gpu.md").write_text(markdown(run) + "\n", encoding="utf-8")
                 print(table([HEAD, row_of(run["cells"][-1])]).splitlines()[-1], flush=True)
-    if is_writer:
-        write(run | {"is_complete": True}, parsed.out, "gpu")
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(cell["is_ok"] is False for cell in run["cells"]))
-
-
-def session(out: Path, given: Sequence[str] = (), limit: float = LIMIT) -> int:
-    """Run all steps of the first session; return 1 if one failed, did not hold, or had no time.
-
-    Each step runs in a separate process and folder, so that running out of memory does not affect the others. A step
-    with a complete record is not run again: an interrupted session resumes.
-
-    Args:
-        out: the parent of the steps' folders, which are named by their number.
-        given: arguments for every step, which override its own.
-        limit: seconds for all steps together.
-    """
-    started, codes = time.monotonic(), []
-    for number, (name, arguments, variables) in enumerate(STEPS, 1):
-        folder = out / f"{number}"
-        left = limit - (time.monotonic() - started)
-        command = ["-m", "lab.benchmarks.gpu", *shlex.split(arguments), *given, "--out", str(folder)]
-        print(f"[{number}/{len(STEPS)}] {name}, {left / 60:.0f} minutes left: python {shlex.join(command)}", flush=True)
-        code = _code_of(folder)
-        if code is None:
-            try:
-                environment = {**os.environ, **variables}
-                done = subprocess.run([sys.executable, *command], cwd=REPO, env=environment, timeout=max(left, 0))
-                code = done.returncode
-            except subprocess.TimeoutExpired:
-                print("  no time was left for all of it; the same command goes on here", flush=True)
-                code = 1
-        codes.append(code)
-    return int(any(codes))
-
-
-def _code_of(folder: Path) -> int | None:
-    """Return the exit code of a step that was completed before, or None."""
-    try:
-        run = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return int(any(cell["is_ok"] is False for cell in run["cells"])) if run.get("is_complete") else None
 
 
 def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of log in tests/data/logs is answered by what was planted in it (`scripts/make_logs.py`).
+"""Every kind of log in tests/data/logs is answered by what was planted in it.
 
 docs/logs.md says what these tests read, and what the command prints.
 """

@@ -10,7 +10,7 @@ def attention_of_verl():
     """The model's attention is verl's, which swaps sequence for heads before and after flash attention's function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from lab.experiments.layouts.attention import attention, packed_attention
+    from tests.world.models.packed_attention import attention, packed_attention
     from verl.models.transformers import monkey_patch
 
     patch = mock.patch.object(monkey_patch, "_flash_attention_forward", packed_attention)
@@ -21,7 +21,7 @@ def attention_of_verl():
 @contextmanager
 def plain_padding():
     """verl's remove_padding where flash attention is not installed."""
-    from lab.experiments.layouts.attention import padding_functions
+    from tests.world.models.packed_attention import padding_functions
     from verl.utils import attention_utils
 
     with mock.patch.object(attention_utils, "_get_attention_functions", padding_functions):
