@@ -259,9 +259,12 @@ class Prober:
                     self._abandon()
                     return False
                 self.num_backwards += 1
-                self._together(partial(run_backward, outputs, each.pull))
-            self._running.append(self.space.local_squares())
+                self._together(partial(self._run_backward, outputs, each.pull))
         return True
+
+    def _run_backward(self, outputs: Outputs, pull: Any) -> None:
+        run_backward(outputs, pull)
+        self._running.append(self.space.local_squares())
 
     def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
         """Return whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
@@ -291,9 +294,18 @@ class Prober:
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
 
         self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
-        if self._running and not step.numerics.reduces_once:
-            sizes = [size / step.numerics.loss_scale for size in estimate_increments(self.space, self._running)]
-            self.sizes |= {index: size for index, size in zip(chosen, sizes, strict=True) if math.isfinite(size)}
+        self._note_sizes(chosen)
+
+    def _note_sizes(self, micro_batches: Sequence[int]) -> None:
+        """Note the norm of each micro-batch's gradient in the last pass, if ``.grad`` held their sums meanwhile."""
+        for index in micro_batches:
+            self.sizes.pop(index, None)
+        if not self._running or self.step.numerics.reduces_once:
+            return
+        running = [squares / self.step.numerics.loss_scale**2 for squares in self._running]
+        *sizes, missing = estimate_increments(self.space, [*running, self.space.local_squares()])
+        if missing < max(sizes):  # with DeepSpeed's ZeRO all of it comes after the last micro-batch
+            self.sizes |= {index: size for index, size in zip(micro_batches, sizes, strict=True) if math.isfinite(size)}
 
     def compute_only(self, tokens: Sequence[Token], micro_batches: Sequence[int], factor: float = 1.0) -> None:
         """Fill ``.grad`` with ``factor`` times these tokens' gradient, plus what passes through no token, times 1."""

@@ -194,8 +194,8 @@ def compute_dtype(module: torch.nn.Module) -> torch.dtype:
 
 
 def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """(dtype in which FSDP accumulates micro-batches before it reduces them, dtype in which it reduces); the coarsest
-    of all units. (None, None) without FSDP, where gradients are added up in their own dtype."""
+    """Return the dtype in which FSDP accumulates micro-batches and the one in which it reduces them, of all units the
+    coarsest; (None, None) without FSDP, where gradients are added up in their own dtype."""
     if isinstance(module, FSDP1):
         pairs = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in fsdp1_handles(module)]
     else:
@@ -207,7 +207,7 @@ def gradient_dtypes(module: torch.nn.Module) -> tuple[torch.dtype | None, torch.
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) of all that is trained, each parameter the one that the optimizer has.
+    """Return (name, parameter) of all that is trained, each parameter the one that the optimizer has.
 
     After a forward without a backward (verl's log-probs, with ``reshard_after_forward`` off) FSDP2's module shows
     gathered weights in their place, which the next backward frees.

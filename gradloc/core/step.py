@@ -69,12 +69,11 @@ class Recorded:
     is_value: bool = False
     """Whether this is a critic's step: values take the place of log-probs everywhere, and there is no entropy."""
     score: torch.Tensor | None = None
-    """(B, T), where the loss is no function of log-probs and entropies: the number that forwards of a search return in
+    """(B, T), where the loss is no function of log-probs and entropies: the number that a search's forward returns in
     place of log-probs, at training's weights. :attr:`log_prob_coefficient` is then d loss / d score."""
-
     is_entropy: bool = True
-    """Whether :attr:`entropy_coefficient` is of an entropy, and not of another part of the loss that forwards of a
-    search return in its place, such as label smoothing."""
+    """Whether :attr:`entropy_coefficient` belongs to an entropy. If not, a search's forward returns another part of the
+    loss in its place, such as label smoothing."""
 
     def hook(self, outputs: Outputs) -> None:
         """Keep the training forward's values, and hook them so that the backward leaves its coefficients here."""
@@ -94,7 +93,7 @@ class Recorded:
 
     @property
     def readout(self) -> torch.Tensor:
-        """(B, T): what forwards of a search return first, at training's weights."""
+        """Return the first output of a search's forward, at training's weights: (B, T)."""
         return self.log_prob if self.score is None else self.score
 
     @property
@@ -251,7 +250,7 @@ class TrainingStep:
 
     @property
     def weight(self) -> float:
-        """See :attr:`Numerics.weight`."""
+        """The factor from a recorded coefficient to a derivative of the whole step's loss (:attr:`Numerics.weight`)."""
         return self.backward_factor / self.num_ranks
 
     @property

@@ -128,7 +128,7 @@ class NormTracker:
         Args:
             space: ``.grad`` holds ``clip_scale`` times the step's gradient.
             clip_scale: the factor that clipping applied; in (0, 1].
-            loss_scale: the loss was multiplied by this in the backward, so the running norms were, too.
+            loss_scale: the factor on the loss in the backward, and so on the running norms.
             is_spike: whether the step spiked.
         """
         self._num_steps += 1

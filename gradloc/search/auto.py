@@ -120,8 +120,7 @@ class _AutoSearch:
         if not task.can_afford(forwards=2 * (len(micro_batches) + (known is None))):
             return None
         readouts = self.prober.ranks.run_local_synced(lambda: task.readouts(self.result.culprits))
-        known_sizes = self.prober.sizes if len(self.prober.sizes) == self.prober.step.num_micro_batches else None
-        sizes = None if known_sizes is None else [known_sizes[index] for index in sorted(known_sizes)]
+        sizes = [size for _, size in sorted(self.prober.sizes.items())]
         shares = ShareMeasurement(self.prober, readouts, self.direction, self.scale, micro_batches, known, sizes).run()
         seen = sorted(shares.seen)
         is_part = len(seen) < self.prober.step.num_micro_batches

@@ -30,7 +30,7 @@ class RescaledTask(Task):
 
     original: Task | None = None
     known: tuple[Span, ...] = ()
-    """Return the tokens whose own loss is not finite, which no unit mends: they are no part of the gradient."""
+    """Tokens whose own loss is not finite, which no unit mends; they are left out of the gradient."""
 
     def coefficients(self, without: Sequence[Span]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return super().coefficients([*self.known, *without])

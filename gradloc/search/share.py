@@ -115,13 +115,14 @@ class ShareMeasurement:
     """Read only these; closure is then the part of R that they carry."""
     known: ShareMap | None = None
     """A map along the same direction, to be completed, or read again, at its step."""
-    increments: Sequence[float] | None = None
-    """About the norm of each micro-batch's own gradient, if known."""
+    increments: Sequence[float] = ()
+    """About the norm of each micro-batch's own gradient; without those of all it is not used."""
 
     def __post_init__(self) -> None:
-        increments, known = self.increments, self.known
+        num_micro_batches, known = self.prober.step.num_micro_batches, self.known
+        increments = self.increments if len(self.increments) == num_micro_batches else ()
         self.seen = frozenset(self.micro_batches) | (known.seen if known is not None else frozenset())
-        unseen = [index for index in range(self.prober.step.num_micro_batches) if index not in self.seen]
+        unseen = [index for index in range(num_micro_batches) if index not in self.seen]
         self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in unseen) if increments else math.inf

@@ -290,11 +290,12 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
 
 
 def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:
-    """If the gradient is not the derivative of the tokens' log-probs: (why, norm when all is run again). Else None.
+    """Return the cause and the norm of a second run if the gradient is not the derivative of the tokens' log-probs;
+    else None.
 
-    It is not if it does not come back. It is not, either, if two step sizes agree on how far closure is off: a wrong
-    step would show in that. Then something scales the gradient on its way, a hook or a custom backward. Costs one or
-    two passes over all micro-batches.
+    It is not if it does not come back when run again, or if two step sizes agree on how far closure is off. A wrong
+    step would make them differ, so a hook or a custom backward scales the gradient. Costs one or two passes over all
+    micro-batches.
     """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
@@ -351,8 +352,8 @@ def first_not_finite(task: Task) -> tuple[FirstNotFinite | None, int | None]:
 
 
 def _to_replay(task: Task) -> tuple[bool, list[int]]:
-    """(whether a log-prob is not finite, which micro-batches to replay): the first with such a log-prob, none if only
-    the loss is not finite, else all."""
+    """Return whether a log-prob is not finite, and the micro-batches to replay: the first with such a log-prob, none if
+    only the loss is not finite, else all."""
     step, ranks = task.prober.step, task.prober.ranks
     num = step.num_micro_batches
 
