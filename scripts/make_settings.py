@@ -25,6 +25,7 @@ from gradloc.config import PUBLISHED, GradLocConfig  # noqa: E402
 from gradloc.health.config import HealthConfig  # noqa: E402
 from gradloc.reweighting.config import AdvantageReweightingConfig, LoptiConfig  # noqa: E402
 from gradloc.rollout_filter.config import FilterSettings  # noqa: E402
+from lab.output import table  # noqa: E402
 from scripts.make_schemas import descriptions  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
@@ -190,11 +191,6 @@ def _markdown(text: str) -> str:
     return re.sub(r"\bnull\b(?!`)", "`null`", text.replace("``", "`")).removesuffix(".").replace("|", "\\|")
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def _settings_table(prefix: str, rows: Iterable[Row]) -> str:
     def default(row: Row) -> str:
         return "<trainer.default_local_dir>/gradloc" if row.default == DUMP_DIR else _shown(row.default)
@@ -203,7 +199,7 @@ def _settings_table(prefix: str, rows: Iterable[Row]) -> str:
         (f"`{row.key.removeprefix(prefix)}`", f"`{default(row)}`", _markdown(row.bound), _markdown(row.meaning))
         for row in rows
     ]
-    return _table(("key", "default", "may be", "meaning"), cells)
+    return table([("key", "default", "may be", "meaning"), *cells])
 
 
 def _refused() -> str:
@@ -218,19 +214,15 @@ def _refused() -> str:
         only = f", if `{row['only with'].removeprefix('actor_rollout_ref.')}`" if "only with" in row else ""
         said = [f"`{key.removeprefix('actor_rollout_ref.')}`: {_shown(value)}" for key, value in wanted.items()]
         cells.append(("<br>".join(said) + only, "; ".join(when(row["where"])), row["because"]))
-    return _table(("setting, and what it must be", "for what", "because"), cells)
+    return table([("setting, and what it must be", "for what", "because"), *cells])
 
 
 def tables() -> dict[str, str]:
     """Return the tables of the docs, by name."""
     rows, made = all_rows(), {"refused": _refused()}
-    made["published"] = _table(
-        ("key", "default", "another name of"),
-        (
-            (f"`{row.key.removeprefix(f'{ACTOR}.')}`", "`null`", _markdown(row.meaning))
-            for row in rows[: len(PUBLISHED)]
-        ),
-    )
+    names = rows[: len(PUBLISHED)]
+    cells = [(f"`{row.key.removeprefix(f'{ACTOR}.')}`", "`null`", _markdown(row.meaning)) for row in names]
+    made["published"] = table([("key", "default", "another name of"), *cells])
     own = [row for row in rows if row.key.startswith(f"{GRADLOC}.")]
     blocks = dict.fromkeys(row.key.removeprefix(f"{GRADLOC}.").rpartition(".")[0].partition(".")[0] for row in own)
     for block in blocks:
