@@ -50,6 +50,20 @@ def test_a_culprit_beside_louder_ones_is_named_with_no_backward_of_its_own():
     assert found.num_backwards <= 2 * M and cost <= 2 * (2 * M + 3 * M), "two rounds at most"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_culprits_of_very_different_size_in_four_micro_batches_are_explained_within_the_limit(dtype):
+    model = build("tiny")
+    places = [(1, 2), (5, 1), (9, 1), (13, 2), (2, 1), (6, 2), (10, 1)]
+    own = Oracle(model, random_batch(model).planted(dict.fromkeys(places, 1.0))).norms(places)
+    sizes = [10.0**power for power in (5, 4.5, 4, 3.5, 3, 2.5, 2)]
+    found, cost = search(
+        random_batch(model).planted({p: size / own[p] for p, size in zip(places, sizes, strict=True)}), dtype=dtype
+    )
+    assert found.certificate.verdict == "explained"
+    assert {random_batch(model).place(token, 1, M) for token in found.tokens} <= set(places)
+    assert cost <= 4 * 3 * M, "max_steps' default"
+
+
 @pytest.mark.parametrize("factor", [4.2, 5.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loudest_rows_of_a_batch_that_is_scaled_as_a_whole_are_not_named(factor, dtype):
