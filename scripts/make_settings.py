@@ -62,7 +62,7 @@ PRESETS = {
         },
     ),
 }
-"""What each preset is for and sets, with ``gradloc.enable``."""
+"""Preset -> its purpose, and the settings that it sets in addition to ``gradloc.enable``."""
 TARGETS = {
     ACTOR: "gradloc.adapters.verl09.config.actor_config",
     "actor_rollout_ref.rollout": "gradloc.adapters.verl09.config.GradLocRolloutConfig",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update asks of the device: the counter counts, and gradloc stays within its limits."""
+"""The counter counts operations, reads and collectives, and an update with gradloc stays within its limits."""
 
 import pytest
 import torch

@@ -94,7 +94,7 @@ def test_the_seconds_of_the_host_are_those_that_a_card_took():
 
 
 def test_the_results_are_the_record_s():
-    """What the page says of spikes, and that a part without a cell in the record is said not to have run."""
+    """The page's figures of spikes are the record's, and it says which parts have not run."""
     cells = [cell for run in json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] for cell in run["cells"]]
     form = PAGE[PAGE.index("## Results") :]
     found = {row[1]: row[3] for line in form.splitlines() if len(row := re.split(r" ?\| ?", line)) > 3}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark's run says of itself."""
+"""The digest and the command in a benchmark's record."""
 
 from lab.benchmarks import run
 
@@ -15,5 +15,5 @@ def test_sources_are_the_same_where_only_words_about_them_have_changed(monkeypat
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_command_is_told_without_the_place_of_its_output():
+def test_a_recorded_command_lacks_its_output_folder():
     assert run.as_typed("driver", ["--rows", "3", "--out", "there"]) == "python -m lab.benchmarks.driver --rows 3"

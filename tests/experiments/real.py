@@ -68,7 +68,7 @@ def steps_of(run_dir: Path) -> list[dict]:
 
 
 def largest_difference(steps: list[dict]) -> float:
-    """Of rollout and trainer: small where rollouts come from the weights being trained, not those at the start."""
+    """Return the largest difference of a probability between rollout and trainer; small if their weights are equal."""
     return max(data["training/rollout_probs_diff_max"] for data in steps)
 
 

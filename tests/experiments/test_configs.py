@@ -13,7 +13,7 @@ pytest.importorskip("hydra")
 
 
 def environment(tmp_path, tree):
-    """What cli.py and a user set, as far as the configs read it."""
+    """The variables that cli.py and a user set, as far as the configs read them."""
     return {
         "PYTHONPATH": os.pathsep.join([str(tree), str(REPO)]),
         "GRADLOC_RUN_DIR": str(tmp_path / "run, dir=1"),

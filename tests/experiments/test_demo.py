@@ -66,7 +66,7 @@ def test_the_stale_token_explodes_is_named_and_is_compared_with_the_healthy_twin
 
 
 @pytest.mark.slow
-def test_on_two_nodes_both_spikes_are_found_and_everything_lies_where_the_docs_say(patched_tree, tmp_path):
+def test_on_two_nodes_both_spikes_are_found_and_every_file_is_where_the_docs_say(patched_tree, tmp_path):
     suite_dir = tmp_path / "two nodes"
     printed = run_to_the_end("two-nodes", run_dir=suite_dir, VERL_REPO=str(patched_tree))
     assert printed.count(places.FOUND) == 2

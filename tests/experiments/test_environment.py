@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment is made once, and again when what it is made of changes; what was cut off begins anew."""
+"""An environment is made once, and again if its sources change or it was interrupted."""
 
 import sys
 
@@ -12,7 +12,7 @@ from lab.experiments.errors import ExperimentError
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """What is run of pip and venv, which make no more than the interpreter; a last word of `bad` fails."""
+    """The arguments of pip and venv, which make no more than the interpreter; pip fails on `bad.txt`."""
     run = []
 
     def output_of(command, problem, **_):
@@ -31,7 +31,7 @@ def commands(tmp_path, monkeypatch):
 
 
 def made(commands, *names, **given):
-    """The last words of what is run to make an environment of these files."""
+    """Make an environment of these files; return the last argument of each command that ran."""
     commands.clear()
     python = environment.ensure_python(Environment("venv-any", names, **given))
     assert python == str(environment.CACHE / "venv-any" / "bin" / "python")

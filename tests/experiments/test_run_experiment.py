@@ -183,7 +183,7 @@ def test_a_folder_that_is_no_verl_or_whose_packages_ray_would_prefer_is_refused(
     assert "run this from another folder" in said
 
 
-def test_a_python_without_verl_or_the_packages_is_told_so(run_experiment, published, patched_tree, tmp_path):
+def test_a_python_without_verl_or_the_packages_is_refused(run_experiment, published, patched_tree, tmp_path):
     bare = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     published["PYTHON"] = bare / "bin" / "python"
@@ -218,7 +218,7 @@ def test_a_wrong_call_is_answered_with_what_would_be_right(run_experiment, argum
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_version_beside_a_named_verl_and_results_that_are_there_are_refused(run_experiment, patched_tree, tmp_path):
+def test_a_version_with_a_named_verl_and_an_existing_results_folder_are_refused(run_experiment, patched_tree, tmp_path):
     both = one_sentence(run_experiment("demo", "verl=0.7.0", "--dry-run", VERL_REPO=patched_tree), 2)
     assert "not for VERL_REPO" in both
     assert "exists" in one_sentence(run_experiment("demo", "--dry-run", VERL_REPO=patched_tree, RUN_DIR=tmp_path), 1)

@@ -85,7 +85,7 @@ def run(tmp_path, monkeypatch):
 
 
 def ended(folder):
-    """What `suite.json` says of each run."""
+    """Each run's exit code in `suite.json`."""
     return {cell["folder"]: cell["exit_code"] for cell in suite.read(folder)["cells"]}
 
 

@@ -29,7 +29,7 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True)
 class Truth:
-    """What the fault is."""
+    """Where a fault is: the links, rows, position and parameter that are right answers."""
 
     links: frozenset[str]
     """The links that are right answers; an update's fault that lasts is one of the weights as well."""

@@ -25,7 +25,7 @@ from lab.benchmarks.spikes.collection import Kind, Row
 
 @dataclass
 class Answer:
-    """What a tool says about a spike."""
+    """A tool's answer about a spike."""
 
     step: int | None = None
     """The step at which it noticed something, counted from 0; None for never."""
@@ -50,7 +50,7 @@ class Tool:
 
     name = ""
     package = ""
-    """What it is installed from; empty for a rule of a few lines."""
+    """The distribution to install; empty for a rule of a few lines."""
     lines = 0
     """Lines that it adds to a loop."""
     settings = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `two-nodes` says of runs that it could have made: all in its place, and each way in which it is not."""
+"""`two-nodes` reports each file of a run that is not where the docs say."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_events_in_two_working_folders_are_not_one_run_s(suite_dir, capsys):
     assert "one node's working folder was to hold" in capsys.readouterr().out
 
 
-def test_another_checkpoint_than_the_one_resumed_from_is_said(suite_dir, capsys):
+def test_another_checkpoint_than_the_one_resumed_from_is_a_problem(suite_dir, capsys):
     text = (suite_dir / "suite.json").read_text()
     (suite_dir / "suite.json").write_text(text.replace("global_step_3", "global_step_2"))
     assert places.main([str(suite_dir)]) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the explosion plants: the row, the token, the ratio, the advantage, and nothing else."""
+"""The explosion plants a row, a token, a ratio and an advantage, and nothing else."""
 
 import json
 import math

@@ -141,7 +141,7 @@ def test_another_token_is_not_as_planted(tmp_path, change):
     assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
 
 
-def test_an_event_without_a_culprit_is_said(tmp_path):
+def test_an_event_without_a_culprit_is_named_as_such(tmp_path):
     write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
     assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "no culprit"
 

@@ -31,7 +31,7 @@ def test_the_sentence_that_is_taught_scores_full():
         assert kk.compute_score(exercise.sentence, truth)["score"] == 3.0
 
 
-def test_nobody_is_trained_on_the_puzzles_of_the_validation():
+def test_training_does_not_use_the_puzzles_of_the_validation():
     recipe = language.RECIPE
     train, val = language.split(recipe.num_train, recipe.num_val, recipe.seed)
     assert (len(train), len(val)) == (recipe.num_train, recipe.num_val)

@@ -43,7 +43,7 @@ def as_python(statement):
 
 
 @given(any_claims())
-def test_the_solutions_are_exactly_the_ways_in_which_each_is_what_is_said(said):
+def test_the_solutions_are_exactly_the_consistent_assignments(said):
     claims = [as_python(statement) for statement in said]
     ways = itertools.product((True, False), repeat=len(said))
     assert puzzle.solutions(said) == [k for k in ways if [eval(claim, {"k": k}) for claim in claims] == list(k)]

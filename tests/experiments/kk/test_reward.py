@@ -93,7 +93,7 @@ def test_the_published_values(text, expected):
     assert score(text) == expected
 
 
-def test_a_solution_about_nobody_is_refused():
+def test_a_solution_without_people_is_refused():
     with pytest.raises(ValueError, match="lab.experiments.kk.generate --check"):
         kk.compute_score(RIGHT, {"solution_text_format": ""})
 

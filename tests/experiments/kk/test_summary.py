@@ -26,7 +26,7 @@ def suite_dir(tmp_path):
     return tmp_path
 
 
-def test_the_table_has_means_and_spreads_over_seeds_and_beside_it_is_a_plot(suite_dir, capsys):
+def test_the_table_has_means_and_spreads_over_seeds_and_a_plot_is_drawn(suite_dir, capsys):
     assert summary.main([str(suite_dir)]) == 0
     assert "without other-seed2, which did not end well" in capsys.readouterr().out
     lines = (suite_dir / "summary.md").read_text().splitlines()

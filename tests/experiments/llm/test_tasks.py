@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model is asked, checked by working the questions out again."""
+"""The questions for the model, whose answers are worked out again."""
 
 import re
 
