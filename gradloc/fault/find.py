@@ -35,9 +35,9 @@ from .updates import Updates
 
 _GROWTH = 0.75  # M micro-batches' gradients add up to between sqrt(M) and M times one: the middle of the exponents
 _FACTOR = 2.1  # times the usual factor between backward and step; a loss scale that is halved makes 2 exactly
-_DECAYED = 0.5  # of a step's movement: weight decay made it from here on
-_ONE_GRADIENT = 0.2  # relative: moments that a single gradient made are this near to each other
-_SPREAD = 3.0  # a factor: mechanisms that explain a movement up to it
+_DECAYED = 0.5  # fraction of a step's squared movement from which weight decay explains it
+_LARGE_RATIO = 3.0  # m / sqrt(v), root mean square, from which second moments are too small; at most about 1 is healthy
+_SPREAD = 3.0  # factor within which a mechanism explains a movement
 _ELEMENT = 0.5  # of a weight's squared norm that a single element holds
 
 
@@ -52,9 +52,9 @@ class Clues:
     factor: float | None = None
     """The factor on the gradient between backward and step; None where that is not known."""
     again: Callable[[], Any] | None = None
-    """Makes the present step as one whose loss follows the weights; None: the step itself does."""
+    """Returns the present step with a loss that follows the weights; None where the step's own loss does."""
     is_first: bool = True
-    """Whether no step before was taken on the same rollouts, as epochs and mini-batches do."""
+    """Whether this is the first optimizer step on its rollouts; later epochs and mini-batches are not."""
 
 
 @dataclass
@@ -83,11 +83,14 @@ class _Case:
 
 
 def judge(clues: Clues, task: Task) -> tuple[SearchResult | None, Fault]:
-    """Find the link that broke; and the result, which names no token, where that is not the batch.
+    """Find the link that broke. All ranks call this together.
 
     Args:
         clues: what is known of the steps before.
-        task: the spike. All ranks call this together.
+        task: the spike.
+
+    Returns:
+        The search's result, which names no token, or None where tokens are to be searched; and the fault.
     """
     fault, path = find_fault(task, clues)
     return (None if fault.at in ("batch", "undecided") else fault_result(task, fault, path)), fault
@@ -194,10 +197,9 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
 
 
 def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
-    """Return the fault of a spike that any batch would have made: the last update, or the weights as they are.
+    """Return the fault of the last update or of the weights; None where neither made the spike.
 
-    Where the reference is quiet, weights that changed by far more than usual are asked all the same: rare tokens may
-    use weights that no other needs. None is returned where nothing did.
+    A quiet reference does not acquit weights that moved far: rare tokens use weights that no other token needs.
     """
     updates, ranks = case.clues.updates, case.task.prober.ranks
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
@@ -243,8 +245,11 @@ def _since_update(case: _Case) -> str:
 
 
 def _is_quiet_before(case: _Case, unknown: bool) -> bool:
-    """Return whether the earlier micro-batch is quiet at the weights before the last update, ``unknown`` where these
-    are not known: at most half of the way up, on a logarithmic scale, to what it has at the present ones."""
+    """Return whether the earlier micro-batch is quiet at the weights before the last update; ``unknown`` where these
+    are not known.
+
+    Its norm there is then at most the geometric mean of its norm at its own weights and at the present ones.
+    """
     reference, known = case.clues.reference, case.evidence
     first, now = known["reference_usual_norm"], known["reference_norm"]
     assert reference is not None and first is not None and now is not None
@@ -294,8 +299,16 @@ def _with_update(
     micro_batches: Sequence[int] | None = None,
     decay: float | None = None,
 ) -> float | None:
-    """Return a step's norm with this part of the last update made, 0 for none of it; of these parameters alone; or with
-    all of it under this weight decay."""
+    """Return a step's norm as if the last update had been another one; see :func:`_norm_at`.
+
+    Args:
+        case: the spike.
+        part: the fraction of the update that is made, 0 for none.
+        only: numbers of the parameters whose update changes; None for all.
+        step: None for the one that spikes.
+        micro_batches: these alone; None for all.
+        decay: the weight decay of the update, all of which is then made; None for its own.
+    """
     updates = case.clues.updates
 
     def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
@@ -313,31 +326,33 @@ def _with_update(
 
 def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
     """Return the fault of the last update: which parameters it moved too far, and why."""
-    updates, evidence = case.clues.updates, case.evidence
-    names: tuple[str, ...] = ()
-    label, how = "update_too_large", f"the update of step {last} is at fault"
-    if ratios is not None:
-        order = [int(index) for index in ratios.argsort(descending=True) if ratios[index] >= UNUSUAL]
-        names = tuple(updates.names[index] for index in order[:MOST_NAMES])
-        times = float(ratios.median()) if len(order) > len(ratios) / 2 else float(ratios.max())
-        evidence["moved_times"] = times
-        who = "all parameters" if len(order) > len(ratios) / 2 else listed([*names[:3]])
-        if order:
-            how = f"the update of step {last} moved {who} {number(times, 3)} times as far as usual"
-        label, more = _mechanism(case, times)
-        how += more
-        _cure(case, label, times)
-        if order and len(order) <= len(ratios) / 2:
-            alone = _with_update(case, 0.0, frozenset(order[:MOST_NAMES]))
-            if alone is not None:
-                evidence["norm_with_those_undone"] = alone
-                case.note(f"this step with the last update of {listed(names[:3])} undone alone", alone)
-    return Fault("last_update", label, names, last, evidence, how)
+    evidence, label, how = case.evidence, "update_too_large", f"the update of step {last} is at fault"
+    if ratios is None:
+        return Fault("last_update", label, (), last, evidence, how)
+    order = _largest(ratios)
+    names = tuple(case.clues.updates.names[index] for index in order)
+    are_most = int((ratios >= UNUSUAL).sum()) * 2 > len(ratios)
+    times = float(ratios.median() if are_most else ratios.max())
+    evidence["moved_times"] = times
+    if order:
+        who = "all parameters" if are_most else listed([*names[:3]])
+        how = f"the update of step {last} moved {who} {number(times, 3)} times as far as usual"
+    label, more = _mechanism(case, times)
+    _cure(case, label, times)
+    alone = _with_update(case, 0.0, frozenset(order)) if order and not are_most else None
+    if alone is not None:
+        evidence["norm_with_those_undone"] = alone
+        case.note(f"this step with the last update of {listed(names[:3])} undone alone", alone)
+    return Fault("last_update", label, names, last, evidence, how + more)
+
+
+def _largest(times: torch.Tensor) -> list[int]:
+    """Return the numbers of the parameters that moved unusually far, the furthest first, at most MOST_NAMES."""
+    return [int(index) for index in times.argsort(descending=True)[:MOST_NAMES] if times[index] >= UNUSUAL]
 
 
 def _cure(case: _Case, label: str, times: float) -> None:
-    """Measure the step's norm had the last update been made under the setting that its mechanism is of, else had it
-    been of its usual size."""
+    """Measure the step's norm as if the last update had been made with the usual setting, or been of the usual size."""
     rate, decay = case.clues.updates.movements.usual_settings()
     if label == "learning_rate_jumped":
         name, value, part = "usual_learning_rate", rate, 1.0 / (case.evidence["learning_rate_times"] or 1.0)
@@ -362,55 +377,16 @@ def _mechanism(case: _Case, times: float) -> tuple[str, str]:
             "learning_rate_jumped",
             f": the learning rate was {number(rate, 3)}, {number(rate_times, 3)} times the usual",
         )
-    decayed, lost, small = _moments(case)
-    evidence |= {"decay_share": decayed, "moment_over_root": small}
-    if decayed >= _DECAYED:
-        return "weight_decay", f": weight decay made {100 * decayed:.0f} % of it"
-    if lost:
+    moments = updates.moments(case.task.prober.ranks)
+    is_small = moments.ratio > _LARGE_RATIO
+    evidence |= {"decay_share": moments.decay_share, "moment_over_root": moments.ratio if is_small else None}
+    if moments.decay_share >= _DECAYED:
+        return "weight_decay", f": weight decay made {100 * moments.decay_share:.0f} % of it"
+    if moments.are_of_one_gradient:
         return "moments_lost", ": the optimizer's moments hold a single gradient, as after a resume that lost them"
-    if small is not None:
+    if is_small:
         return "second_moments", ": the second moments are too small for the gradients that they divide"
     return "update_too_large", ""
-
-
-def _moments(case: _Case) -> tuple[float, bool, float | None]:
-    """Return weight decay's part of the last movement, whether both moments are of one gradient, and the root mean
-    square of m / sqrt(v), None where it is at most about 1, as where second moments fit their gradients.
-
-    From the first process' shards, for all.
-    """
-    updates, ranks = case.clues.updates, case.task.prober.ranks
-
-    def local() -> tuple[float, bool, float | None]:
-        optimizer, update = updates.optimizer, updates.last
-        if optimizer is None or update is None:
-            return 0.0, False, None
-        decay = moved = ratio = one = 0.0
-        count = 0
-        for group, kept in zip(optimizer.param_groups, update.groups, strict=True):
-            is_apart = kept.get("decoupled_weight_decay", "adamw" in type(optimizer).__name__.lower())
-            rate, weight = float(kept["lr"]), float(kept.get("weight_decay", 0.0)) if is_apart else 0.0
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                if "exp_avg_sq" not in state or not local_shard(param).numel():
-                    continue
-                m, v = (local_shard(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
-                step = float(state["step"])
-                first, second = (float(each) for each in kept["betas"])
-                hat = (m / (1 - first**step)) / ((v / (1 - second**step)).sqrt() + float(kept["eps"]))
-                moved += float((rate * hat).square().sum())
-                decay += float((rate * weight * local_shard(param.detach()).float().to(m.device)).square().sum())
-                ratio += float(hat.square().sum())
-                single = m.square() * ((1 - second) / (1 - first) ** 2)
-                is_one = (single - v).abs() <= _ONE_GRADIENT * v
-                one += float(is_one.sum())
-                count += m.numel()
-        if not count:
-            return 0.0, False, None
-        mean = math.sqrt(ratio / count)
-        return decay / max(decay + moved, 1e-60), one > 0.9 * count, mean if mean > _SPREAD else None
-
-    return ranks.broadcast_from(0, ranks.run_local_synced(local))
 
 
 def _change_fault(case: _Case, since: int, changed: dict[str, float]) -> Fault:
@@ -481,7 +457,6 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
         case.evidence["moved_times"] = times
     steps = [moved for number, moved in updates.movements.steps if number >= since]
     if usual is not None and steps:
-        total = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
-        order = [int(index) for index in total.argsort(descending=True) if total[index] >= UNUSUAL]
-        names = tuple(updates.names[index] for index in order[:MOST_NAMES])
+        times_usual = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
+        names = tuple(updates.names[index] for index in _largest(times_usual))
     return Fault("weights", "weights_grown", ranks.broadcast_from(0, names), since, case.evidence, why)

@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ FAR = 8.0
 _OUTSIDE = 1e-4  # relative change of a weight's norm between two steps; sums on two devices differ by less
 _OFF = 0.05  # of the sampled movement: an undo that is off by more is none
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a weight, that its own precision may hide
+_ONE_GRADIENT = 0.2  # relative difference up to which m^2 (1 - beta2) and v (1 - beta1)^2 are equal
 _TINY = 1e-60  # in place of 0, where it divides
 _KEPT = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "decoupled_weight_decay")
 
@@ -77,6 +78,17 @@ class Movements:
         """Return the median movement of each parameter over the steps before the last; None without enough."""
         before = [moved for _, moved in self.steps][:-1]
         return torch.stack(before).median(0).values if len(before) >= _LEAST else None
+
+
+class Moments(NamedTuple):
+    """What Adam's moments after a step say of its size."""
+
+    decay_share: float
+    """Weight decay's fraction of the squared movement."""
+    are_of_one_gradient: bool
+    """Whether m^2 (1 - beta2) = v (1 - beta1)^2 in nearly all elements, as where both hold a single gradient."""
+    ratio: float
+    """Root mean square of m / sqrt(v): at most about 1 where second moments fit their gradients; 0 without moments."""
 
 
 class Updates:
@@ -301,13 +313,47 @@ class Updates:
             return None
         if index in self.last.skipped:
             return saved
+        held = self._held(index, saved)
+        return saved if held is None else (self.undo or undone)(saved, *held)
+
+    def _held(self, index: int, like: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return a parameter's optimizer state on this process and its hyperparameters in the last step; None where
+        another optimizer has it."""
         group = self._group(index)
         if group is None:
-            return saved
+            return None
         state = self._optimizer.state.get(self._params[index], {})
-        held = {name: _local(value, saved) for name, value in state.items()}
         is_apart = "adamw" in type(self._optimizer).__name__.lower()
-        return (self.undo or undone)(saved, held, {"decoupled_weight_decay": is_apart, **group})
+        return {name: _local(value, like) for name, value in state.items()}, {
+            "decoupled_weight_decay": is_apart,
+            **group,
+        }
+
+    def moments(self, ranks: Ranks) -> Moments:
+        """Return what the moments say of the last step, by the first process' shards. All ranks call this together."""
+        return ranks.broadcast_from(0, ranks.run_local_synced(self._moments))
+
+    @torch.no_grad()
+    def _moments(self) -> Moments:
+        decay = moved = ratio = one = 0.0
+        count = 0
+        for index, param in enumerate(self._params if self.last is not None else ()):
+            weight = local_shard(param)
+            state, group = self._held(index, weight) or ({}, {})
+            if "exp_avg_sq" not in state or not weight.numel():
+                continue
+            rate, direction = _number(group["lr"]), adam_direction(state, group)
+            first, second = (_number(each) for each in group["betas"])
+            single = state["exp_avg"].float().square() * ((1 - second) / (1 - first) ** 2)
+            square = state["exp_avg_sq"].float()
+            moved += float((rate * direction).square().sum())
+            decay += float((rate * _decoupled_decay(group) * weight.float()).square().sum())
+            ratio += float(direction.square().sum())
+            one += float(((single - square).abs() <= _ONE_GRADIENT * square).sum())
+            count += weight.numel()
+        if not count:
+            return Moments(0.0, False, 0.0)
+        return Moments(decay / max(decay + moved, _TINY), one > 0.9 * count, math.sqrt(ratio / count))
 
     def _group(self, index: int) -> dict[str, Any] | None:
         """Return the hyperparameters of the last step of a parameter; None for another optimizer's."""
@@ -351,16 +397,24 @@ def undone(weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, A
     """
     rate = _number(group["lr"])
     if "exp_avg" in state and "exp_avg_sq" in state:
-        step = _number(state["step"])
-        (first, second), epsilon = (_number(each) for each in group["betas"]), float(group["eps"])
-        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        scale = (square.float() / (1 - second**step)).sqrt_().add_(epsilon)
-        moved = state["exp_avg"].float() / scale * (rate / (1 - first**step))
-        decay = rate * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
-        return (weight.float() + moved) / (1 - decay) if decay != 1 else None
+        decay = rate * _decoupled_decay(group)
+        return (weight.float() + rate * adam_direction(state, group)) / (1 - decay) if decay != 1 else None
     if state.get("momentum_buffer") is not None and not group.get("nesterov"):
         return weight.float() + rate * state["momentum_buffer"].float()
     return None
+
+
+def adam_direction(state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor:
+    """Return m_hat / (sqrt(v_hat) + eps), float32, from Adam's state after a step with these hyperparameters."""
+    step, (first, second) = _number(state["step"]), (_number(each) for each in group["betas"])
+    square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+    scale = (square.float() / (1 - second**step)).sqrt_().add_(float(group["eps"]))
+    return state["exp_avg"].float() / scale / (1 - first**step)
+
+
+def _decoupled_decay(group: Mapping[str, Any]) -> float:
+    """Return the weight decay that shrinks weights, as AdamW's does; 0 where it is a part of the gradient."""
+    return float(group.get("weight_decay", 0.0)) if group.get("decoupled_weight_decay") else 0.0
 
 
 def _local(value: Any, like: torch.Tensor) -> Any:
