@@ -500,6 +500,12 @@ def sentence(rows: list[Record]) -> str:
     )
 
 
+def warned(rows: list[Record]) -> str:
+    """Return how many early warnings healthy steps gave."""
+    total, steps = sum(len(row["warnings"]) for row in rows), sum(row["steps"] for row in rows)
+    return f"{total} early warnings in {steps:,} healthy steps"
+
+
 def main() -> int:
     made = parser("links", __doc__)
     made.add_argument("--seeds", type=int, default=10, help="fresh seeds of each fault and model")
@@ -531,8 +537,7 @@ def main() -> int:
             rows += found
             progress.step(" ".join(str(found[0][name]) for name in ("model", "seed")))
     if args.healthy:
-        total = sum(len(row["warnings"]) for row in rows)
-        text = f"{total} early warnings in {sum(row['steps'] for row in rows):,} healthy steps"
+        text = warned(rows)
     else:
         text = f"{matrix(rows)}\n\n{sentence(rows)}"
     record = {"command": as_typed("links"), "sources": digest(), "rows": rows}
