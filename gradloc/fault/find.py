@@ -120,8 +120,10 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     found = _weights_fault(case, times >= least)
     if found is not None:
         return found, case.path
-    why = f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights: they are healthy"
-    why += _since_update(case)
+    why = (
+        f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights, and the spike "
+        f"{number(spike / case.usual, 3)} times the usual norm{_since_update(case)}"
+    )
     return Fault("batch", None, (), clues.number, case.evidence, why), case.path
 
 
@@ -443,7 +445,7 @@ def _with_changed(case: _Case, changed: dict[str, float], element_in: str) -> fl
 
 
 def _growth_fault(case: _Case, is_loud: bool) -> Fault:
-    """Return the fault of weights that came to be so over several steps: since when, and which moved furthest."""
+    """Return the fault of weights that several steps moved away: since when, and which moved furthest."""
     updates, reference, ranks = case.clues.updates, case.clues.reference, case.task.prober.ranks
     assert reference is not None
     since, names = reference.number, tuple[str, ...]()

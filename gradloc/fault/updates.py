@@ -264,13 +264,13 @@ class Updates:
         return by_rank.median(0).values
 
     def far(self, ranks: Ranks, since: int = 0) -> list[tuple[int, float]]:
-        """Return the last steps that moved all parameters together far, and how many times as far as usual.
+        """Return (number, times as far as usual) of the recent steps that moved the parameters far.
 
-        Of the first process' part, for all. All ranks call this together.
+        By the first process' part, for all. All ranks call this together.
 
         Args:
             ranks: all.
-            since: number of the first step that is asked for.
+            since: number of the first step to look at.
         """
         movements, found = self.movements, list[tuple[int, float]]()
         if len(movements.sizes) > _LEAST:
@@ -280,9 +280,10 @@ class Updates:
         return ranks.broadcast_from(0, found)
 
     def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
-        """Return since which step which parameters' norms were changed outside of the optimizer, and by which factors.
+        """Return the first step after which something else than the optimizer changed weights, and the factor of each
+        changed norm by parameter; None where nothing did, or where that is usual in this run.
 
-        None where nothing was, or where that is usual in this run. All ranks call this together.
+        All ranks call this together.
         """
         known = [*self.movements.outside]
         rare = sum(bool(each) for _, each in known[:-_LEAST]) * 4 <= max(len(known) - _LEAST, 0)
