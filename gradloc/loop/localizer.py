@@ -341,7 +341,8 @@ class Localizer:
     def _decide(self, look: Look) -> Action:
         finding, spike = look.finding, look.spike
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
-        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else None
+        obstacle = getattr(self._step, "obstacle", "") or None
+        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else obstacle
         line = None if finding.healer is None else finding.healer.line
         assert finding.certificate is not None  # a search ends with one
         return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)

@@ -117,7 +117,7 @@ def _complete(task: Task, result: SearchResult, strategy: str, max_cures: int, g
     if outside := getattr(step, "unsearched_norm", 0.0):
         result.certificate = _without(result.certificate, outside, step.unsearched)
     elif getattr(step, "apart", 0.0):
-        result.certificate = _with_error(result.certificate, step.apart)
+        result.certificate = _with_error(result.certificate, step.apart, getattr(step, "obstacle", ""))
     if strategy != "bisect":  # which has no memory for forwards
         result.entropies = _entropies_of_unlikely(task, result)
     is_of_loss = result.source is None or result.source.label in _OF_LOSS
@@ -190,13 +190,19 @@ def _without(found: Certificate, outside: float, names: Sequence[str]) -> Certif
     return replace(found, norm_after=None, error_bound=None, verdict="undecided", reason=why)
 
 
-def _with_error(found: Certificate, error: float) -> Certificate:
-    """Widen a certificate's bound by how far the gradient that was searched is from the one that training made."""
+def _with_error(found: Certificate, error: float, why: str) -> Certificate:
+    """Widen a certificate's bound by how far the gradient that was searched is from the one that training made.
+
+    Args:
+        found: the certificate.
+        error: norm of the difference, before clipping.
+        why: the sentence on a difference that is more than rounding.
+    """
     if found.error_bound is None or found.norm_after is None or found.method == "none":
         return found
     bound = found.error_bound + error
     verdict, reason = judge(found.norm_after, bound, found.threshold)
-    return replace(found, error_bound=bound, verdict=verdict, reason=reason)
+    return replace(found, error_bound=bound, verdict=verdict, reason="; ".join(filter(None, (reason, why))))
 
 
 def _entropies_of_unlikely(task: Task, result: SearchResult) -> dict[int, torch.Tensor]:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors of a forward all of its gradient passes through, read from autograd's graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 
-def passes_through(output: torch.Tensor, hidden: torch.Tensor, head: torch.nn.Module) -> bool:
-    """Return whether every path from ``output`` to a trained parameter, but the head's own, passes through ``hidden``.
+def passing_by(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.Parameter]:
+    """Yield the trained parameters that some path from ``output`` reaches without passing through ``hidden``.
 
     Nothing is computed: only the nodes of the graph are visited, those behind ``hidden`` excepted.
     """
-    own = {id(param) for param in head.parameters()}
     visited, waiting = {hidden.grad_fn}, [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -20,10 +19,9 @@ def passes_through(output: torch.Tensor, hidden: torch.Tensor, head: torch.nn.Mo
             continue
         visited.add(node)  # which also keeps it alive, and its identity with it
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            return False
+        if leaf is not None:
+            yield leaf
         waiting += [following for following, _ in node.next_functions]
-    return True
 
 
 def last_hidden(
@@ -36,6 +34,29 @@ def last_hidden(
         calls: linear layers in the order of their calls, each with its input and its output.
     """
     for module, given, _ in reversed(calls):
-        if given.requires_grad and passes_through(output, given, module):
+        own = {id(param) for param in module.parameters()}
+        if given.requires_grad and all(id(param) in own for param in passing_by(output, given)):
             return given
+    return None
+
+
+def last_part(
+    output: torch.Tensor, calls: Sequence[tuple[torch.nn.Module, torch.Tensor]]
+) -> tuple[torch.nn.Module, torch.Tensor, torch.nn.Parameter] | None:
+    """Return the last module whose output (..., H) all of the output's gradient passes through but one matrix's (V, H),
+    with its output and that matrix: a head that is no call of a module. None without one.
+
+    Args:
+        output: of the model, with a graph.
+        calls: modules in the order of their calls, each with its output.
+    """
+    once = [module for module, _ in calls]
+    for module, given in reversed(calls):
+        matrices: list[torch.nn.Parameter] = []
+        for param in passing_by(output, given):
+            matrices += [param] if param.dim() > 1 else []
+            if len(matrices) > 1:
+                break
+        if len(matrices) == 1 and matrices[0].shape[1:] == given.shape[-1:] and once.count(module) == 1:
+            return module, given, matrices[0]
     return None

@@ -2,7 +2,9 @@
 """Compare the replayed gradient with training's at a spike, before anything is certified or masked.
 
 Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in any other way. Where the
-replayed gradient, times one factor and the clips that were seen, is not the optimizer's, something else changed it.
+replayed gradient, times one factor and the clips that were seen, is not the optimizer's, something else changed it. A
+change too small to be a spike by itself did not make one: the replayed gradient is searched, and the change is added to
+the certificate's error.
 """
 
 import math
@@ -25,11 +27,14 @@ _MAX_FAULTY = 8  # parameters of a fault
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
-def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: ClipTap, norm: float) -> None:
+def hold_against(
+    step: TapStep, space: GradientSpace, before: Gradient, tap: ClipTap, norm: float, threshold: float
+) -> None:
     """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
 
     Afterwards ``.grad`` has the unit in which the gradient was clipped. Sets ``step.backward_factor``, the factor of
-    that, and ``step.objection``, a sentence where the gradients differ. All ranks call this together.
+    that, and, where the gradients differ, ``step.objection`` or, by a change under the threshold, ``step.obstacle``.
+    All ranks call this together.
 
     Args:
         step: settled.
@@ -37,6 +42,7 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
         before: the gradient that the optimizer was to get.
         tap: on its clips.
         norm: of the gradient before it.
+        threshold: norm from which on a change is a spike by itself.
     """
     clips = tap.calls
     factors = _clip_factors(space, clips, tap.own_factor(norm))
@@ -49,9 +55,7 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
     ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     step.backward_factor = _exact(_weighted_median(ratios, again) or 1.0)
     if is_by_value:
-        step.backward_factor = _exact(
-            _factor_of_small(space, before, min(call.limit for call in clips if call.is_by_value))
-        )
+        step.backward_factor = _exact(_factor_of_small(space, before, clips, factors))
         off = _after_clips(space, before, tap, step.backward_factor)
     else:
         off = _differences(space, before, step.backward_factor * factors)
@@ -60,7 +64,8 @@ def hold_against(step: TapStep, space: GradientSpace, before: Gradient, tap: Cli
     apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((off / factors**2).sum()))
     if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
-        step.fault = _fault(step, space, off, ratios / step.backward_factor, outside, apart)
+        is_spike = not step.apart <= threshold
+        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike)
     space.scale(step.backward_factor)
 
 
@@ -125,13 +130,22 @@ def _weighted_median(values: torch.Tensor, weights: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def _factor_of_small(space: GradientSpace, before: Gradient, limit: float) -> float:
-    """Return the factor of the elements that no clip by value changed."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for grad, given in zip(space.current(), before, strict=True):
+def _factor_of_small(space: GradientSpace, before: Gradient, clips: Sequence[Clip], factors: torch.Tensor) -> float:
+    """Return the factor between backward and clips, from the elements that no clip by value changed.
+
+    Args:
+        space: the trained parameters; ``.grad`` has the gradient run again.
+        before: the gradient after all clips.
+        clips: in the order of their calls.
+        factors: of the clips by norm on each parameter's gradient, float64 (num_params,).
+    """
+    limit, sums = math.inf, torch.zeros(2, dtype=torch.float64)
+    for call in clips:  # a clip by norm scales what an earlier one by value left
+        limit = min(limit, call.limit) if call.is_by_value else limit * call.factor()
+    for grad, given, factor in zip(space.current(), before, factors.tolist(), strict=True):
         if grad is not None and given is not None:
-            kept = given.abs() < limit
-            sums += torch.stack([given[kept].double().abs().sum(), grad[kept].double().abs().sum()]).cpu()
+            kept = given.abs() < limit * (1 - _ROUNDING)
+            sums += torch.stack([given[kept].double().abs().sum() / factor, grad[kept].double().abs().sum()]).cpu()
     sums = space.reduce(lambda: sums)
     return float(sums[0] / sums[1]) if float(sums[1]) > 0 else 1.0
 
@@ -149,20 +163,33 @@ def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: f
         space.put(kept)
 
 
-def _fault(
-    step: TapStep, space: GradientSpace, off: torch.Tensor, ratios: torch.Tensor, outside: list[int], apart: float
-) -> Fault:
-    """Return the fault of a gradient that differs, and set the step's objection.
+def _object(
+    step: TapStep,
+    space: GradientSpace,
+    off: torch.Tensor,
+    ratios: torch.Tensor,
+    outside: list[int],
+    apart: float,
+    is_spike: bool,
+) -> None:
+    """Set the step's objection and its fault, or its obstacle, where the gradients differ.
 
-    It was changed after the backward where that of a few parameters differs, and each has one that was run again: a
-    part of the loss that passes by the last hidden state has parameters of its own.
+    The gradient was changed after the backward where that of a few parameters differs, and each has one that was run
+    again: a part of the loss that passes by the last hidden state has parameters of its own.
     """
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
-    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
-    passed_by = next((space.names[index] for index in outside if id(space.params[index]) not in heads), "")
     shown = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
     shown += f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
+    what = (
+        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of "
+        f"its norm, in {plural(len(order), 'parameter')}: {shown}"
+    )
+    if not is_spike:
+        step.obstacle = what
+        return
+    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
+    passed_by = next((space.names[index] for index in outside if id(space.params[index]) not in heads), "")
     at = "after_backward"
     why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
     if len(order) > len(space.params) / 2:
@@ -171,10 +198,7 @@ def _fault(
     elif passed_by:
         at = "undecided"
         why = f"the loss also uses {passed_by}, which no head of that state has: name another state, as hidden=..."
-    step.objection = (
-        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of "
-        f"its norm, in {plural(len(order), 'parameter')}: {shown}; {why}"
-    )
+    step.objection = f"{what}; {why}"
     evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
     cause = "gradient_changed" if at == "after_backward" else None
-    return Fault(at, cause, names, None, evidence, step.objection)
+    step.fault = Fault(at, cause, names, None, evidence, step.objection)

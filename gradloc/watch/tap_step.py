@@ -125,6 +125,8 @@ class TapStep(LoopStep):
         """Number of this rank's first row among all ranks'; set once that is known."""
         self.objection = ""
         """Why no search may trust the replayed gradient; empty where it may."""
+        self.obstacle = ""
+        """Why no gradient that is run again can be taken in the optimizer's place; empty where one can."""
         self.fault: Fault | None = None
         """Which link broke, where the objection says it."""
         self.apart = 0.0

@@ -46,7 +46,7 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .paths import last_hidden
+from .paths import last_hidden, last_part
 from .zero import is_engine
 
 _NUM_SAMPLED = 64  # positions
@@ -118,10 +118,12 @@ class ModelTap:
         self.heads: list[torch.nn.Module] = []
         self._is_searching = self.body is None
         self._linear_calls: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self._part_calls: list[tuple[torch.nn.Module, torch.Tensor]] | None = None
+        self._part_handles: list[Any] = []
         self._present: Forwarded | None = None
-        self._is_over = False
-        """Whether the present forward is a body that the loop called by itself; its heads may follow."""
         self._hidden: torch.Tensor | None = None
+        self._waiting: list[tuple[Forwarded, torch.Tensor]] = []
+        """Forwards that ended at h, each with its h: the loop may call heads on it before the backward."""
         self._kept = 0
         self._reader: Reader | None = None
         self._graph: Graph | None = None
@@ -200,6 +202,7 @@ class ModelTap:
 
     def forget(self) -> None:
         self.forwards, self._kept = [], 0
+        self._waiting.clear()
 
     # ---- run a forward again
 
@@ -246,12 +249,12 @@ class ModelTap:
     def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.is_again or not torch.is_grad_enabled() or _is_in_backward():
             return
-        if self._present is not None and not self._is_over:
+        if self._present is not None:
             self._present.dtype = autocast_now(self.device)[1] or self._present.dtype  # a wrapper may switch it on
             return
         self.num_seen += 1
         self.on_begin()
-        self._present, self._hidden, self._is_over = Forwarded(module, args, kwargs, self), None, False
+        self._present, self._hidden = Forwarded(module, args, kwargs, self), None
         self._linear_calls.clear()
 
     def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -266,7 +269,7 @@ class ModelTap:
                 self._hook(hidden)
             if self._present.module is module and module not in self._attached:  # as chunked losses call it
                 self._close()
-                self._is_over = self._present.is_body_alone = True
+                self._wait_for_heads()
         return None
 
     def _before_head(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
@@ -306,17 +309,26 @@ class ModelTap:
             return None
         if self._present is not None and self._is_searching:
             self._linear_calls.append((module, args[0], output))
-        elif self._present is not None and self._hidden is not None and _is_view(args[0], self._hidden):
-            self._note_head(module, args[0], output)
+            return None
+        present = [] if self._present is None or self._hidden is None else [(self._present, self._hidden)]
+        for forwarded, hidden in present or self._waiting[::-1]:
+            if _is_view(args[0], hidden):
+                self._note_head(forwarded, hidden, module, args[0], output)
+                break
         return None
 
-    def _note_head(self, module: torch.nn.Module, given: torch.Tensor, output: torch.Tensor) -> None:
+    def _note_head(
+        self,
+        present: Forwarded,
+        hidden: torch.Tensor,
+        module: torch.nn.Module,
+        given: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         """Keep a training call of a head, and hook its output."""
-        present = self._present
-        assert present is not None and self._hidden is not None
         if module not in self.heads:
             self.heads.append(module)
-        call = HeadCall(module, Place.find(given, self._hidden))
+        call = HeadCall(module, Place.find(given, hidden))
         present.head_calls.append(call)
         if not self._is_measured:
             self._measure(module, given)
@@ -349,9 +361,18 @@ class ModelTap:
             present.recorded.hook(returned)
             returned.log_prob.register_hook(_Hook(self, "_note_backward", present))
         self._close()
+        if self.body is module and returned is None:
+            self._wait_for_heads()
         self._present = self._hidden = None
 
     # ---- inside
+
+    def _wait_for_heads(self) -> None:
+        """Let the loop call heads on the present forward's h, as losses in chunks do."""
+        if self._present is not None and self._hidden is not None:
+            self._present.is_body_alone = True
+            self._waiting.append((self._present, self._hidden))
+        self._present = self._hidden = None
 
     def _close(self) -> None:
         present, self.keeps_logits = self._present, False
@@ -418,8 +439,7 @@ class ModelTap:
 
     def _after_backward(self) -> None:
         self._is_queued = False
-        if self._is_over:
-            self._present, self._hidden, self._is_over = None, None, False
+        self._waiting.clear()
         self.on_backward()
 
     def zeros_like(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -472,7 +492,8 @@ class ModelTap:
         """Choose h of an unknown model: the input of its last linear layer, the head, and of each with the same input.
 
         Where a part of the output's gradient passes by each of these, as with a head that is no module of its own, h is
-        the model's output.
+        the model's output; where that has no positions, as of a model that returns its loss, the last module's output
+        that all but the head's gradient passes through.
         """
         calls, found = self._linear_calls, _hidden_in(output)
         has_graph = found is not None and found.requires_grad and not isinstance(self.outer, FSDP1 | FSDPModule)
@@ -483,13 +504,42 @@ class ModelTap:
             self._hook(found)
             after = _Hook(self, "_after_body")
             self._add_handle(self.body.register_forward_hook(after, with_kwargs=True, prepend=True))
+        elif hidden is None and found is not None and has_graph and self._part_calls is None:
+            self._listen_to_parts(module)
+        elif hidden is None and found is not None and (part := last_part(found, self._part_calls or ())) is not None:
+            self._take_part(*part)
         elif calls:
             self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
             self._hook(self._hidden)
             for head, given, logits in calls:
-                if _is_view(given, self._hidden):
-                    self._note_head(head, given, logits)
+                if self._present is not None and _is_view(given, self._hidden):
+                    self._note_head(self._present, self._hidden, head, given, logits)
         self._linear_calls.clear()
+        if not self._is_searching:
+            self._part_calls = None
+            for handle in self._part_handles:
+                handle.remove()
+
+    def _listen_to_parts(self, outer: torch.nn.Module) -> None:
+        """Note the outputs of all modules in the next forward: this model calls no head, and returns no positions."""
+        self._part_calls = []
+        for part in outer.modules():
+            if part is not outer:
+                self._part_handles.append(part.register_forward_hook(_Hook(self, "_after_part")))
+
+    def _after_part(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden = _hidden_in(output)
+        if self._present is not None and self._part_calls is not None and hidden is not None and hidden.requires_grad:
+            self._part_calls.append((module, hidden))
+
+    def _take_part(self, module: torch.nn.Module, hidden: torch.Tensor, weight: torch.nn.Parameter) -> None:
+        """Take a module's output for h, and this matrix for the head's weight."""
+        self.body, self.is_at_head, self._is_searching = module, False, False
+        self._declared_head = torch.nn.Linear(1, 1, bias=False, device="meta")
+        self._declared_head.weight = weight
+        self._add_handle(module.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
+        self._hidden = hidden
+        self._hook(hidden)
 
 
 class _Hook:
@@ -578,6 +628,10 @@ def _find_body_and_head(
     head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
     body = getattr(plain, "base_model", None)
     body = innermost(body) if isinstance(body, torch.nn.Module) else None
+    if head is None and body is not None:
+        behind = set(plain.modules()) - set(body.modules())
+        linear = [part for part in plain.modules() if part in behind and isinstance(part, torch.nn.Linear)]
+        head = linear[0] if len(linear) == 1 else None
     if body is plain and head is None and hasattr(plain, "config"):  # a body that is trained without a head
         return body, None
     is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))

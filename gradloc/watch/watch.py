@@ -324,7 +324,7 @@ class Watch(Notes):
                 return str(error)
         if not self.step.objection and self.optimizer is None:
             return "an analysis needs the optimizer: pass it to gradloc.Watch"
-        return self.step.objection
+        return self.step.objection or self.step.obstacle
 
     def _policy(self, counts: StepCounts) -> Policy | None:
         """Get the driver's policy for this step, on every rank; None where the step cannot be looked into."""
@@ -428,12 +428,12 @@ class Watch(Notes):
             return policy
         if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
             return None  # an overflow by the scale alone
-        is_ready = self.localizer.run_safely(partial(self._prepare, spike.grad_norm))
+        is_ready = self.localizer.run_safely(partial(self._prepare, spike.grad_norm, spike.threshold))
         return policy if is_ready else None
 
     # ---- inside
 
-    def _prepare(self, norm: float) -> bool:
+    def _prepare(self, norm: float, threshold: float | None = None) -> bool:
         step, space, ranks = self.step, self.space, self.ranks
         changed = sum(each.forwarded.is_changed for each in step.micro_batches)
         (changed,) = ranks.sum([float(changed)])
@@ -450,7 +450,7 @@ class Watch(Notes):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self.clips, norm)
+                hold_against(step, space, before, self.clips, norm, threshold or norm / 2)
                 self.is_unclipped = True
             else:
                 space.put(before)

@@ -464,6 +464,45 @@ class InlinedHead(OfOwn):
             nn.init.normal_(self.embed.weight, std=0.1)
 
 
+class ReturnsLoss(OfOwn):
+    """The model returns its loss alone, and its head is a matrix product: the first step shows where h is."""
+
+    is_exact = False
+
+    class made(InlinedHead.made):  # noqa: N801
+        def forward(self, ids, labels, weight):
+            return weighted(super().forward(ids), labels, weight)
+
+    def loss(self, ids, weight):
+        return self.model(ids[:, :-1], ids[:, 1:], weight)
+
+
+class HeadsAfterForwards(OfOwn):
+    """The model returns its hidden state, and the loop calls the head after two forwards.
+
+    A masked step adds up the head's two gradients in another order.
+    """
+
+    is_exact = False
+
+    class made(Own):  # noqa: N801
+        def forward(self, ids):
+            return self.hidden(ids)
+
+    def loss(self, ids, weight):
+        states = [self.model(ids[:, :-1]), self.model(ids[:, :-1].flip(1))]
+        first, second = (self.model.head(each) for each in states)
+        return weighted(first, ids[:, 1:], weight) + 0.1 * weighted(second, ids[:, 1:], torch.ones_like(weight))
+
+
+class ByValueAndNorm(OfOwn):
+    """A loop that clips each element, and then the norm."""
+
+    def take_step(self):
+        torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.02)
+        super().take_step()
+
+
 class CalledByMethod(OfOwn):
     """A module that is never called, but a method of it."""
 

@@ -139,3 +139,50 @@ def test_a_part_of_the_loss_that_passes_by_is_no_gradient_that_was_changed(tmp_p
     (event,) = events_in(tmp_path)
     assert event["fault"]["at"] == "undecided" and event["culprits"] == []
     assert "the loss also uses second." in event["fault"]["reason"]
+
+
+@pytest.mark.parametrize("action", ["observe", "mask"])
+def test_a_gradient_that_the_loop_always_changes_a_little_is_searched_and_not_masked(tmp_path, action):
+    class Centred(kinds.OfOwn):
+        def take_step(self):
+            self.model.first.weight.grad.sub_(self.model.first.weight.grad.mean(0, keepdim=True))
+            super().take_step()
+
+    stock = Centred().run().result()
+    watched = Centred(tmp_path, action).run().result()
+    (event,) = events_in(tmp_path)
+    assert event["fault"]["at"] == "batch" and named(event) == [kinds.PLANT]
+    assert "in 1 parameter: first.weight" in event["certificate"]["reason"]
+    if action == "observe":
+        assert not differing([watched], [stock], "weights")
+    else:
+        assert event["action"]["taken"] == "skip" and "masking is not possible" in event["action"]["reason"]
+
+
+def test_a_head_behind_dropout_is_found(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Ctc(kinds.OfOwn):
+        def build(self):
+            config = transformers.Wav2Vec2Config(
+                vocab_size=kinds.VOCABULARY,
+                hidden_size=kinds.H,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=kinds.H,
+                conv_dim=(8,),
+                conv_stride=(4,),
+                conv_kernel=(4,),
+                num_feat_extract_layers=1,
+                num_conv_pos_embeddings=4,
+                num_conv_pos_embedding_groups=2,
+                mask_time_prob=0.0,
+            )
+            return transformers.Wav2Vec2ForCTC(config).train()
+
+        def logits(self, ids):
+            return self.model(ids.float().repeat_interleave(4, 1) / kinds.VOCABULARY).logits
+
+    Ctc(tmp_path).run()
+    (event,) = events_in(tmp_path)
+    assert named(event) == [kinds.PLANT] and event["certificate"]["verdict"] == "explained"
