@@ -117,7 +117,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
     case.note(f"a micro-batch of step {reference.number} at these weights; {number(first, 3)} at its own", norm)
     least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
-    found = _weights_fault(case, times >= least)
+    found = _weights_fault(case, not times < least)  # also loud where it is not finite
     if found is not None:
         return found, case.path
     why = (
@@ -260,7 +260,7 @@ def _is_quiet_before(case: _Case, unknown: bool) -> bool:
         return unknown
     known["reference_norm_without_update"] = norm
     case.note(f"the micro-batch of step {reference.number} with the last update undone", norm)
-    return norm <= math.sqrt(first * now)
+    return norm <= (math.sqrt(first * now) if math.isfinite(now) else first * case.task.reference / case.usual)
 
 
 def _norm_at(

@@ -144,7 +144,7 @@ class TapStep(LoopStep):
 
     @property
     def has_log_probs(self) -> bool:
-        """Whether the model returned the log-probs that the loss is batch of, in all micro-batches."""
+        """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
         return self.form == FORMS[0]
 
     def take(self, forwards: Sequence[Forwarded]) -> None:

@@ -119,6 +119,20 @@ def test_no_token_is_accused_where_updates_moved_weights_far_that_few_tokens_use
 
 
 @pytest.mark.full
+def test_no_token_is_accused_of_a_norm_that_is_not_finite_at_weights_where_any_batch_s_is(tmp_path):
+    torch.set_num_threads(1)
+    made = links.Run(PLAN, folder=str(tmp_path))
+    for number in range(links.HEALTHY + 1):
+        for group in made.optimizer.param_groups:
+            group["lr"] = 1e15 if number == links.HEALTHY - 1 else PLAN.rate
+        made.take()
+    first, *_ = events(tmp_path)
+    assert first["trigger"]["kind"] == "non_finite"
+    assert first["fault"]["at"] == "last_update" and not first["culprits"], first["fault"]
+    assert first["cause"]["label"] == "learning_rate_jumped"
+
+
+@pytest.mark.full
 def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
     torch.set_num_threads(1)
     given = {"folder": str(tmp_path), "trigger": {"floor": 2.0, "cap": 2.5}, "action": "mask"}

@@ -480,10 +480,11 @@ class ReturnsLoss(OfOwn):
 class HeadsAfterForwards(OfOwn):
     """The model returns its hidden state, and the loop calls the head after two forwards.
 
-    A masked step adds up the head's two gradients in another order.
+    A masked step adds up the head's two gradients in another order. Each forward's rows are counted.
     """
 
     is_exact = False
+    named = (5, 2)
 
     class made(Own):  # noqa: N801
         def forward(self, ids):
