@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state for each step, with its reasons: the rules, asked step by step."""
 
-from collections import Counter
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from .config import FALLING, HealthConfig
 from .measures import Reading, Window
 from .rules import ADVICE, MEASURES, READ, RULES, Rule
 
+_MOST_PLANS = 1000
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""
 
@@ -79,6 +80,31 @@ class Judgement:
         return self.reasons[0].state if self.reasons else STATES[0]
 
 
+class _Asked:
+    """A rule that is on, with its measure of the run.
+
+    Args:
+        limits: the states that the rule may find with their limits, the worst first.
+    """
+
+    def __init__(self, rule: Rule, measure: Window, limits: list[tuple[str, float]]):
+        self.rule, self.measure = rule, measure
+        self.num_values = 0
+        self.learns = type(measure).learn is not Window.learn
+        self.sign = -1.0 if rule.name in FALLING else 1.0
+        """Makes large numbers the bad ones."""
+        self._limits = [(state, limit, self.sign * limit) for state, limit in limits]
+        self.mildest = self._limits[-1][2]
+
+    def exceeded(self, reading: Reading) -> tuple[str, float] | None:
+        """Return the first state whose limit is exceeded, and the limit."""
+        found = self.sign * reading.found
+        for state, limit, bound in self._limits:
+            if found > bound or (found == bound and not self.rule.is_strict):
+                return state, limit
+        return None
+
+
 class Judge:
     """Judges a run's steps one after the other.
 
@@ -88,19 +114,16 @@ class Judge:
     def __init__(self, config: HealthConfig, grad_clip: float | None = None):
         self.config = config
         self._last_step: int | None = None
-        self.heard: Counter[str] = Counter()
-        """How many values came for each rule."""
         self.read: dict[str, None] = {}
         """The metrics that rules have read, in order."""
-        self._asked: list[tuple[Rule, Window]] = []
-        self._limits: dict[str, list[tuple[str, float]]] = {}
-        """The states that each rule may find with their limits, the worst first."""
+        self._asked: list[_Asked] = []
+        self._plans: dict[tuple[str, ...], list[tuple[_Asked, str]]] = {}
+        """By the metrics of a step: the rules that may read it, and the metric that each reads; empty for several."""
         for rule in RULES:
             limits = [*zip(STATES[1:], getattr(config, rule.name) or (None, None), strict=True)]
             known = [(state, limit) for state, limit in reversed(limits) if limit is not None]
             if known and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
-                self._asked.append((rule, measure))
-                self._limits[rule.name] = known
+                self._asked.append(_Asked(rule, measure, known))
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Judgement | None:
         """Judge a step.
@@ -115,40 +138,67 @@ class Judge:
             None for a step that has none of the metrics that the rules read.
         """
         if self._last_step is not None and step <= self._last_step:
-            for _, measure in self._asked:
-                measure.resume()
+            for asked in self._asked:
+                asked.measure.resume()
         self._last_step = step
-        numbers = {name: known for name in READ if name in metrics and (known := _number(metrics[name])) is not None}
+        numbers = {name: metrics[name] for name in READ if name in metrics}
+        if any(type(value) is not float for value in numbers.values()):
+            numbers = {name: known for name, value in numbers.items() if (known := _number(value)) is not None}
         reasons, is_judged = [], False
-        for rule, measure in self._asked:
-            read = rule.reads(numbers)
-            if read is None:
+        are_finite = math.isfinite(sum(numbers.values()))  # where finite ones overflow, each is looked at
+        for asked, metric in self._plan(tuple(numbers)):
+            if metric:
+                value = numbers[metric]
+                if not are_finite and not math.isfinite(value):
+                    continue
+            elif asked.rule.computes is None or (read := asked.rule.computes(numbers)) is None:
                 continue
-            metric, value = read
+            else:
+                metric, value = read
             is_judged = True
-            self.heard[rule.name] += 1
+            asked.num_values += 1
             self.read[metric] = None
-            reading = measure.observe(value)
-            found = None if reading is None else _exceeded(rule, reading, self._limits[rule.name])
-            measure.learn(value, found is not None)
-            if found is not None:
-                reasons.append(Reason(rule, found[0], metric, found[1], reading, self.config))
+            reading = asked.measure.observe(value)
+            found = None
+            if reading is not None and asked.sign * reading.found >= asked.mildest:
+                found = asked.exceeded(reading)
+                if found is not None:
+                    reasons.append(Reason(asked.rule, found[0], metric, found[1], reading, self.config))
+            if asked.learns:
+                asked.measure.learn(value, found is not None)
         return Judgement(step, worst_first(reasons)) if is_judged else None
+
+    def _plan(self, names: tuple[str, ...]) -> list[tuple["_Asked", str]]:
+        plan = self._plans.get(names)
+        if plan is None:
+            found = [(asked, asked.rule.metric_of(names)) for asked in self._asked]
+            plan = [(asked, metric) for asked, metric in found if metric or asked.rule.computes]
+            if len(self._plans) < _MOST_PLANS:
+                self._plans[names] = plan
+        return plan
+
+    @property
+    def heard(self) -> tuple[str, ...]:
+        """The rules that had a value."""
+        return tuple(asked.rule.name for asked in self._asked if asked.num_values)
 
     @property
     def judging(self) -> tuple[str, ...]:
         """The rules that had as many values as they need before they say anything."""
-        return tuple(rule.name for rule, measure in self._asked if self.heard[rule.name] >= measure.needs)
+        return tuple(asked.rule.name for asked in self._asked if asked.num_values >= asked.measure.needs)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""
-        return {"last_step": self._last_step, "rules": {rule.name: measure.state() for rule, measure in self._asked}}
+        return {
+            "last_step": self._last_step,
+            "rules": {asked.rule.name: asked.measure.state() for asked in self._asked},
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave; a rule that it does not know begins anew."""
-        for rule, measure in self._asked:
-            if rule.name in state["rules"]:
-                measure.load_state(state["rules"][rule.name])
+        for asked in self._asked:
+            if asked.rule.name in state["rules"]:
+                asked.measure.load_state(state["rules"][asked.rule.name])
         self._last_step = state["last_step"]
 
 
@@ -157,18 +207,7 @@ def worst_first(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
     return tuple(sorted(reasons, key=lambda reason: -STATES.index(reason.state)))
 
 
-def _exceeded(rule: Rule, reading: Reading, limits: Iterable[tuple[str, float]]) -> tuple[str, float] | None:
-    """Return the first state whose limit is exceeded, and the limit."""
-    for state, limit in limits:
-        excess = limit - reading.found if rule.name in FALLING else reading.found - limit
-        if excess > 0 or (excess == 0 and not rule.is_strict):
-            return state, limit
-    return None
-
-
 def _number(value: Any) -> float | None:
-    if type(value) is float:
-        return value
     try:
         return None if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers

@@ -4,7 +4,7 @@ says, and what people do about it. ``docs/health.md`` names where each rule come
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ..explain.advice import read_table
@@ -32,6 +32,7 @@ _ZERO = 1e-8
 _MISMATCH_FLOOR = 1e-3  # NeMo-RL's guide: an estimate of the KL below this is normal
 
 Read = Callable[[Mapping[str, float]], tuple[str, float] | None]
+"""Metrics of a step -> (a metric's name, a value); None where the step does not have it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Rule:
     """One rule; its setting in :class:`~.config.HealthConfig` has its name."""
 
     name: str
-    reads: Read
-    """Metrics of a step -> (the metric's name, its value), None where the step does not have it."""
+    reads: tuple[str, ...]
+    """Metrics, of which the first that a step has is judged where it is finite."""
+    computes: Read | None
+    """Makes the value of several metrics, in place of ``reads``."""
     measured: str
     """How: one of ``MEASURES``."""
     sentence: str
@@ -50,17 +53,15 @@ class Rule:
     is_strict: bool
     """Whether a number at the limit is still within it, as in verl's alert rules."""
 
+    def metric_of(self, names: Collection[str]) -> str:
+        """Return which of a step's metrics it reads; empty for none or for several."""
+        return next((name for name in self.reads if name in names), "")
 
-def _first(*names: str) -> Read:
+
+def _first(metrics: Mapping[str, float], *names: str) -> tuple[str, float] | None:
     """Return the first of these metrics that the step has, where it is finite."""
-
-    def read(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-        for name in names:
-            if name in metrics:
-                return (name, metrics[name]) if math.isfinite(metrics[name]) else None
-        return None
-
-    return read
+    name = next((name for name in names if name in metrics), "")
+    return (name, metrics[name]) if name and math.isfinite(metrics[name]) else None
 
 
 def _non_finite(metrics: Mapping[str, float]) -> tuple[str, float] | None:
@@ -73,16 +74,16 @@ def _non_finite(metrics: Mapping[str, float]) -> tuple[str, float] | None:
 
 def _no_gradient(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """1 when gradient and policy loss are both zero. The loss alone is near zero in any on-policy GRPO step."""
-    found = [_first(*GRAD_NORMS)(metrics), _first(PG_LOSS)(metrics)]
-    if found[0] is None:
+    norm, loss = _first(metrics, *GRAD_NORMS), _first(metrics, PG_LOSS)
+    if norm is None:
         return None
-    return found[0][0], float(all(abs(value) <= _ZERO for _, value in filter(None, found)))
+    return norm[0], float(all(abs(found[1]) <= _ZERO for found in (norm, loss) if found is not None))
 
 
 def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """Return the share of prompts whose rollouts have equal rewards, or 1 where verl's metrics show one reward."""
     if ZERO_VARIANCE in metrics:
-        return _first(ZERO_VARIANCE)(metrics)
+        return _first(metrics, ZERO_VARIANCE)
     highest, lowest = map(metrics.get, _ENDS)
     if highest is None or lowest is None or not math.isfinite(highest) or not math.isfinite(lowest):
         return None
@@ -104,12 +105,13 @@ MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {
 }
 """Makes a rule's measure from the settings, its limits and the clip limit; None where the rule cannot be judged."""
 
-_READS = {"non_finite": _non_finite, "no_gradient": _no_gradient, "zero_variance": _zero_variance}
+_COMPUTES = {"non_finite": _non_finite, "no_gradient": _no_gradient, "zero_variance": _zero_variance}
 
 RULES = tuple(
     Rule(
         name=name,
-        reads=_READS.get(name) or _first(*_metrics_of(name)),
+        reads=_metrics_of(name),
+        computes=_COMPUTES.get(name),
         measured=row["measured"],
         sentence=row["says"],
         do=tuple(row["do"].split()),

@@ -15,6 +15,7 @@ from ...explain.text import first_of, plural
 from ...record.files import is_inside
 from ..commands import COMMANDS
 from ..errors import ReportError, did_you_mean
+from ..memory import uncollected
 from . import stores, tables
 from .documents import is_document, read_document
 from .lines import read_by_pattern, read_lines
@@ -59,6 +60,7 @@ _SETTINGS = re.compile(
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 
+@uncollected()
 def read(
     paths: Sequence[Path], metric: str | None = None, pattern: str | None = None
 ) -> tuple[list[LoggedRun], list[str]]:

@@ -12,6 +12,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from .names import is_norm, number
 from .recording import Recording, Skip, flat
 from .source import Source
 
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
+_COLOUR, _COLOUR_WITHOUT_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(
     r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]*(\d+)\]|\brank[=:] ?(\d+)\b|\[\d+,(\d+)\]<std",
     re.IGNORECASE,
@@ -90,10 +92,14 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     num_bad = num_seen = num_commas = 0
     sieve = _Sieve()
     for line in _joined(unwrapped(sieve.lines(source.texts() if lines is None else lines)), sieve):
+        if not config.is_open and console.take_alike(line):  # most steps of a long log
+            last, taken = line, console
+            num_seen += console.num_spelled
+            continue
         if line:
             last, taken = line, None
         if config.is_open or "{'" in line:
-            config.take(_COLOUR.sub("", line))
+            config.take(_plain(line))
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
         if not (  # a quick look: a line that no grammar wants costs no more
@@ -129,16 +135,18 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
                 sieve.leave_out(line)  # most lines of a long log
             continue
         if "\x1b" in line or "[0m" in line:
-            line = _COLOUR.sub("", line)
+            line = _plain(line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
             num_commas += 1
             line = _COMMA.sub(".", line)
         elif num_commas > 2 and not _DECIMAL_POINT.search(line):  # as 903,000 among 0,481
             line = _COMMA.sub(".", line)
-        if "orm" in line:
-            num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
+        num_spelled = sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
+        num_seen += num_spelled
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
+        if taken is console:
+            console.learn_form(last, num_spelled)
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
@@ -180,7 +188,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
     is_cut = lines is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
-        notes += _drop_cut_value(best, _COLOUR.sub("", last))
+        notes += _drop_cut_value(best, _plain(last))
     made = [
         Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)
         for process, rows in best.rows.items()
@@ -216,12 +224,21 @@ class _Sieve:
         """Yield the other lines of texts of several."""
         for text in texts:
             shapes = text.encode(errors="replace").translate(_DIGITS).split(b"\n")
-            for line, shape in zip(text.split("\n"), shapes, strict=True):
-                if shape in self._shapes and self.is_on and not self.is_joining:
-                    self.ends_in_left_out = True
-                    continue  # most lines of a long log end here: this is as fast as it gets
-                self.ends_in_left_out &= not line
-                yield line
+            lines, start, last = text.split("\n"), 0, -1
+            while start < len(lines):
+                is_on = self.is_on and not self.is_joining
+                is_left_out = map((self._shapes if is_on else ()).__contains__, shapes[start:])
+                # most lines of a long log are left out: no statement of this loop is run for them
+                for at, line in compress(enumerate(lines[start:], start), map(not_, is_left_out)):
+                    last = at if line else last
+                    yield line
+                    if is_on != (self.is_on and not self.is_joining):
+                        break
+                else:
+                    at = len(lines)
+                start = at + 1
+            if any(lines):
+                self.ends_in_left_out = any(lines[last + 1 :])
 
 
 def _joined(lines: Iterable[str], sieve: _Sieve) -> Iterator[str]:
@@ -287,6 +304,11 @@ class _Skipped:
         return [
             replace(skip, step=best.step_at(places[at])) if skip.step is None else skip for skip, places in self._found
         ]
+
+
+def _plain(line: str) -> str:
+    """Return a line without the sequences that colour a terminal."""
+    return _COLOUR_WITHOUT_ESCAPE.sub("", _COLOUR.sub("", line))
 
 
 def _stripped(line: str) -> tuple[str, str]:

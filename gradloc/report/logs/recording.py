@@ -2,7 +2,8 @@
 """The result of every reader: rows of numbers in the order of writing, and a run's metrics by step."""
 
 import math
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Metrics:
     source: str = ""
     """The file's or folder's name."""
     steps: list[int] = field(default_factory=list)
-    series: dict[str, list[float | None]] = field(default_factory=dict)
+    series: dict[str, Sequence[float | None]] = field(default_factory=dict)
     called: dict[str, str] = field(default_factory=dict)
     """verl's name -> the log's own, for metrics that go by both."""
     verdicts: list[str] = field(default_factory=list)
@@ -109,20 +110,23 @@ class Metrics:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
-    def get(self, name: str) -> list[float | None]:
+    def get(self, name: str) -> Sequence[float | None]:
         """Return the values of one metric, one per step; all None when there is no such metric."""
         return self.series.get(name) or [None] * len(self.steps)
 
     def logged(self, name: str) -> list[tuple[int, float]]:
         """Return the steps that have one metric, and its values."""
-        if name not in self.series:  # most names that are asked for
-            return []
-        pairs = zip(self.steps, self.series[name], strict=True)
+        pairs = zip(self.steps, self.series.get(name, ()), strict=False)
         return [(step, value) for step, value in pairs if value is not None]
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the steps and values at which one metric is finite, in order."""
-        return [(step, value) for step, value in self.logged(name) if math.isfinite(value)]
+        pairs = zip(self.steps, self.series.get(name, ()), strict=False)
+        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+
+    def has(self, name: str) -> bool:
+        """Return whether any step has this metric."""
+        return any(value is not None for value in self.series.get(name, ()))
 
     def finite(self, name: str) -> list[float]:
         """Return the finite values of one metric, in order."""
@@ -131,7 +135,7 @@ class Metrics:
     @property
     def norm(self) -> str | None:
         """The metric that holds the gradient norms: the step's largest where that was logged; None without norms."""
-        return next((name for name in (MAX, MEAN) if any(v is not None for v in self.series.get(name, ()))), None)
+        return next((name for name in (MAX, MEAN) if self.has(name)), None)
 
     @property
     def own_norm(self) -> str:
@@ -148,14 +152,21 @@ class Metrics:
         return [name for name in self.series if name not in self.called]
 
 
+_AT_ONCE = 1000
+"""Rows that are turned into columns at once."""
+
+
 def build(rows: dict[int, dict[str, float]], source: str) -> Metrics:
     """Turns ``{step: {name: value}}`` into columns, and empties ``rows``: a long log has no room for both."""
     steps = sorted(rows)
-    series: dict[str, list[float | None]] = {
-        name: [] for name in sorted({name for row in rows.values() for name in row})
-    }
-    for step in steps:
-        row = rows.pop(step)
-        for name, values in series.items():
-            values.append(row.get(name))
-    return Metrics(source, steps, series)
+    names = sorted(set().union(*rows.values()))
+    series: dict[str, array[float] | list[float | None]] = {name: array("d") for name in names}
+    for start in range(0, len(steps), _AT_ONCE):
+        part = [rows.pop(step) for step in steps[start : start + _AT_ONCE]]
+        for name, column in series.items():
+            values = [row.get(name) for row in part]
+            if None in values and isinstance(column, array):
+                series[name] = column = list(column)
+            column.extend(values)
+    # steps anew: numbers that lie among those of the rows would keep that memory from being used again
+    return Metrics(source, [*array("q", steps)], {**series})

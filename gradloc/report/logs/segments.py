@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -124,13 +125,15 @@ def surviving(tip: Segment) -> Metrics:
     if len(history) == 1:
         return tip.metrics
     made = Metrics(tip.metrics.source, verdicts=tip.metrics.verdicts)
-    made.series = {name: [] for name in sorted({name for part, _ in history for name in part.metrics.series})}
+    names = sorted({name for part, _ in history for name in part.metrics.series})
+    series: dict[str, list[float | None]] = {name: [] for name in names}
     for part, until in history:
         count = sum(step < until for step in part.metrics.steps)
         made.steps += part.metrics.steps[:count]
         made.called.update(part.metrics.called)
-        for name, values in made.series.items():
+        for name, values in series.items():
             values += part.metrics.get(name)[:count]
+    made.series = {**series}
     return made
 
 
@@ -298,7 +301,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     parts: list[_Stretch] = []
     num_same = 0
     for at, (step, values) in enumerate(rows):
-        if parts and step not in parts[-1].rows and is_beside(values) and all(map(_is_evaluations, values)):
+        if parts and step not in parts[-1].rows and all(map(_is_evaluations, values)) and is_beside(values):
             parts[-1].add_late(values)  # it may count otherwise
             continue
         if not parts or not parts[-1].takes(step, values, is_folded) or parts[-1].begins_anew(rows[at : at + 2]):
@@ -366,10 +369,12 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
 def _is_evaluations(name: str) -> bool:
     return _is_bookkeeping(name) or re.match(r"(?:eval|val|test)", name, re.IGNORECASE) is not None
 
 
+@lru_cache(maxsize=4096)
 def _is_bookkeeping(name: str) -> bool:
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
 
@@ -378,7 +383,7 @@ def _use_known_names(run: LoggedRun, metric: str | None) -> None:
     """Lets the run's metrics go by verl's names, too; ``metric``, where it is given, by that of the gradient norm."""
     counts: Counter[str] = Counter()
     for part in run.parts:
-        counts.update({name: sum(value is not None for value in values) for name, values in part.series.items()})
+        counts.update({name: len(values) - values.count(None) for name, values in part.series.items()})
     known = canonical(counts)
     norm = norm_of(counts) if metric is None else metric
     if norm is not None and norm not in (MAX, MEAN):

@@ -21,6 +21,7 @@ from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
+from ..memory import uncollected
 from .health import ranges
 from .signals import (
     EFFECTS,
@@ -99,6 +100,7 @@ class Diagnosis:
         return self.explosions[0] if self.explosions else None
 
 
+@uncollected()
 def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Diagnosis:
     """Diagnose a run.
 

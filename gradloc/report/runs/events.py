@@ -6,12 +6,11 @@ an error: everything before it is whole.
 """
 
 import functools
-import gc
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -23,6 +22,7 @@ from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
 from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
 from ...record.reading import read
+from ..memory import uncollected
 
 KEPT = 256
 """Most whole events in memory; others are read again."""
@@ -156,7 +156,7 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
     if not is_inside(path, path.parent):
         return events, [f"{path.name} is a link out of the run's folder, and was not followed."]
     names, counts = set[str](), Counter[str]()
-    with path.open("rb") as lines, _uncollected():
+    with path.open("rb") as lines, uncollected():
         start = 0
         for number, line in enumerate(iter(lambda: lines.readline(DOCUMENT), b""), start=1):
             place, start = (path, start), start + len(line)
@@ -172,17 +172,6 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
                 names.add(unique)
                 events.add(event if unique == event.event_id else replace(event, event_id=unique), place)
     return events, notes
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause garbage collection, since 100,000 rows stay in memory and form no cycles."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:

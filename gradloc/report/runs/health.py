@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ...health.judge import worst_first
 from ...health.rules import READ
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
+from ..memory import uncollected
 
 LOGGED = "health/state"
 CLIP = 1.0
@@ -59,12 +61,12 @@ class RunHealth:
         """Return the state at the last step."""
         return self.verdicts[-1].state
 
-    @property
+    @cached_property
     def worst(self) -> Judgement:
         """Return the first step of the worst state."""
         return _worst(self.verdicts)
 
-    @property
+    @cached_property
     def num_unwell(self) -> int:
         return sum(bool(verdict.reasons) for verdict in self.verdicts)
 
@@ -85,7 +87,7 @@ class RunHealth:
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
         return f"Step {last.step}, the last: {last.state}. {share}; {worst}."
 
-    @property
+    @cached_property
     def findings(self) -> list[Finding]:
         """Return every rule that found fault: the worst first, then in the order of the rules."""
         faults: dict[str, list[tuple[int, Reason]]] = {name: [] for name in HealthConfig.rule_names()}
@@ -117,6 +119,7 @@ def _worst(verdicts: Sequence[Judgement]) -> Judgement:
     return max(verdicts, key=lambda verdict: STATES.index(verdict.state))
 
 
+@uncollected()
 def judge(
     metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = CLIP
 ) -> RunHealth:
@@ -165,6 +168,8 @@ def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
 
     ``at`` is the place of the verdict's step.
     """
+    if not any(reason.metric in metrics.called or reason.name == "non_finite" for reason in verdict.reasons):
+        return verdict
     reasons = [
         replace(reason, metric=metrics.called[reason.metric]) if reason.metric in metrics.called else reason
         for reason in verdict.reasons

@@ -25,7 +25,7 @@ EARLY = 10.0
 """Multiple of the others' median from which a norm is a spike while the rule has no threshold yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Judged:
     step: int
     norm: float
