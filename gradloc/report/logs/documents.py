@@ -11,7 +11,7 @@ from .lines import literal, read_lines, texts_of
 from .names import as_step, is_norm, number, numbers, one_value, step_of
 from .recording import Recording, gather
 from .source import Source
-from .tables import SAMPLE, read_columns
+from .tables import SAMPLE, as_texts, read_columns
 
 
 def is_document(source: Source) -> bool:
@@ -47,7 +47,8 @@ def read_document(source: Source) -> list[Recording]:
         entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
         if entries and len(entries) == len(document) and one_value(entries[0]) is not None:
             names = list(dict.fromkeys(str(name) for entry in entries[:SAMPLE] for name in entry))
-            return read_columns(source, names, _texts(entries, names), form="JSON")
+            rows = as_texts(map(entry.get, names) for entry in entries)
+            return read_columns(source, names, rows, form="JSON")
         made.rows = gather(_single_values(source, document))
         if not made.rows:
             _add_rows(made, document)
@@ -69,12 +70,6 @@ def read_document(source: Source) -> list[Recording]:
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, texts)
     return [made]
-
-
-def _texts(entries: Iterable[dict], names: list[str]) -> Iterator[list[str]]:
-    for entry in entries:
-        values = (entry.get(name) for name in names)
-        yield ["" if value is None else str(value) for value in values]
 
 
 def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:

@@ -4,6 +4,7 @@
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
@@ -137,6 +138,11 @@ _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
 _BAR = re.compile(r"(\d{1,15})(?:/[\d?]+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
+
+
+def _wanted(values: Iterable[str]) -> list[str]:
+    """Return the names of norms and of what training is about."""
+    return [name for name in values if is_norm(name) or _OF_TRAINING.search(name)]
 
 
 class Grammar:
@@ -488,7 +494,7 @@ class Labelled(Grammar):
             return False
         if not is_other:
             values = pairs(line, 0, head.start()) | values
-        wanted = [name for name in values if is_norm(name) or _OF_TRAINING.search(name)]
+        wanted = _wanted(values)
         if not wanted or all(map(_NOT_TRAINING.match, wanted)):
             return False
         if " | Grad. Norm:" in line:
@@ -580,8 +586,7 @@ class Epochs(Labelled):
     def take(self, line: str, process: str) -> bool:
         head = _EPOCH_ALONE.search(line)
         values = pairs(line, head.end()) if head else {}
-        is_wanted = any(is_norm(name) or _OF_TRAINING.search(name) for name in values)
-        return is_wanted and self.add(process, int(head[1] or head[2]), values)
+        return bool(_wanted(values)) and self.add(process, int(head[1] or head[2]), values)
 
 
 class Headed(Blocks):
@@ -606,7 +611,7 @@ class Headed(Blocks):
                 self.steps[""], self._is_fresh, self._word = int(head[2] or head[3]), True, word
             return False
         values = pairs(line) if self.steps else {}
-        if any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+        if _wanted(values):
             return self.below(process, self.steps[""], values)
         rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(line) else []
         if rows and rows[-1][0] == self.steps[""]:
@@ -665,7 +670,7 @@ class Bar(Grammar):
                 and not _HEADED.search(line, behind)
             ):
                 values = pairs(line, behind + 1)
-        if bar is None or not any(is_norm(name) or _OF_TRAINING.search(name) for name in values):
+        if bar is None or not _wanted(values):
             return False
         step = step_of(values)
         step = int(bar[1]) if step is None else step

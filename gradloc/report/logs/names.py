@@ -2,7 +2,7 @@
 """Numbers as logs spell them, and what trainers call the metrics that the rules know by verl's names."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from sys import intern
 from typing import Any
@@ -111,15 +111,26 @@ def step_of(values: Mapping[str, float | None]) -> int | None:
     >>> step_of({"loss": 0.1, "Global Iter": 7.0})
     7
     """
-    found = next((values[name] for name in STEPS if name in values), None)
-    if found is None:
-        plain = {
-            re.sub(r"[\s.-]+", "_", name.lower()).removeprefix("train_"): value
-            for name, value in values.items()
-            if len(name) < 24
-        }
-        found = next((plain[name] for name in STEPS if name in plain), None)
-    return as_step(found)
+    name = step_name(values)
+    return None if name is None else as_step(values[name])
+
+
+def step_name(names: Collection[str]) -> str | None:
+    """Return the name of the step among names, the surest; None where none is one.
+
+    >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["batch"])
+    ('train step', 'Iteration', None)
+    """
+    found = next((name for name in STEPS if name in names), None)
+    if found in (None, STEPS[-1]):
+        plain = {_plain_step(name): name for name in names if len(name) < 24 and name != found}
+        found = next((plain[name] for name in STEPS if name in plain), found)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _plain_step(name: str) -> str:
+    return re.sub(r"[\s.-]+", "_", name.lower()).strip('"_').removeprefix("train_")
 
 
 KEYS = tuple("metricname metric_name metric.name attribute_path metric key tag title name".split())

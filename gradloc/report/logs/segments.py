@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...explain.advice import in_verls_names
 from ...explain.text import plural
 from ..errors import ReportError
 from .names import canonical, is_norm, listed, norm_of
-from .recording import MAX, MEAN, Metrics, Recording, Row, Skip, build
+from .recording import MAX, MEAN, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
@@ -54,22 +53,11 @@ class Segment:
 
 
 @dataclass
-class LoggedRun:
-    """One run: a segment, and those that go on from it."""
+class LoggedRun(Recording):
+    """One run: a segment, and those that go on from it; without the rows, which the segments have."""
 
-    name: str
-    format: str
-    segments: list[Segment]
-    config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    folder: Path | None = None
-    """The folder of its first log; None for standard input."""
-    receipt: str = ""
-    """How much of its first log was read."""
-    is_counted: bool = False
-    """Whether steps were counted, so that they are no checkpoints' names."""
-    skips: list[Skip] = field(default_factory=list)
-    """Steps that the trainer says it skipped."""
+    name: str = ""
+    segments: list[Segment] = field(default_factory=list)
 
     @property
     def trainer(self) -> str:
@@ -188,9 +176,9 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                     name += f", start {count + 1}"
                 elif runs and recording.process:
                     name += f", process {recording.process}"
-                runs.append(
-                    LoggedRun(name, recording.format, [segment], folder=recording.folder, receipt=recording.receipt)
-                )
+                run = LoggedRun(recording.source, recording.format, name=name, segments=[segment])
+                run.folder, run.receipt = recording.folder, recording.receipt
+                runs.append(run)
             runs[-1].config = runs[-1].config or recording.config
             runs[-1].is_counted |= recording.is_counted
             runs[-1].skips += recording.skips if not count else []

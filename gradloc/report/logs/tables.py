@@ -13,13 +13,14 @@ from typing import Any
 from ...explain.text import plural
 from ...record.files import COLUMNS, DOCUMENT, VALUES
 from ..errors import ReportError
-from .names import STEPS, as_step, is_norm, listed, long_columns, number, numbers, step_of
+from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
 from .recording import Recording, gather
 from .source import Source
 
 _TIMES = re.compile(r"relative time|wall time|^_?timestamp$|^_?runtime$|^time$|^date$", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
+_STEPS = re.compile(r"^\W*steps\W*$|/global_step$| step$", re.IGNORECASE)
 SAMPLE = 200
 """Rows by which a table is understood."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
@@ -92,11 +93,8 @@ def _readable(reader: Iterator[list[str]]) -> Iterator[list[str]]:
 
 
 def _step_column(columns: list[str]) -> int | None:
-    plain = [name.strip().strip('"').lower() for name in columns]
-    for name in (*STEPS, "steps"):
-        if name in plain:
-            return plain.index(name)
-    return next((at for at, name in enumerate(plain) if name.endswith(("/global_step", " step"))), None)
+    name = step_name(columns) or next(filter(_STEPS.search, columns), None)
+    return None if name is None else columns.index(name)
 
 
 def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
@@ -302,6 +300,7 @@ _SIDES = "|│┃║"
 _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 """A line that is nothing but a frame."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_PLURAL = re.compile(r"^(step|iteration)s$", re.IGNORECASE)
 _LINES = 400
 """The number of lines in which a table has to begin."""
 
@@ -310,9 +309,7 @@ def is_boxed(source: Source) -> bool:
     """Return whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
     boxes = [[cell for cells in rows for cell in cells] for rows in _boxes(source.text_head.splitlines()[:_LINES])]
     return any(
-        any(map(is_norm, cells))
-        or any("loss" in cell.lower() for cell in cells)
-        and any(_spelled(cell) in STEPS for cell in cells)
+        any(map(is_norm, cells)) or any("loss" in cell.lower() for cell in cells) and _has_step(cells)
         for cells in boxes
     )
 
@@ -327,7 +324,7 @@ def read_boxes(source: Source) -> list[Recording]:
     alone: list[int] = []
     for box in _boxes(source.lines()):
         for values in _steps_in(box):
-            step = step_of({_spelled(name): value for name, value in values.items()})
+            step = step_of({_PLURAL.sub(r"\1", name): value for name, value in values.items()})
             found.append((step, values))
             alone += [step] if step is not None and _is_one_steps(box[0]) else []
     num_back = sum(later < step for step, later in zip(alone, alone[1:], strict=False))
@@ -378,15 +375,12 @@ def _is_one_steps(head: list[str]) -> bool:
     """Return whether a table's first row has a name and a value, and so is no head."""
     if len(head) != 2:
         return False
-    is_head = any(map(is_norm, head)) or _spelled(head[0]) in STEPS
+    is_head = any(map(is_norm, head)) or _has_step(head[:1])
     return not is_head or number(head[1]) is not None
 
 
-def _spelled(name: str) -> str:
-    """Return a step's name in small letters; other names stay."""
-    plain = re.sub(r"[\s.]+", "_", name.lower()).strip("_")
-    plain = plain.removesuffix("s") if plain in ("steps", "iterations") else plain
-    return plain if plain in STEPS else name
+def _has_step(cells: Iterable[str]) -> bool:
+    return step_name([_PLURAL.sub(r"\1", cell) for cell in cells]) is not None
 
 
 # ---- parquet and spreadsheets, read by the packages of ``pip install '.[logs]'``
@@ -404,7 +398,7 @@ def read_parquet(source: Source) -> list[Recording]:
         texts = [field.name for field in schema if str(field.type).endswith(("string", "binary"))]
         with package.ParquetFile(source.path, read_dictionary=texts) as dense:
             rows = (row.values() for batch in dense.iter_batches(256) for row in _bounded(batch).to_pylist())
-            return read_columns(source, schema.names, _texts(rows))
+            return read_columns(source, schema.names, as_texts(rows))
 
 
 def _bounded(batch: Any) -> Any:
@@ -425,7 +419,7 @@ def read_spreadsheet(source: Source) -> list[Recording]:
         source.path.open("rb") as file,
     ):  # by its path, it wants the ending .xlsx
         for sheet in package.load_workbook(file, read_only=True, data_only=True).worksheets:
-            rows = _texts(_rows_of(sheet))
+            rows = as_texts(_rows_of(sheet))
             try:
                 made += read_columns(source, next(rows, []), rows)
             except ReportError as error:  # notes of one's own next to the run
@@ -458,7 +452,8 @@ def _sentence_of(source: Source, what: str) -> Iterator[None]:
         raise ReportError(f"{source.name} is {what} that cannot be read ({said}): save it as a CSV.") from None
 
 
-def _texts(rows: Iterable[Iterable[Any]]) -> Iterator[list[str]]:
+def as_texts(rows: Iterable[Iterable[Any]]) -> Iterator[list[str]]:
+    """Yield rows as texts, an empty one for None."""
     for row in rows:
         yield ["" if value is None else str(value) for value in row]
 
