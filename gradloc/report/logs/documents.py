@@ -68,7 +68,7 @@ def read_document(source: Source) -> list[Recording]:
         if not made.rows:
             _add_rows(made, _entries_of(document))
     if not made.rows and (texts := texts_of(document)):
-        return read_lines(source, texts)
+        return read_lines(source, "\n".join(texts))
     return [made]
 
 
@@ -76,7 +76,7 @@ def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
     """Return what a notebook's cells printed, read as a console."""
     outputs = [out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or ()]
     texts = [str(part) for out in outputs if isinstance(out, dict) for part in out.get("text") or ()]
-    return read_lines(source, "".join(texts).split("\n"))
+    return read_lines(source, "".join(texts))
 
 
 def _add_rows(made: Recording, entries: Iterable[Any]) -> None:

@@ -82,8 +82,8 @@ _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 
 
-def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recording]:
-    """Return the steps that a text prints, by the process that printed them; ``lines`` replaces the file's own."""
+def read_lines(source: Source, text: str | None = None) -> list[Recording]:
+    """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
     blocks, columns, headed = Blocks(), ConsoleTable(), Headed()
     grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
@@ -91,7 +91,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
     last, taken = "", None
     num_bad = num_seen = num_commas = 0
     sieve = _Sieve()
-    for line in _joined(unwrapped(sieve.lines(source.texts() if lines is None else lines)), sieve):
+    for line in _joined(unwrapped(sieve.lines(source.texts() if text is None else [text])), sieve):
         if not config.is_open and console.take_alike(line):  # most steps of a long log
             last, taken = line, console
             num_seen += console.num_spelled
@@ -186,7 +186,7 @@ def read_lines(source: Source, lines: Iterable[str] | None = None) -> list[Recor
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
             best.add("", count if best.is_counted else skip.step or count, values)
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
-    is_cut = lines is None and not source.ends_whole
+    is_cut = text is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
         notes += _drop_cut_value(best, _plain(last))
     made = [
@@ -217,7 +217,7 @@ class _Sieve:
 
     def leave_out(self, line: str) -> None:
         """Leave out lines like this one from here on."""
-        if 0 < len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
+        if len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
             self._shapes.add(line.encode(errors="replace").translate(_DIGITS))
 
     def lines(self, texts: Iterable[str]) -> Iterator[str]:
