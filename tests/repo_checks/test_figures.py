@@ -17,7 +17,7 @@ from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
-from lab.benchmarks import counts, links, unrepeatable, worlds
+from lab.benchmarks import architectures, counts, links, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
@@ -93,6 +93,10 @@ def test_a_page_s_table_is_the_record_s(table):
     else:
         assert [line for line in text.splitlines() if line.startswith("|")] == made
         assert "Every event" not in table or len(made) - 2 >= 30
+
+
+def test_how_many_architectures_are_right_is_the_record_s():
+    assert architectures.sentence(record("architectures")) in page("docs/any-loop.md")
 
 
 def test_how_many_runs_spiked_is_the_record_s():

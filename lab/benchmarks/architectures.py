@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant two faults in each of transformers' causal language models that can be made tiny, and read what is named.
+
+    python -m lab.benchmarks.architectures                    # all, in float32; some minutes
+    python -m lab.benchmarks.architectures llama mamba --out FILE
+
+Each model is trained by a plain loop under ``gradloc.Watch``, which knows nothing of it. One fault is a token whose
+loss weighs 3,000 times as much, the other a learning rate that is too large for one step. The truth is the same run
+without the fault. Writes architectures.json.
+"""
+
+import argparse
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import gradloc
+from lab.output import write_json
+
+RESULTS = Path(__file__).parent / "results" / "architectures.json"
+ROWS, LENGTH, MICRO_BATCHES, VOCABULARY = 2, 10, 3, 64
+STEPS, SPIKE, PLACE = 7, 6, (2, 4)
+"""Optimizer steps, the one that spikes, and the planted token's row and position in it."""
+WORTH = 3000.0
+RATES = (1.0, 100.0, 300.0, 1e3, 1e4)
+"""Times the learning rate, from which the smallest is taken that makes a spike."""
+LOUD = 5.0
+"""A spike is a norm of so many times the largest before."""
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
+GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4, "state_size": 4}
+GATED = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        "llama qwen2 qwen3 mistral phi phi3 gemma olmo olmo2 olmo3 gpt_neox arcee apertus seed_oss".split(), {}
+    ),
+    **dict.fromkeys("gpt_neox_japanese hunyuan_v1_dense bitnet diffllama doge jetmoe vaultgemma flex_olmo".split(), {}),
+    **dict.fromkeys(
+        "persimmon nemotron stablelm starcoder2 glm glm4 ernie4_5 granite helium exaone4 smollm3".split(), {}
+    ),
+    **dict.fromkeys("modernbert-decoder lfm2 biogpt".split(), {}),
+    **dict.fromkeys("gpt2 gpt_bigcode openai-gpt".split(), GPT),
+    **dict.fromkeys("gptj codegen".split(), {**GPT, "rotary_dim": 4}),
+    **dict.fromkeys("bert roberta".split(), {"is_decoder": True}),
+    **dict.fromkeys("qwen3_moe olmoe".split(), EXPERTS),
+    **dict.fromkeys("mixtral phimoe minimax".split(), {"num_local_experts": 4}),
+    **dict.fromkeys("gemma3_text cohere2".split(), SLIDING),
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "ctrl": {**GPT, "dff": 48},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "electra": {"is_decoder": True, "embedding_size": 32},
+    "cohere": {"logit_scale": 0.06},
+    "gemma2": {**SLIDING, "final_logit_softcapping": 30.0},
+    "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    "qwen2_moe": SHARED_EXPERT,
+    "qwen3_next": {**SHARED_EXPERT, **GATED, "layer_types": ["linear_attention", "full_attention"]},
+    "deepseek_v2": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "glm4_moe": {**GROUPED, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "mamba": {"state_size": 4, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 4, "time_step_rank": 4},
+    "mamba2": MAMBA2,
+    "rwkv": {"attention_hidden_size": 32, "context_length": 64},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+    },
+}
+
+
+class Run(NamedTuple):
+    """One run of :data:`STEPS` steps."""
+
+    norms: list[float]
+    """Before clipping."""
+    weights: torch.Tensor
+    """All of them, flat, after the step that spikes."""
+    events: list[dict[str, Any]]
+
+
+def train(family: str, worth: float = 1.0, rate: float = 1.0, folder: str = "", action: str = "observe") -> Run:
+    """Train a tiny model of a family.
+
+    Args:
+        family: one of :data:`FAMILIES`.
+        worth: weight of the planted token's loss.
+        rate: times the learning rate in the step before the spike.
+        folder: of the events; empty: no watch.
+        action: the watch's; its threshold is learned from the run without a fault.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if folder:
+        tau = LOUD * max(train(family).norms) * math.sqrt(ROWS * LENGTH * MICRO_BATCHES)
+        gradloc.Watch(model, optimizer, folder, action=action, trigger={"tau": tau})
+    torch.manual_seed(7)
+    norms, weights = [], torch.zeros(0)
+    for number in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        ids = torch.randint(
+            1, VOCABULARY, (MICRO_BATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number)
+        )
+        weight = torch.ones(len(ids), LENGTH)
+        weight[PLACE] = worth if number == SPIKE else 1.0
+        for part in torch.arange(len(ids)).split(ROWS):
+            logits = model(input_ids=ids[part, :-1]).logits.flatten(0, 1)
+            losses = torch.nn.functional.cross_entropy(logits, ids[part, 1:].flatten(), reduction="none")
+            (losses * weight[part].flatten()).sum().div(weight.numel()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.param_groups[0]["lr"] = 1e-3 * (rate if number == SPIKE - 1 else 1.0)
+        optimizer.step()
+        if number == SPIKE:
+            weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    path = Path(folder) / "gradloc" / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if folder and path.exists() else []
+    return Run(norms, weights, [event for event in events if event["step"]["global_step"] == SPIKE])
+
+
+def measure(family: str) -> dict[str, Any]:
+    """Return what was named under both faults, and whether that is right; None for a fault that made no spike."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        plain, without = train(family, WORTH), train(family, 0.0)
+        observed, masked = (
+            train(family, WORTH, folder=f"{folder}/{mode}", action=mode) for mode in ("observe", "mask")
+        )
+        found["token"] = answer(observed) == ["batch", [PLACE]] and answer(masked) == ["batch", [PLACE]]
+        found["observe_is_equal"] = torch.equal(observed.weights, plain.weights) and observed.norms == plain.norms
+        found["mask_is_off_by"] = float((masked.weights - without.weights).abs().max())
+        usual = max(train(family).norms)
+        spiking = (rate for rate in RATES if not train(family, rate=rate).norms[SPIKE - 1] < LOUD * usual)
+        rate = next(spiking, None)
+        found["learning_rate"] = None
+        if rate is not None:
+            found["learning_rate"] = answer(train(family, rate=rate, folder=f"{folder}/rate")) == ["last_update", []]
+    return found
+
+
+def answer(run: Run) -> list[Any]:
+    """Return the link at fault and the places of the tokens that are accused."""
+    if len(run.events) != 1:
+        return ["no event", []]
+    (event,) = run.events
+    return [event["fault"]["at"], [(each["row"], place) for each in event["culprits"] for place in each["positions"]]]
+
+
+def sentence(record: dict[str, Any]) -> str:
+    """Say how many answers of a record are right."""
+    found = record["families"].values()
+    rates = [each["learning_rate"] for each in found if each["learning_rate"] is not None]
+    equal = sum(each["observe_is_equal"] for each in found)
+    return (
+        f"Of {len(found)} causal language models of transformers {record['versions']['transformers']}, each made tiny, "
+        f"a planted token is named alone in {sum(each['token'] for each in found)}, and a learning rate that is too "
+        f"large for one step in {sum(rates)} of {len(rates)} that spiked; `observe` is bit for bit the loop itself in "
+        f"{equal}."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the families, and write their record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="as transformers calls them; default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    import transformers
+    from rich.progress import track
+
+    logging.getLogger("gradloc").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    families = {family: measure(family) for family in track(given.families, "models")}
+    record = {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "families": families,
+    }
+    write_json(given.out, record)
+    print(sentence(record))
+
+
+if __name__ == "__main__":
+    main()
