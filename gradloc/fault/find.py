@@ -268,6 +268,7 @@ def _norm_at(
     weights: Callable[[int, torch.Tensor], torch.Tensor | None],
     step: Any = None,
     micro_batches: Sequence[int] | None = None,
+    checks: Sequence[torch.Tensor] = (),
 ) -> float | None:
     """Return a step's norm at other weights; None where these are not known, or ``max_steps`` does not allow it.
 
@@ -275,11 +276,17 @@ def _norm_at(
 
     Args:
         case: the spike.
-        weights: gives this process' part of a parameter, by its number and what it is now; None where not known.
+        weights: gives this process' part of a parameter, by its number and what it is now; None where not known. It
+            adds a bool scalar to ``checks`` for each that may turn out wrong: these are read together.
         step: None for the one that spikes.
         micro_batches: these alone; None for all.
+        checks: filled by ``weights``.
     """
     task, prober = case.task, case.task.prober
+
+    def assigned() -> bool:
+        return moved.assign(weights) and (not checks or bool(torch.stack([*checks]).all()))
+
     if step is None:
         step = prober.step if case.clues.again is None else case.clues.again()
     chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
@@ -287,7 +294,7 @@ def _norm_at(
         return None
     prober.space.clear()
     with MovedWeights(prober.space, torch.float32) as moved:
-        if not prober.ranks.all(prober.ranks.run_local_synced(lambda: moved.assign(weights))):
+        if not prober.ranks.all(prober.ranks.run_local_synced(assigned)):
             return None
         prober.space.publish()
         return _run(prober, step, chosen)
@@ -311,19 +318,21 @@ def _with_update(
         micro_batches: these alone; None for all.
         decay: the weight decay of the update, all of which is then made; None for its own.
     """
-    updates = case.clues.updates
+    updates, checks, counts = case.clues.updates, list[torch.Tensor](), list[float]()
 
     def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
         if only is not None and index not in only:
             return saved
-        there = updates.before_last(index, saved)
-        if there is None or not updates.is_undone(index, saved, there):
+        counts.extend(() if counts else updates.num_steps())
+        there = updates.before_last(index, saved, counts[index])
+        if there is None:
             return None
+        checks.append(updates.is_undone(index, saved, there))
         if decay is not None:
             return updates.under_decay(index, saved, there, decay)
         return there if part == 0.0 else torch.lerp(there.float(), saved.float(), part)
 
-    return _norm_at(case, before, step, micro_batches)
+    return _norm_at(case, before, step, micro_batches, checks)
 
 
 def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:

@@ -303,32 +303,42 @@ class Updates:
         return (min(firsts), joined) if joined else None
 
     @torch.no_grad()
-    def before_last(self, index: int, saved: torch.Tensor) -> torch.Tensor | None:
+    def before_last(self, index: int, saved: torch.Tensor, count: float) -> torch.Tensor | None:
         """Return a parameter's local shard before the last step, from the optimizer's state; None where it cannot be.
 
         Args:
             index: of the parameter.
             saved: its local shard as it is now.
+            count: its number of steps, from :meth:`num_steps`.
         """
         if self.last is None or self._optimizer is None:
             return None
         if index in self.last.skipped:
             return saved
-        held = self._held(index, saved)
+        held = self._held(index, saved, count)
         return saved if held is None else (self.undo or undone)(saved, *held)
 
-    def _held(self, index: int, like: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _held(self, index: int, like: torch.Tensor, count: float) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return a parameter's optimizer state on this process and its hyperparameters in the last step; None where
         another optimizer has it."""
         group = self._group(index)
         if group is None:
             return None
-        state = self._optimizer.state.get(self._params[index], {})
+        state = {**self._optimizer.state.get(self._params[index], {})}
+        if "step" in state:
+            state["step"] = count
         is_apart = "adamw" in type(self._optimizer).__name__.lower()
         return {name: _local(value, like) for name, value in state.items()}, {
             "decoupled_weight_decay": is_apart,
             **group,
         }
+
+    def num_steps(self) -> list[float]:
+        """Return how many steps each parameter has had, read from the device at once."""
+        state = {} if self._optimizer is None else self._optimizer.state
+        given = [state.get(param, {}).get("step", 0.0) for param in self._params]
+        device = next((each.device for each in given if isinstance(each, torch.Tensor)), None)
+        return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in given]).tolist()
 
     def moments(self, ranks: Ranks) -> Moments:
         """Return what the moments say of the last step, by the first process' shards. All ranks call this together."""
@@ -336,25 +346,27 @@ class Updates:
 
     @torch.no_grad()
     def _moments(self) -> Moments:
-        decay = moved = ratio = one = 0.0
-        count = 0
-        for index, param in enumerate(self._params if self.last is not None else ()):
+        counts = self.num_steps() if self.last is not None and self._params else []
+        sums, num_elements = torch.zeros(4, dtype=torch.float64), 0
+        for index, (param, count) in enumerate(zip(self._params if counts else (), counts, strict=True)):
             weight = local_shard(param)
-            state, group = self._held(index, weight) or ({}, {})
+            state, group = self._held(index, weight, count) or ({}, {})
             if "exp_avg_sq" not in state or not weight.numel():
                 continue
             rate, direction = _number(group["lr"]), adam_direction(state, group)
             first, second = (_number(each) for each in group["betas"])
             single = state["exp_avg"].float().square() * ((1 - second) / (1 - first) ** 2)
             square = state["exp_avg_sq"].float()
-            moved += float((rate * direction).square().sum())
-            decay += float((rate * _decoupled_decay(group) * weight.float()).square().sum())
-            ratio += float(direction.square().sum())
-            one += float(((single - square).abs() <= _ONE_GRADIENT * square).sum())
-            count += weight.numel()
-        if not count:
+            is_one = (single - square).abs() <= _ONE_GRADIENT * square
+            decay = rate * _decoupled_decay(group) * weight.float()
+            parts = ((rate * direction).square(), decay.square(), direction.square(), is_one)
+            sums = sums.to(weight.device) + torch.stack([part.sum().double() for part in parts])
+            num_elements += weight.numel()
+        moved, decayed, squares, num_single = sums.tolist()
+        if not num_elements:
             return Moments(0.0, False, 0.0)
-        return Moments(decay / max(decay + moved, _TINY), one > 0.9 * count, math.sqrt(ratio / count))
+        share = decayed / max(decayed + moved, _TINY)
+        return Moments(share, num_single > 0.9 * num_elements, math.sqrt(squares / num_elements))
 
     def _group(self, index: int) -> dict[str, Any] | None:
         """Return the hyperparameters of the last step of a parameter; None for another optimizer's."""
@@ -372,17 +384,18 @@ class Updates:
         was = float(group["weight_decay"])
         return saved.float() + _number(group["lr"]) * (was - min(decay, was)) * before.float()
 
-    def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> bool:
-        """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then."""
+    def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then: a
+        bool scalar, still on the device."""
         if not saved.numel() or (self.last is not None and index in self.last.skipped):
-            return True
+            return torch.ones((), dtype=torch.bool, device=saved.device)
         place, was = self._places[index], self._before[index]
         if place.stop - place.start != len(was):
-            return False
+            return torch.zeros((), dtype=torch.bool, device=saved.device)
         moved = self._sample[index] - was
         off = (saved.flatten()[place].float() - before.flatten()[place].float()) - moved
         rounding = _ROUNDING.get(saved.dtype, 0.0) * was
-        return float(off.norm()) <= _OFF * float(moved.norm()) + float(rounding.norm())
+        return off.norm() <= _OFF * moved.norm() + rounding.norm()
 
 
 def undone(weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor | None:

@@ -52,7 +52,7 @@ def trained(make: Any, steps: int, undo: Any = None) -> tuple[nn.Module, Updates
 def test_the_weights_before_come_back(name, steps):
     model, updates, before = trained(OPTIMIZERS[name], steps)
     for index, (param, expected) in enumerate(zip(model.parameters(), before, strict=True)):
-        found = updates.before_last(index, param.detach())
+        found = updates.before_last(index, param.detach(), updates.num_steps()[index])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert updates.is_undone(index, param.detach(), found)
 
@@ -61,7 +61,7 @@ def test_the_weights_before_come_back(name, steps):
 def test_an_optimizer_that_is_not_known_is_not_undone_wrongly(name):
     model, updates, _ = trained(UNKNOWN[name], 5)
     for index, param in enumerate(model.parameters()):
-        found = updates.before_last(index, param.detach())
+        found = updates.before_last(index, param.detach(), updates.num_steps()[index])
         assert found is None or not updates.is_undone(index, param.detach(), found)
 
 
@@ -72,7 +72,9 @@ def test_a_function_that_is_handed_over_undoes_it():
     queue = [known[id(param)] for param in model.parameters()]
     updates.undo = lambda weight, state, group: queue.pop(0)
     for index, param in enumerate(model.parameters()):
-        assert updates.is_undone(index, param.detach(), updates.before_last(index, param.detach()))
+        assert updates.is_undone(
+            index, param.detach(), updates.before_last(index, param.detach(), updates.num_steps()[index])
+        )
 
 
 def test_a_parameter_without_a_gradient_stays():
@@ -80,7 +82,7 @@ def test_a_parameter_without_a_gradient_stays():
     assert updates.last is not None
     updates.last.skipped = frozenset({1})
     weight = list(model.parameters())[1].detach()
-    assert torch.equal(updates.before_last(1, weight), weight)
+    assert torch.equal(updates.before_last(1, weight, updates.num_steps()[1]), weight)
 
 
 def test_the_weights_under_another_decay_are_those_of_a_step_with_it():
