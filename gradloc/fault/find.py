@@ -201,18 +201,21 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
 def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     """Return the fault of the last update or of the weights; None where neither made the spike.
 
-    A quiet reference does not acquit weights that moved far: rare tokens use weights that no other token needs.
+    A quiet reference does not acquit weights that moved far: rare tokens use weights that no other token needs. Nor
+    does one that is quieter than the spike, and yet a spike of its own.
     """
     updates, ranks = case.clues.updates, case.task.prober.ranks
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
     last = case.clues.number - 1 if updates.last is None else updates.last.number
     far = [each for each in updates.far(ranks) if case.clues.is_first or each[0] < case.clues.number]
     is_far = bool(far) and far[-1][0] == last
+    spikes_too = (case.evidence["reference_times"] or 0.0) * case.usual >= (case.task.spike.threshold or math.inf)
+    is_asked = is_far or case.clues.is_first and spikes_too
     changed = None if outside is None else _change_fault(case, *outside)
     is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
     if is_healed and not is_far:
         return changed
-    if _is_quiet_before(case, is_far) if is_loud else is_far:
+    if _is_quiet_before(case, is_far) if is_loud else is_asked:
         undone = _with_update(case, 0.0)
         if undone is not None:
             case.evidence["norm_without_update"] = undone

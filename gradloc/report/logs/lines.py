@@ -6,6 +6,7 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
+import functools
 import html
 import re
 import warnings
@@ -76,6 +77,8 @@ _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
+_LONGEST_LINE = 200_000
+"""Characters of a line beyond which it is read as JSON or not at all."""
 _MOST_SKIPS = 10_000
 """Lines of skipped steps that are kept."""
 _CONFIG_LINES = 4000
@@ -88,7 +91,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     blocks, columns, headed = Blocks(), ConsoleTable(), Headed()
     grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
     config, skipped = _Config(), _Skipped(grammars)
-    last, taken = "", None
+    last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
     sieve = _Sieve()
     for line in _joined(unwrapped(sieve.lines(source.texts() if text is None else [text])), sieve):
@@ -96,8 +99,15 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             last, taken = line, console
             num_seen += console.num_spelled
             continue
+        if line == last and taken is None and sieve.is_on and "OVERFLOW" in line and "orm" not in line:
+            skipped.take(line, None, process)  # a scaler's line, again and again
+            continue
         if line:
             last, taken = line, None
+        if len(line) > _LONGEST_LINE:
+            taken = json_lines if line[:1] in "{[" and json_lines.take(line, "") else None
+            num_bad += taken is None and line.startswith('{"')
+            continue
         if config.is_open or "{'" in line:
             config.take(_plain(line))
         if "<" in line and (drawn := DRAWN.search(line)):
@@ -273,12 +283,10 @@ class _Skipped:
 
     def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
-        is_end = _AT_MINIMUM.search(line) is not None
-        skipped = _SKIPPED.search(line)
-        is_nan = taken is None and _NAN_LOSS.search(line) is not None
+        is_end, skipped, is_nan, is_lost, drawn, scale = _skip_in(line)
+        is_nan = is_nan and taken is None
         if not (is_end or skipped or is_nan) or len(self._found) > _MOST_SKIPS:
             return
-        drawn, scale = DRAWN.search(line), _SCALE.search(line)
         before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
         skip = Skip(
             step=self.step if taken or not drawn else int(drawn[1]),
@@ -286,7 +294,7 @@ class _Skipped:
             is_overflow=is_end or bool(skipped and skipped[1]),
             before=as_float(before) if before else None,
             scale=as_float(after) if after else None,
-            is_lost=_LOST.search(line) is not None,
+            is_lost=is_lost,
             is_end=is_end,
             is_nan_loss=is_nan and not skipped,
         )
@@ -304,6 +312,17 @@ class _Skipped:
         return [
             replace(skip, step=best.step_at(places[at])) if skip.step is None else skip for skip, places in self._found
         ]
+
+
+@functools.lru_cache(maxsize=64)
+def _skip_in(line: str) -> tuple[bool, re.Match | None, bool, bool, re.Match | None, re.Match | None]:
+    """Return what a line says of a skipped step: whether the loss scale can fall no further, the skip, whether the loss
+    was NaN, whether the norm is not finite, a drawn step and the loss scale."""
+    found = _AT_MINIMUM.search(line), _SKIPPED.search(line), _NAN_LOSS.search(line), _LOST.search(line)
+    is_end, skipped, is_nan, is_lost = found
+    if not (is_end or skipped or is_nan):
+        return False, None, False, False, None, None
+    return bool(is_end), skipped, bool(is_nan), bool(is_lost), DRAWN.search(line), _SCALE.search(line)
 
 
 def _plain(line: str) -> str:
