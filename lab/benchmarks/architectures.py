@@ -187,10 +187,10 @@ def sentence(record: dict[str, Any]) -> str:
     rates = [each["learning_rate"] for each in found if each["learning_rate"] is not None]
     equal = sum(each["observe_is_equal"] for each in found)
     return (
-        f"{len(found)} causal language models of transformers {record['versions']['transformers']} were made tiny. A "
-        f"planted token is named alone in {sum(each['token'] for each in found)}. A learning rate that is too large for "
-        f"one step is found in {sum(rates)} of {len(rates)} that spiked. `observe` is bit for bit the loop itself in "
-        f"{equal}."
+        f"{len(found)} causal language models of transformers {record['versions']['transformers']} were made tiny. "
+        f"A planted token is named alone in {sum(each['token'] for each in found)}. A learning rate that is too large "
+        f"for one step is found in {sum(rates)} of {len(rates)} that spiked. `observe` is bit for bit the loop itself "
+        f"in {equal}."
     )
 
 
