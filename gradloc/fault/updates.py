@@ -174,7 +174,7 @@ class Updates:
         self._look_up()
         torch._foreach_copy_(self._sample, self._runs)
         moved = torch._foreach_sub(self._sample, self._before)
-        norms = torch._foreach_norm([*moved, *self._before, *self._shards], dtype=torch.float32)
+        norms = _norms([*moved, *self._before, *self._shards])
         skipped = frozenset(i for i, param in enumerate(self._params) if param.grad is None)
         groups = [
             {name: _copied(group[name]) for name in _KEPT if name in group} for group in self._optimizer.param_groups
@@ -202,7 +202,7 @@ class Updates:
             torch._foreach_copy_(self._present, self._runs)  # so that a movement is the optimizer's alone
             self._is_present = True
         if done is not None and self._params:
-            now = torch._foreach_norm(self._shards, dtype=torch.float32)
+            now = _norms(self._shards)
             self._open.append((done, [*done.norms, *now]))
 
     @property
@@ -444,6 +444,11 @@ def _place(param: torch.nn.Parameter) -> slice:
     count = local_shard(param).numel()
     first = max(count - _SAMPLE, 0) // 2
     return slice(first, min(first + _SAMPLE, count))
+
+
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return [*torch._foreach_norm(tensors, dtype=torch.float64 if is_double else torch.float32)]
 
 
 def _copies(runs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ Shapes: B rows, T positions, H hidden size.
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -105,6 +106,10 @@ class Forwarded:
         """A loop's own function, where part of the loss is made in it."""
         self.shape: torch.Size | None = None
         """The shape of the hidden state."""
+        self.is_by_row = False
+        """Whether a row of it is taken as one position, such as an image."""
+        self.is_passed_by = False
+        """Whether a backward came to an output of the model that does not come from the hidden state alone."""
         self.is_done = False
         """Whether a backward came to its hidden state."""
         self.recorded: Recorded | None = None
@@ -170,9 +175,9 @@ class Forwarded:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """B and T: a vector for each row counts as one position."""
+        """B and T: a vector for each row counts as one position, and a grid of vectors as a sequence."""
         assert self.shape is not None
-        return (self.shape[0], 1) if len(self.shape) == 2 else (self.shape[0], self.shape[1])
+        return (self.shape[0], 1 if self.is_by_row else math.prod(self.shape[1:-1]))
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a forward all of its gradient passes through, read from autograd's graph."""
+"""Tensors that a model's output has, and that all of its gradient passes through, as autograd's graph says."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def passing_by(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.Parameter]:
@@ -60,3 +61,32 @@ def last_part(
         if len(matrices) == 1 and matrices[0].shape[1:] == given.shape[-1:] and once.count(module) == 1:
             return module, given, matrices[0]
     return None
+
+
+def side_outputs(leaves: Sequence[torch.Tensor], hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the places of the tensors whose gradient reaches parameters, other than the heads', past ``hidden``."""
+    own = {id(param) for head in heads for param in head.parameters()}
+    graphs = [(place, leaf) for place, leaf in enumerate(leaves) if leaf.grad_fn is not None]
+    return [place for place, leaf in graphs if any(id(param) not in own for param in passing_by(leaf, hidden))]
+
+
+def has_channels_first(output: torch.Tensor) -> bool:
+    """Return whether a convolution made this output, (B, C, ...), whose last dimension is no vector of a position."""
+    return output.grad_fn is not None and "Convolution" in output.grad_fn.name()
+
+
+def hidden_in(output: Any) -> torch.Tensor | None:
+    found = getattr(output, "last_hidden_state", output)
+    found = found[0] if isinstance(found, tuple | list) and found else found
+    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+
+
+def num_differentiable(output: Any) -> int:
+    """Return how many tensors of a model's output, but scalars, have a graph."""
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.requires_grad and leaf.dim() > 0 for leaf in leaves)
+
+
+def replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
+    """Return a body's output with h replaced: in last_hidden_state, and last in hidden_states."""
+    return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)

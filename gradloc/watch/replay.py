@@ -192,7 +192,10 @@ def _object(
     passed_by = next((space.names[index] for index in outside if id(space.params[index]) not in heads), "")
     at = "after_backward"
     why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
-    if len(order) > len(space.params) / 2:
+    if step.ranks.max([float(any(each.forwarded.is_passed_by for each in step.micro_batches))])[0]:
+        at = "undecided"
+        why = "the loss also uses another output of the model: name a state that both come from, as hidden=..."
+    elif len(order) > len(space.params) / 2:
         at = "undecided"
         why = "its forward gives something else when run again, or a part of the loss passes through no hidden state"
     elif passed_by:

@@ -565,7 +565,10 @@ def _split_heads(heads: Sequence[Any]) -> tuple[Any, list[Any]]:
 def _select(keep: torch.Tensor | None, pull: torch.Tensor, unit: float) -> torch.Tensor:
     """Return the pulls (..., W) of the kept positions (...) over the unit, exactly 0 elsewhere."""
     pull = pull if unit == 1.0 else pull / unit
-    return only(None if keep is None else keep.view(*pull.shape[:-1], 1), pull)
+    shape = (*pull.shape[:-1], 1)
+    if keep is not None and keep.numel() != math.prod(shape):  # a row is one position
+        shape = (len(pull), *[1] * (pull.dim() - 1))
+    return only(None if keep is None else keep.view(shape), pull)
 
 
 def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..core.forward_state import MovingState, generators_in
 from ..core.gradients import host_copy
@@ -46,10 +45,19 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .paths import last_hidden, last_part
-from .zero import is_engine
+from .models import find_body_and_head, innermost, trained_part
+from .paths import (
+    has_channels_first,
+    hidden_in,
+    last_hidden,
+    last_part,
+    num_differentiable,
+    replace_hidden,
+    side_outputs,
+)
 
 _NUM_SAMPLED = 64  # positions
+_MOST_OUTPUTS = 16  # tensors of a model's output that are asked where they come from
 
 
 class _Cut(torch.autograd.Function):
@@ -112,11 +120,15 @@ class ModelTap:
         self.unit: torch.Tensor | float = 1.0
         """Typical norm of d log_prob / dh: the norm of dL/dh over it is about |dL / d log_prob|."""
         inner = innermost(model)
-        self.body, head = _find_body_and_head(inner, hidden)
+        self.body, head = find_body_and_head(inner, hidden)
         self._declared_head: Any = head
         self.is_at_head = self.body is None
         self.heads: list[torch.nn.Module] = []
         self._is_searching = self.body is None
+        self._is_by_row = False
+        """Whether h is a picture or a video, (B, C, ..., W), of which a row is one position."""
+        self._side_outputs: list[int] | None = None
+        """Which tensors of the model's output do not come from h alone; None before the first forward."""
         self._linear_calls: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self._part_calls: list[tuple[torch.nn.Module, torch.Tensor]] | None = None
         self._part_handles: list[Any] = []
@@ -146,7 +158,7 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(_Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(_Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        trained = _trained_part(inner)
+        trained = trained_part(inner)
         if hidden is None and trained is not inner:
             self._listen(trained)  # which a method of the user's own may call, such as a training_step
 
@@ -258,11 +270,11 @@ class ModelTap:
         self._linear_calls.clear()
 
     def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        hidden = _hidden_in(output)
+        hidden = hidden_in(output)
         if hidden is None or _is_in_backward():
             return None
         if self.is_again and not self.is_at_head:
-            return _replace_hidden(output, hidden, self._pass_hidden(hidden))
+            return replace_hidden(output, hidden, self._pass_hidden(hidden))
         if self._present is not None:
             if not self.is_at_head:
                 self._hidden = hidden
@@ -360,12 +372,23 @@ class ModelTap:
             present.recorded = Recorded(present.rng)
             present.recorded.hook(returned)
             returned.log_prob.register_hook(_Hook(self, "_note_backward", present))
+        if self._hidden is not None and present.shape is not None and returned is None:
+            self._hook_side_outputs(present, self._hidden, output)
         self._close()
         if self.body is module and returned is None:
             self._wait_for_heads()
         self._present = self._hidden = None
 
     # ---- inside
+
+    def _hook_side_outputs(self, present: Forwarded, hidden: torch.Tensor, output: Any) -> None:
+        """Notice where a gradient comes to an output that does not come from h alone."""
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if self._side_outputs is None:
+            self._side_outputs = side_outputs(leaves[:_MOST_OUTPUTS], hidden, self.heads)
+        for place in self._side_outputs:
+            if place < len(leaves) and leaves[place].requires_grad:
+                leaves[place].register_hook(partial(_note_side_output, present))
 
     def _wait_for_heads(self) -> None:
         """Let the loop call heads on the present forward's h, as losses in chunks do."""
@@ -382,7 +405,7 @@ class ModelTap:
     def _hook(self, hidden: torch.Tensor) -> None:
         present = self._present
         if present is not None and hidden.requires_grad and present.shape is None:
-            present.shape = hidden.shape
+            present.shape, present.is_by_row = hidden.shape, self._is_by_row
             self._hook_handles = []
             if self.stage is not None:
                 present.stage, present.factor = self.stage, self.stage.factor(present.positions).to(hidden.device)
@@ -424,7 +447,8 @@ class ModelTap:
             return
         forwarded.add("pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
         assert forwarded.pull is not None
-        norms = torch.linalg.vector_norm(grad if forwarded.norms is None else forwarded.pull, dim=-1)
+        pulls = grad if forwarded.norms is None else forwarded.pull
+        norms = torch.linalg.vector_norm(pulls.flatten(1) if forwarded.is_by_row else pulls, dim=-1)
         norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
         forwarded.norms = norms.float().to(self.device)
         size = grad.numel() * grad.element_size()
@@ -495,12 +519,12 @@ class ModelTap:
         the model's output; where that has no positions, as of a model that returns its loss, the last module's output
         that all but the head's gradient passes through.
         """
-        calls, found = self._linear_calls, _hidden_in(output)
+        calls, found = self._linear_calls, hidden_in(output)
         has_graph = found is not None and found.requires_grad and not isinstance(self.outer, FSDP1 | FSDPModule)
         hidden = last_hidden(found, calls) if found is not None and has_graph else None
-        if hidden is None and found is not None and has_graph and found.dim() > 1 and _differentiable(output) == 1:
+        if hidden is None and found is not None and has_graph and found.dim() > 1 and num_differentiable(output) == 1:
             self.body, self.is_at_head, self._is_searching = module, False, False
-            self._hidden = found
+            self._hidden, self._is_by_row = found, found.dim() > 3 or has_channels_first(found)
             self._hook(found)
             after = _Hook(self, "_after_body")
             self._add_handle(self.body.register_forward_hook(after, with_kwargs=True, prepend=True))
@@ -528,7 +552,7 @@ class ModelTap:
                 self._part_handles.append(part.register_forward_hook(_Hook(self, "_after_part")))
 
     def _after_part(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        hidden = _hidden_in(output)
+        hidden = hidden_in(output)
         if self._present is not None and self._part_calls is not None and hidden is not None and hidden.requires_grad:
             self._part_calls.append((module, hidden))
 
@@ -590,85 +614,12 @@ def _zero_outside(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.where(factor, grad, 0.0)
 
 
+def _note_side_output(present: Forwarded, grad: torch.Tensor) -> None:
+    present.is_passed_by = True
+
+
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP's, FSDP1's, DeepSpeed's and torch.compile's wrappers."""
-    found: Any = model
-    while True:
-        if isinstance(found, FSDP1):
-            found = found._fsdp_wrapped_module
-        elif isinstance(found, DistributedDataParallel) or is_engine(found):
-            found = found.module
-        elif hasattr(found, "_orig_mod"):
-            found = found._orig_mod
-        else:
-            return found
-
-
-def _find_body_and_head(
-    model: torch.nn.Module, hidden: torch.nn.Module | str | None
-) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Return the body, whose output is the last hidden state, and the head; None where the model does not say."""
-    if isinstance(hidden, torch.nn.Module):
-        return hidden, None
-    if hidden is not None:
-        return model.get_submodule(hidden), None
-    model = _transformers_model_in(model)
-    plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
-    asked = getattr(plain, "get_output_embeddings", None)
-    if asked is None:
-        return None, None
-    try:
-        head = asked()
-    except (AttributeError, NotImplementedError):
-        head = None
-    head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
-    body = getattr(plain, "base_model", None)
-    body = innermost(body) if isinstance(body, torch.nn.Module) else None
-    if head is None and body is not None:
-        behind = set(plain.modules()) - set(body.modules())
-        linear = [part for part in plain.modules() if part in behind and isinstance(part, torch.nn.Linear)]
-        head = linear[0] if len(linear) == 1 else None
-    if body is plain and head is None and hasattr(plain, "config"):  # a body that is trained without a head
-        return body, None
-    is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
-    return body if is_body else None, head
-
-
-def _trained_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformers model inside of a module, else its only child that is trained; without one, itself."""
-    found = _transformers_model_in(model)
-    if found is model and not any(param.requires_grad for param in model.parameters(recurse=False)):
-        trained = [part for part in model.children() if any(param.requires_grad for param in part.parameters())]
-        found = trained[0] if len(trained) == 1 else model
-    return found
-
-
-def _transformers_model_in(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the one transformers model inside of the user's module, such as Lightning's; else the module."""
-    found = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
-    is_one = bool(found) and set(found) <= set(found[0].modules())
-    return found[0] if is_one else model
-
-
-def _hidden_in(output: Any) -> torch.Tensor | None:
-    found = getattr(output, "last_hidden_state", output)
-    found = found[0] if isinstance(found, tuple | list) and found else found
-    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
-
-
-def _differentiable(output: Any) -> int:
-    """Return how many tensors of a model's output, but scalars, have a graph."""
-    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return sum(leaf.requires_grad and leaf.dim() > 0 for leaf in leaves)
-
-
-def _replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
-    """Return a body's output with h replaced: in last_hidden_state, and last in hidden_states."""
-    return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 
 def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:

@@ -45,11 +45,12 @@ from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .counts import StepCounts
 from .curve import Curve
+from .models import innermost, is_compiled, sparse_embedding
 from .notes import Notes
 from .replay import hold_against
 from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
-from .taps import ModelTap, innermost
+from .taps import ModelTap
 from .zero import ZeroEngine, ZeroSpace, is_engine
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,11 @@ class Watch(Notes):
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
         self.clips = ClipTap(self._owns)
         self._listen()
-        if engine is not None:
+        if (name := sparse_embedding(model)) is not None:
+            self._tell_once(f"{name} has sparse gradients: make it sparse=False. Nothing is watched")
+            self.localizer.num_failures = 3
+            self.close()
+        elif engine is not None:
             self._take_engine(engine)
 
     def _device_of(self, model: torch.nn.Module) -> torch.device:
@@ -670,12 +675,6 @@ class Watch(Notes):
         self.metrics = {name.removeprefix("actor/"): value for name, value in self.metrics.items()}
         if self.metrics and self._curve is not None:
             self._tell_once(self._curve.write(self.number, {"actor/grad_norm": float(norm), **self.metrics}))
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` is around the model or a part of it."""
-    parts = model.modules()
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts)
 
 
 def _to(reference: Any, name: str, *given: Any) -> Any:

@@ -186,3 +186,75 @@ def test_a_head_behind_dropout_is_found(tmp_path):
     Ctc(tmp_path).run()
     (event,) = events_in(tmp_path)
     assert named(event) == [kinds.PLANT] and event["certificate"]["verdict"] == "explained"
+
+
+class Pictures(kinds.OfOwn):
+    """A convolution's output (B, C, H, W): a row is one position."""
+
+    named = (kinds.PLANT[0], 0)
+
+    class made(torch.nn.Sequential):  # noqa: N801
+        def __init__(self):
+            super().__init__(torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3, padding=1))
+
+    def loss(self, ids, weight):
+        pictures = ids[:, None, None, 1:].float().expand(-1, 1, kinds.T, -1) / kinds.VOCABULARY
+        classes = ids[:, 1:, None].expand(-1, -1, kinds.T) % 4
+        losses = torch.nn.functional.cross_entropy(self.model(pictures), classes, reduction="none")
+        return (losses.mean((1, 2)) * weight.amax(1)).mean()
+
+
+class Double(kinds.OfOwn):
+    def build(self):
+        return super().build().double()
+
+
+@pytest.mark.parametrize("kind", [Pictures, Double])
+def test_a_model_of_another_shape_or_precision_is_searched(tmp_path, caplog, kind):
+    stock, watched = kind().run().result(), kind(tmp_path).run().result()
+    assert not differing([watched], [stock], "weights")
+    (event,) = events_in(tmp_path)
+    assert named(event) == [kind.named] and event["certificate"]["verdict"] == "explained"
+    assert event["fault"]["at"] == "batch" and "cannot be followed" not in caplog.text
+
+
+def test_an_output_that_passes_by_the_hidden_state_is_no_gradient_that_was_changed(tmp_path):
+    class TwoOutputs(kinds.OfOwn):
+        class made(kinds.Own):  # noqa: N801
+            def begin(self):
+                self.mean = torch.nn.Linear(kinds.H, kinds.H)
+
+            def forward(self, ids):
+                mean = self.mean(self.hidden(ids))
+                return self.head(torch.tanh(mean)), mean
+
+        def logits(self, ids):
+            logits, self.mean = self.model(ids)
+            return logits
+
+        def loss(self, ids, weight):
+            return super().loss(ids, weight) + (self.mean.square().mean(-1) * weight).mean()
+
+    TwoOutputs(tmp_path).run()
+    (event,) = events_in(tmp_path)
+    assert event["fault"]["at"] == "undecided" and event["culprits"] == []
+    assert "another output of the model" in event["fault"]["reason"]
+
+
+def test_sparse_gradients_are_refused_with_a_sentence(tmp_path, caplog):
+    class Sparse(kinds.OfOwn):
+        def build(self):
+            model = super().build()
+            model.embed = torch.nn.Embedding(kinds.VOCABULARY, kinds.H, sparse=True)
+            return model
+
+        def build_optimizer(self):
+            return torch.optim.SGD(self.model.parameters(), lr=1e-2)
+
+        def take_step(self):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    stock, watched = Sparse().run().result(), Sparse(tmp_path).run().result()
+    assert not differing([watched], [stock], "weights") and not events_in(tmp_path)
+    assert "embed has sparse gradients: make it sparse=False. Nothing is watched" in caplog.text
