@@ -54,13 +54,17 @@ def find_body_and_head(
     return body if is_body else None, head
 
 
-def trained_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformers model inside of a module, else its only child that is trained; without one, itself."""
+def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the parts that a loop may call in place of the model: the transformers model inside, its only trained
+    child, or all trained children of a container without a forward."""
     found = _transformers_model_in(model)
-    if found is model and not any(param.requires_grad for param in model.parameters(recurse=False)):
-        trained = [part for part in model.children() if any(param.requires_grad for param in part.parameters())]
-        found = trained[0] if len(trained) == 1 else model
-    return found
+    if found is not model:
+        return [found]
+    if any(param.requires_grad for param in model.parameters(recurse=False)):
+        return []
+    trained = [part for part in model.children() if any(param.requires_grad for param in part.parameters())]
+    is_container = type(model).forward is torch.nn.Module.forward
+    return trained if len(trained) == 1 or is_container else []
 
 
 def _transformers_model_in(model: torch.nn.Module) -> torch.nn.Module:

@@ -45,7 +45,7 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .models import find_body_and_head, innermost, trained_part
+from .models import find_body_and_head, innermost, trained_parts
 from .paths import (
     has_channels_first,
     hidden_in,
@@ -158,9 +158,8 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(_Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(_Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        trained = trained_part(inner)
-        if hidden is None and trained is not inner:
-            self._listen(trained)  # which a method of the user's own may call, such as a training_step
+        for part in trained_parts(inner) if hidden is None else ():
+            self._listen(part)  # which a method of the user's own may call, such as a training_step
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Keep this module's calls as training's, such as those of a wrapper that is made later."""

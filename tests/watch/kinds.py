@@ -519,6 +519,18 @@ class CalledByMethod(OfOwn):
         return self.model.training_step(ids)
 
 
+class Container(OfOwn):
+    """A ModuleDict, whose parts the loop calls one after the other."""
+
+    def build(self):
+        model = Own()
+        head, model.head = model.head, nn.Identity()
+        return nn.ModuleDict({"body": model, "head": head})
+
+    def logits(self, ids):
+        return self.model["head"](self.model["body"](ids))
+
+
 class Heads(OfOwn):
     """Two heads on one hidden state: the next token, and the one after (MTP). A position has both losses."""
 
