@@ -209,7 +209,8 @@ def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     last = case.clues.number - 1 if updates.last is None else updates.last.number
     far = [each for each in updates.far(ranks) if case.clues.is_first or each[0] < case.clues.number]
     is_far = bool(far) and far[-1][0] == last
-    spikes_too = (case.evidence["reference_times"] or 0.0) * case.usual >= (case.task.spike.threshold or math.inf)
+    times = case.evidence["reference_times"] or 0.0
+    spikes_too = times >= max(UNUSUAL, (case.task.spike.threshold or math.inf) / case.usual)
     is_asked = is_far or case.clues.is_first and spikes_too
     changed = None if outside is None else _change_fault(case, *outside)
     is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle

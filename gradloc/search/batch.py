@@ -23,11 +23,19 @@ _FEWER = 4.0  # times: culprits are at least that much fewer than equal tokens t
 
 def is_spread(task: Task, shares: ShareMap, spans: Sequence[Span]) -> bool:
     """Return whether these, all that may be culprits, leave most of R to others, and the loss pulls none of
-    them more.
+    them more. A few that leave no spike do not.
     """
-    if task.spike.threshold is None or sum_products(task, shares, spans) >= shares.square / 2:
+    threshold, carried = task.spike.threshold, sum_products(task, shares, spans)
+    if threshold is None or carried >= shares.square / 2:
+        return False
+    if shares.square - carried <= threshold**2 and _are_few(task, spans, carried / shares.square):
         return False
     return not any(_pulls(task, spans)[0])
+
+
+def _are_few(task: Task, spans: Sequence[Span], part: float) -> bool:
+    """Return whether these are far fewer than equal tokens that carry this part of the squared norm."""
+    return _FEWER * sum(span.size for span in spans) <= task.spike.num_tokens * part
 
 
 def keep_culprits(task: Task, culprits: Sequence[Span], found: Certificate) -> list[Span]:
@@ -36,8 +44,7 @@ def keep_culprits(task: Task, culprits: Sequence[Span], found: Certificate) -> l
     if task.spike.threshold is None or rest is None or not math.isfinite(rest):
         return list(culprits)
     stand_out, is_scaled = _pulls(task, culprits)
-    num_equal = task.spike.num_tokens * (1 - (rest / before) ** 2)  # that would leave as little
-    are_few = _FEWER * sum(span.size for span in culprits) <= num_equal
+    are_few = _are_few(task, culprits, 1 - (rest / before) ** 2)
     if not is_scaled or (rest <= task.spike.threshold and are_few):
         return list(culprits)
     return [span for span, is_pulled in zip(culprits, stand_out, strict=True) if is_pulled]
