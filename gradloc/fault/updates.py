@@ -81,7 +81,7 @@ class Movements:
 
 
 class Moments(NamedTuple):
-    """What Adam's moments after a step say of its size."""
+    """Measures of the last step's size that Adam's moments give."""
 
     decay_share: float
     """Weight decay's fraction of the squared movement."""
