@@ -23,6 +23,12 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` is around the model or a part of it."""
+    parts = model.modules()
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts)
+
+
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: the tensor itself, where ``to_local`` would run an operation to make
     a view.

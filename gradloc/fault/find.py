@@ -15,7 +15,7 @@ backward**. All numbers are the same on every rank, so all decide alike.
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..record import Fault, PathEntry
 from ..search.step_causes import MOST_NAMES, fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
+from .attention import LARGE_LOGIT, AttentionLogits
 from .reference import Reference
 from .updates import Updates
 
@@ -65,6 +66,8 @@ class _Case:
     clues: Clues
     evidence: dict[str, float | None] = field(default_factory=dict)
     path: list[PathEntry] = field(default_factory=list)
+    attention: str = ""
+    """Name of the module with the largest attention logits."""
 
     @property
     def usual(self) -> float:
@@ -112,14 +115,16 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     scaled = _scaled_after_backward(case)
     if scaled is not None:
         return scaled, case.path
-    norm = _run(task.prober, reference.step, range(1))
+    with AttentionLogits(task.prober.space.module) as logits:
+        norm = _run(task.prober, reference.step, range(1))
+    case.evidence["attention_logit"], case.attention = logits.largest(task.prober.ranks)
     times = norm / first if first > 0 else math.inf
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
     case.note(f"a micro-batch of step {reference.number} at these weights; {number(first, 3)} at its own", norm)
     least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
     found = _weights_fault(case, not times < least)  # also loud where it is not finite
     if found is not None:
-        return found, case.path
+        return replace(found, reason=found.reason + _about_attention(case)), case.path
     why = (
         f"a micro-batch of step {reference.number} has {times:.2g} times its norm at these weights, and the spike "
         f"{number(spike / case.usual, 3)} times the usual norm{_since_update(case)}"
@@ -475,3 +480,9 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
         times_usual = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
         names = tuple(updates.names[index] for index in _largest(times_usual))
     return Fault("weights", "weights_grown", ranks.broadcast_from(0, names), since, case.evidence, why)
+
+
+def _about_attention(case: _Case) -> str:
+    """Return the end of a sentence on attention logits that are out of bounds; mostly ""."""
+    logit = case.evidence["attention_logit"] or 0.0
+    return f"; attention logits reach up to {number(logit, 3)} in {case.attention}" if logit > LARGE_LOGIT else ""

@@ -74,12 +74,6 @@ def _transformers_model_in(model: torch.nn.Module) -> torch.nn.Module:
     return found[0] if is_one else model
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` is around the model or a part of it."""
-    parts = model.modules()
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts)
-
-
 def sparse_embedding(model: torch.nn.Module) -> str | None:
     """Return the name of the first embedding whose gradient is a sparse tensor; None without one."""
     return next((name for name, part in model.named_modules() if getattr(part, "sparse", False) is True), None)

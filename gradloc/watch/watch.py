@@ -31,7 +31,7 @@ from ..config import GradLocConfig, settings_without_verl
 from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
-from ..core.sharding import compute_device
+from ..core.sharding import compute_device, is_compiled
 from ..explain.advice import LOOP
 from ..explain.text import plural
 from ..fault.updates import Undo
@@ -45,7 +45,7 @@ from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .counts import StepCounts
 from .curve import Curve
-from .models import innermost, is_compiled, sparse_embedding
+from .models import innermost, sparse_embedding
 from .notes import Notes
 from .replay import hold_against
 from .rows import view_of, view_of_summaries

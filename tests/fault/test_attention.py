@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention logits: the bound holds against the logits themselves, and looking changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradloc.core.ranks import Ranks
+from gradloc.fault.attention import AttentionLogits
+from lab.benchmarks import links
+
+PLAN = links.Plan.of("gpt", 2)
+GROWN = 300.0
+
+
+def grow(model: nn.Module) -> None:
+    """Make the queries and keys of the second block larger."""
+    with torch.no_grad():
+        weight = model.blocks[1].qkv.weight
+        weight[: 2 * weight.shape[1]].mul_(GROWN)
+
+
+def logits_of(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the attention logits of a block, (B, heads, T, T)."""
+    rows, length, _ = x.shape
+    query, key, _ = block.qkv(block.first(x)).view(rows, length, 3, block.heads, -1).permute(2, 0, 3, 1, 4)
+    return query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+
+
+def test_the_bound_is_on_the_largest_logits_and_results_stay_bit_for_bit():
+    torch.manual_seed(0)
+    model, ids, largest = links.Gpt(32, 3, 4), torch.randint(256, (2, 9)), list[float]()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, given: largest.append(logits_of(block, *given).max().item()))
+    grow(model)
+    plain = model(ids)
+    with AttentionLogits(model) as seen:
+        watched = model(ids)
+    bound, name = seen.largest(Ranks(None))
+    assert torch.equal(plain, watched) and name == "blocks.1"
+    assert max(largest) <= bound <= 20 * max(largest)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_of_transformers_is_seen(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=attention))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(3000.0)
+    with AttentionLogits(model) as seen:
+        model(torch.randint(64, (2, 9)))
+    bound, name = seen.largest(Ranks(None))
+    assert bound > 100 and name == "model.layers.1.self_attn"
+
+
+@pytest.mark.full
+def test_weights_at_fault_say_where_attention_is_out_of_bounds(tmp_path):
+    torch.set_num_threads(1)
+    run = links.Run(PLAN, folder=str(tmp_path))
+    for _ in range(links.HEALTHY):
+        run.take()
+    grow(run.model)
+    for _ in range(4):
+        run.take()
+    first = next(each for each in links.read_events(str(tmp_path)) if each["step"]["global_step"] > links.HEALTHY)
+    assert first["fault"]["at"] == "weights" and not first["culprits"]
+    assert first["fault"]["evidence"]["attention_logit"] > 100
+    assert "attention logits reach up to" in first["fault"]["reason"] and "blocks.1" in first["fault"]["reason"]
+    run.watch.close()
