@@ -2,13 +2,14 @@
 """One JSON value or Python literal over a whole file: ``trainer_state.json``, a series, a list of dicts, a notebook."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...record.files import parse_json
 from ..errors import ReportError
 from .lines import literal, read_lines, texts_of
-from .names import as_step, is_norm, number, numbers, one_value, step_of
+from .names import as_step, is_norm, number, numbers, one_value, step_name, step_of
 from .recording import Recording, gather
 from .source import Source
 from .tables import SAMPLE, as_texts, read_columns
@@ -73,8 +74,18 @@ def read_document(source: Source) -> list[Recording]:
 
 
 def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
-    """Return what a notebook's cells printed, read as a console."""
+    """Return the tables that a notebook's cells drew, as a Trainer draws its steps; else what they printed, read as a
+    console.
+    """
     outputs = [out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or ()]
+    tables = []
+    for output in outputs:
+        drawn = output.get("data", {}).get("text/html", ()) if isinstance(output, dict) else ()
+        rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in "".join(drawn).split("<tr")[1:]]
+        if len(rows) > 1 and step_name(rows[0]) is not None:
+            tables += read_columns(source, rows[0], iter(rows[1:]), form="a notebook's table")
+    if tables:
+        return tables
     texts = [str(part) for out in outputs if isinstance(out, dict) for part in out.get("text") or ()]
     return read_lines(source, "".join(texts))
 

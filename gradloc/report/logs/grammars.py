@@ -37,7 +37,7 @@ _HEADED = re.compile(
     r"|\b(?:steps_completed=|batch: )(\d{1,15})(?=[, ])"
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
     r"|(?:^|\s)\[(\d{1,15})\] (?=[a-z]\w* ?[=: ] ?[-\d])"  # [73] loss 2.0 / kl 0.1
-    r"|\b(\d{1,15})(?:\.0)?it/\d"  # 73it/120it
+    r"|\b(\d{1,12}(?:\.\d*)?k?)it/\d"  # 73it/120it, 4.60kit/100kit
     r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
     re.IGNORECASE,
 )
@@ -515,10 +515,9 @@ class Labelled(Grammar):
         if total and "epoch" in values:
             self.lengths[process][len(self.rows[process])] = int(total[1])
         step = next(filter(None, head.groups())).replace(",", "")
-        if step[-1] in "KMkm":  # 31K means a thousand steps
-            self.is_late = True
-            step = float(step[:-1]) * (1e3 if step[-1] in "Kk" else 1e6)
-        return self.add(process, int(step), values)
+        scale = {"k": 1e3, "m": 1e6}.get(step[-1].lower(), 1.0)  # 31K means a thousand steps
+        self.is_late |= scale > 1
+        return self.add(process, round(float(step.rstrip("KMkm")) * scale), values)
 
     def _goes_on(self, line: str, process: str) -> bool:
         """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""

@@ -73,6 +73,12 @@ _AT_MINIMUM = re.compile(
 )
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
 _OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "topping")
+_SAVED = re.compile(
+    r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
+    r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",
+    re.IGNORECASE,
+)
+"""A checkpoint that was written, as verl, a Trainer and Megatron say it."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -93,7 +99,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
-    sieve = _Sieve()
+    sieve, saved = _Sieve(), dict[int, str]()
     for line in _joined(unwrapped(sieve.lines(source.texts() if text is None else [text])), sieve):
         if not config.is_open and console.take_alike(line):  # most steps of a long log
             last, taken = line, console
@@ -110,6 +116,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             continue
         if config.is_open or "{'" in line:
             config.take(_plain(line))
+        found = _SAVED.search(line) if "heckpoint" in line or "step_folder" in line else None
+        if found is not None:
+            saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
         if not (  # a quick look: a line that no grammar wants costs no more
@@ -141,7 +150,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         ):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
-            elif "<" not in line:
+            elif "<" not in line and found is None:
                 sieve.leave_out(line)  # most lines of a long log
             continue
         if "\x1b" in line or "[0m" in line:
@@ -199,12 +208,18 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     is_cut = text is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
         notes += _drop_cut_value(best, _plain(last))
-    made = [
-        Recording(source.name, best.title, "", process, rows, config.settings, verdicts=json_lines.verdicts)
-        for process, rows in best.rows.items()
-    ]
+    made, printed_by = list[Recording](), dict[tuple, str]()
+    for process, rows in best.rows.items():
+        norms = tuple((step, name, value) for step, values in rows for name, value in values.items() if is_norm(name))
+        if printed_by.setdefault(norms or (process,), process) == process:
+            made.append(Recording(source.name, best.title, "", process, rows, config.settings))
+            made[-1].verdicts = json_lines.verdicts
+    if num_alike := len(best.rows) - len(made):
+        others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
+        notes.append(f"{others} in {source.name} printed the same gradient norms.")
     made[0].notes, made[0].skips = notes, skips
     for recording in made:
+        recording.saved = saved
         recording.is_counted = best.is_counted or (best is labelled and labelled.is_late)
         if num_seen:
             recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"

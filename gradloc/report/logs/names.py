@@ -236,7 +236,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
     """verl's name -> the name in the log, for the metrics that another trainer calls otherwise."""
     names = list(names)
     own: dict[str, str] = {}
-    for name in sorted(names, key=len):
+    for name in sorted(names, key=lambda name: ("raw" not in name, len(name))):  # before a group's mean is taken off
         known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in names and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)

@@ -64,6 +64,8 @@ class Recording:
     """Whether its lines do not say the trainer's step, so that steps were counted."""
     skips: list[Skip] = field(default_factory=list)
     """Steps that the trainer says it skipped."""
+    saved: dict[int, str] = field(default_factory=dict)
+    """The checkpoints that the trainer says it saved, by step."""
 
 
 def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:

@@ -243,7 +243,7 @@ class _Table:
         source, runs = self.source, self._columns_by_run()
         shared = runs.pop("", {}) if len(runs) > 1 else {}
         is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in self.names)
-        form = "W&B's CSV" if is_wandb else "CSV"
+        form = "W&B's CSV" if is_wandb else self.form or "CSV"
         made = {run: Recording(source.name, form, run if len(runs) > 1 else "", notes=source.notes) for run in runs}
         num_bad = num_rows = 0
         for cells in self.rows:

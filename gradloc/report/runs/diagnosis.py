@@ -111,7 +111,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     beyond = findings(run)
     if all(part.norm is None for part in run.parts):
         missing = missing_norm(run.parts[-1], run.name)
-        made = Diagnosis(run, missing, limits=[*_unseen(run), *_overwritten(run)])
+        made = Diagnosis(run, missing, limits=[*_unseen(run), *minor_skips(run), *_overwritten(run)])
         counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
         made.is_judged = bool(beyond) or max(counts) > HealthConfig().warmup
         if beyond:
@@ -143,16 +143,15 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     worst = explosions[0]
     made.headline = worst.sentence
     if worst.is_start:
-        made.sentences.append(
-            "The run starts with it, and norms often start high: a spike only if the steps below say so."
-        )
+        made.sentences.append("Norms are often high in a run's first steps and fall by themselves.")
     sound = sound_loss(surviving(worst.segment), worst.lost[0]) if worst.lost else ""
     effects, is_hurt = _effects(worst)
     if sound:
         effects, is_hurt = f"{sound}: the weights are not NaN.", False
     elif worst.lost and is_hurt is None:
         effects = lost_loss(run, worst.lost) or effects
-    if is_hurt and worst.kind in ("back", "level"):
+    is_followed = worst.kind == "end" and worst.peak is not worst.steps[-1]
+    if is_hurt and (worst.kind in ("back", "level") or is_followed):
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
     made.sentences.append(effects)
@@ -277,9 +276,9 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     if changes:
         effects = "; ".join(changes)
     elif steady:
-        count = len(metrics.steps[metrics.steps.index(worst.first) + 1 :][:within])
+        num_steps = metrics.steps[metrics.steps.index(worst.first) :][: within and within + 1][-1] - worst.first
         when = "of it" if is_growth else "after it"
-        effects = f"{' and '.join(steady)} held in the {plural(count, 'step')} {when}"
+        effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
     else:
         is_logged = any(metrics.logged(name) for _, names, *_ in EFFECTS for name in names)
         effects = "the log has no reward, entropy or loss, so its effect is unknown"
@@ -317,12 +316,12 @@ def _change(
     known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = AFTER
 ) -> _Change | None:
     """Return a metric's change in the values after a step, ``within`` of them; None where it only scattered."""
-    before = [value for at, value in known if at <= step][-AROUND:]
+    before = [value for at, value in known if at <= step][-_NEAR:]
     after = [(at, value) for at, value in known if at > step]
     near = after[:within]
     if not before or not near:
         return None
-    was = median(before)
+    was = median(before[-AROUND:])
     scatter = 4 * median(abs(value - was) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
     if fall is not None and was - low > max(scatter, (1 - fall) * abs(was)) and was != 0:
@@ -344,7 +343,10 @@ def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
 
 
 def _others(explosions: Sequence[Explosion]) -> list[str]:
-    others = [explosion for explosion in explosions[1:] if not explosion.is_start]
+    worst, *others = explosions
+    is_broken = worst.kind in ("collapse", "level")  # what follows it is its effect
+    last = worst.segment.last if is_broken else worst.first
+    others = [other for other in others if not other.is_start and not worst.first < other.first <= last]
     if not others:
         return []
     shown = sorted(others[:6], key=lambda other: other.first)
@@ -432,6 +434,10 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"
     sentence = f"{verb} from your last checkpoint before step {before}"
+    saved = max((step for step in run.saved if step < before), default=None)
+    if not where and saved is not None and not run.is_counted:
+        where = run.saved[saved]
+        sentence += f" (the log says that step {saved:,} was saved)"
     if is_trl(run.trainer):
         return f"{sentence}:", f'trainer.train(resume_from_checkpoint="{where or "OUTPUT_DIR/checkpoint-N"}")'
     if run.trainer.startswith("verl"):

@@ -23,6 +23,7 @@ EFFECTS = (
     ("reward", SCORES, 0.7, None),
     ("entropy", ENTROPY, 0.5, 2.0),
     ("KL to the reference", REFERENCE_KL, None, 5.0),
+    ("mismatch KL", ("rollout_corr/kl",), None, 5.0),
     ("response length", (LENGTH,), 0.5, 1.5),
     ("loss", LOSSES, None, 1.3),
 )
@@ -127,14 +128,15 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
-    found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics), _collapse(metrics)]
+    found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics)]
+    found.append(_collapse(metrics) or _loss_spike(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
 
 def minor_skips(run: LoggedRun) -> list[str]:
     """Note that a few steps were skipped, as fp16's scaler does to find its scale; empty where none were."""
     skips = _skipped(run)
-    return [f"{skips.sentence} {skips.advice}"] if skips is not None and not skips.kind else []
+    return [f"{skips.sentence} {skips.advice}".rstrip()] if skips is not None and not skips.kind else []
 
 
 def _not_finite(run: LoggedRun) -> Iterator[Sign]:
@@ -195,14 +197,8 @@ def _repeats(title: str, begin: str) -> str:
 def _skipped(run: LoggedRun) -> Sign | None:
     """Find steps that the trainer reports as skipped; without a kind where they are few, and no fault."""
     skips = [skip for skip in run.skips if not skip.is_nan_loss]
-    name = next(
-        (own for own in run.metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps")), ""
-    )
-    values = run.metrics.logged(name)
-    if not skips and len(values) > 1 and values[-1][1] > 0 and all(value > 0 for _, value in values):
-        return Sign("skipped", f"{name} is above 0 in all {plural(len(values), 'row')}.", first=values[0][0])
     if not skips:
-        return None
+        return _counted_skips(run.metrics)
     overflows = [skip for skip in skips if skip.is_overflow]
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     where = ""
@@ -220,11 +216,14 @@ def _skipped(run: LoggedRun) -> Sign | None:
         sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
         if not count:
             sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
-        if not is_end and count < 3:
+        has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
+        last = (known[-1].step if known else None) or run.metrics.steps[0]
+        is_over = not is_end and (count < 3 or has_rows and run.metrics.steps[-1] - last >= 10 * count)
+        if is_over:
             advice = "A few are normal while the scaler finds its scale."
         else:
             advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
-        is_fault = is_end or count >= 3 or not run.metrics.norms
+        is_fault = not is_over or not has_rows
         return Sign("skipped" if is_fault else "", sentence, advice, first)
     norms = run.metrics.norms
     span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
@@ -243,6 +242,21 @@ def _skipped(run: LoggedRun) -> Sign | None:
         else "Compare the trainer's limit on the norm with the norms of these steps."
     )
     return Sign("skipped", sentence, advice, first)
+
+
+def _counted_skips(metrics: Metrics) -> Sign | None:
+    """Find skipped steps by the metric that counts them; without a kind where later rows have none."""
+    names = (own for own in metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps"))
+    values = metrics.logged(next(names, ""))
+    steps = [step for step, value in values if value > 0]
+    if not steps or len(values) < 2:
+        return None
+    where = f"all {len(values)} rows" if len(steps) == len(values) else f"{plural(len(steps), 'row')} ({ranges(steps)})"
+    sentence = f"The trainer counts skipped steps in {where}."
+    if len(steps) == len(values):
+        return Sign("skipped", sentence, first=steps[0])
+    is_over = len(steps) < 3 or values[-1][0] - steps[-1] >= steps[-1] - steps[0]
+    return Sign("", sentence, "A few are normal while fp16's scaler finds its scale." if is_over else "", steps[0])
 
 
 def _vanished(metrics: Metrics) -> Sign | None:
@@ -304,10 +318,12 @@ def _collapse(metrics: Metrics) -> Sign | None:
             _, at, was, now = best
             lowest, highest = _bounds(title, was)
             is_away = [not lowest <= value <= highest for value in values]
-            while at > _AROUND and is_away[at - 1]:  # the largest change need not be at the first such value
-                at -= 1
             while at < len(values) - 1 and not is_away[at]:
                 at += 1
+            scatter = 4 * median(abs(value - was) for value in values[max(at - 20, 0) : at])
+            # the largest change need not be at the first such value
+            while at > _AROUND and (is_away[at - 1] or (values[at - 1] - was) * (now - was) > scatter * abs(now - was)):
+                at -= 1
             found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
@@ -318,6 +334,35 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _loss_spike(metrics: Metrics) -> Sign | None:
+    """Find the highest jump of a supervised run's loss above the values before it."""
+    own, logged = loss_of(metrics)
+    known = [(step, value) for step, value in logged if math.isfinite(value)]
+    best: tuple[float, int, float] | None = None
+    for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
+        value = known[at][1]
+        if not value > 1.5 * known[at - 1][1] > 0:
+            continue
+        before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
+        was = median(before)
+        scatter = median(abs(earlier - was) for earlier in before)
+        if value > 1.5 * max(before) and value - was > 12 * scatter and (best is None or value / was > best[0]):
+            best = value / was, at, was
+    if best is None:
+        return None
+    times, at, was = best
+    step, peak = known[at]
+    back = next((later for later, value in known[at + 1 :] if value - was < 0.1 * (peak - was)), None)
+    end = "is not back at the end of the log" if back is None else f"was back at step {back}"
+    sentence = (
+        f"{own} jumped to {number(peak, 3)} at step {step}, {number(times, 2)} times the {number(was, 3)} before it, "
+        f"and {end}."
+    )
+    if back is None:
+        return Sign("loss", sentence, "", step, known[at - 1][0] + 1)
+    return Sign("loss", sentence, "No need to resume. Log the gradient norm to see such a step from its cause.", step)
 
 
 def _bounds(title: str, was: float) -> tuple[float, float]:

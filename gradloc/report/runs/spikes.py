@@ -114,6 +114,7 @@ KINDS = {
     "vanish": "loss and gradient vanish",
     "height": "norms too large to train at",
     "fell": "a collapse without a spike",
+    "loss": "a spike of the loss",
 }
 """Kinds of explosions with their titles."""
 LEVEL = 3.0
