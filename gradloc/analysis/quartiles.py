@@ -191,22 +191,23 @@ class _Tokens:
         return self.quartile != EMPTY
 
 
-def measured(
-    ranks: list[QuartileNumbers], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
+def record_fields(
+    by_rank: list[QuartileNumbers], batch: dict[str, np.ndarray], quartiles: np.ndarray, sampled: np.ndarray
 ) -> dict[str, Any]:
     """Return the fields of :class:`~..record.analysis.QuartileAnalysis` that come from the workers' numbers.
 
     Args:
-        ranks: each rank's numbers.
+        by_rank: each rank's numbers.
         batch: ``old_log_probs``, ``advantages`` and ``responses``, each (R, T).
         quartiles: (R, T), from :func:`assign`.
         sampled: (S, 2), rows and positions.
     """
-    numbers = ranks[0]
+    numbers = by_rank[0]
     probability = np.exp(batch["old_log_probs"].astype(np.float64))
     everything = _Tokens(quartiles, probability, batch["advantages"], batch["responses"])
-    changes = _changes(ranks, quartiles.shape)
+    changes = _changes(by_rank, quartiles.shape)
     without = changes["none"]
+    # momentum and weight decay alone move tokens, too: the rest is the gradient's own effect
     own = {name: None if change is None or without is None else change - without for name, change in changes.items()}
     tokens = _sampled_tokens(numbers["tokens"], sampled, everything)
 
@@ -224,17 +225,17 @@ def measured(
     }
 
 
-def _changes(ranks: list[QuartileNumbers], shape: tuple[int, ...]) -> Changes:
+def _changes(by_rank: list[QuartileNumbers], shape: tuple[int, ...]) -> Changes:
     def probability(name: str) -> np.ndarray:
-        found = np.zeros(shape)
-        for numbers in ranks:
-            rows = iter(numbers["rows"])
-            for values in (row for part in numbers["log_probs"][name] or () for row in part):
-                if (number := next(rows)) >= 0:
-                    found[number, : len(values)] = values
-        return np.exp(found)
+        log_prob = np.zeros(shape)
+        for numbers in by_rank:
+            rows = [row for part in numbers["log_probs"][name] or () for row in part]
+            for number, values in zip(numbers["rows"], rows, strict=False):
+                if number >= 0:  # not one that fills a batch up
+                    log_prob[number, : len(values)] = values
+        return np.exp(log_prob)
 
-    before, taken = probability("before"), ranks[0]["log_probs"]
+    before, taken = probability("before"), by_rank[0]["log_probs"]
     return {name: None if taken[name] is None else probability(name) - before for name in UPDATES}
 
 
@@ -247,9 +248,9 @@ def _sampled_tokens(norms: list[dict[str, float | None]], places: np.ndarray, to
             quartile=int(tokens.quartile[row, position]) + 1,
             probability=float(tokens.probability[row, position]),
             advantage=float(tokens.advantage[row, position]),
-            **measured,
+            **each,
         )
-        for (row, position), measured in zip(places.tolist(), norms, strict=True)
+        for (row, position), each in zip(places.tolist(), norms, strict=True)
     )
 
 
@@ -267,27 +268,31 @@ def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: S
     inside, num_tokens = tokens.quartile == number, int(tokens.mask.sum())
     count, norm, dot, whole = int(inside.sum()), numbers["norms"][number], numbers["dots"][number], numbers["whole"]
     probability, mine = tokens.probability[inside], [token for token in sampled if token.quartile == number + 1]
-    ends = {"min": _of(np.min, probability), "mean": _of(np.mean, probability), "max": _of(np.max, probability)}
+    ends = {
+        "min": _or_none(np.min, probability),
+        "mean": _or_none(np.mean, probability),
+        "max": _or_none(np.max, probability),
+    }
     log_prob_norms = [token.log_prob_norm for token in mine if token.log_prob_norm is not None]
     return analysis.Quartile(
         name=analysis.QUARTILES[number],
         num_tokens=count,
         token_share=count / num_tokens if num_tokens else None,
         probability=analysis.Range(**ends) if count else None,
-        one_minus_probability=_of(np.mean, 1.0 - probability),
-        mean_abs_advantage=_of(np.mean, np.abs(tokens.advantage[inside])),
+        one_minus_probability=_or_none(np.mean, 1.0 - probability),
+        mean_abs_advantage=_or_none(np.mean, np.abs(tokens.advantage[inside])),
         norm=norm,
         norm_per_token=norm / count if count else None,
         gradient_share=dot / whole**2 if whole != 0 else None,
         cosine=dot / (norm * whole) if norm * whole != 0 else None,
         sampled=len(mine),
-        mean_log_prob_norm=_of(np.mean, log_prob_norms),
-        median_log_prob_norm=_of(np.median, log_prob_norms),
-        mean_loss_norm=_of(np.mean, [token.loss_norm for token in mine]),
+        mean_log_prob_norm=_or_none(np.mean, log_prob_norms),
+        median_log_prob_norm=_or_none(np.median, log_prob_norms),
+        mean_loss_norm=_or_none(np.mean, [token.loss_norm for token in mine]),
     )
 
 
-def _of(function: Callable[..., Any], values: Sequence[float] | np.ndarray) -> float | None:
+def _or_none(function: Callable[..., Any], values: Sequence[float] | np.ndarray) -> float | None:
     return float(function(values)) if len(values) else None
 
 
@@ -307,27 +312,27 @@ def _moved(changes: Changes, name: str, tokens: _Tokens) -> analysis.Moved | Non
 
 def quartile_metrics(record: analysis.QuartileAnalysis) -> dict[str, float]:
     """Return the record's scalars, for any tracker; undefined ones are left out."""
-    at = "quartile_analysis"
+    prefix = "quartile_analysis"
     metrics: dict[str, float | None] = {
-        f"{at}/all/norm": record.whole.norm,
-        f"{at}/closure": record.closure,
-        f"{at}/passes": record.cost.backwards,
-        f"{at}/rank_correlation/log_prob_norm": record.rank_correlation.log_prob_norm,
-        f"{at}/rank_correlation/loss_norm": record.rank_correlation.loss_norm,
+        f"{prefix}/all/norm": record.whole.norm,
+        f"{prefix}/closure": record.closure,
+        f"{prefix}/passes": record.cost.backwards,
+        f"{prefix}/rank_correlation/log_prob_norm": record.rank_correlation.log_prob_norm,
+        f"{prefix}/rank_correlation/loss_norm": record.rank_correlation.loss_norm,
     }
     sizes = ("token_share", "one_minus_probability", "norm", "norm_per_token")
     names = (*sizes, "gradient_share", "mean_log_prob_norm", "mean_loss_norm")
     for quartile in record.quartiles:
-        metrics.update({f"{at}/{quartile.name}/{name}": getattr(quartile, name) for name in names})
+        metrics.update({f"{prefix}/{quartile.name}/{name}": getattr(quartile, name) for name in names})
     for name, update in record.updates.items():
         if update is None or update.changes is None:
             continue
-        metrics[f"{at}/update_{name}/norm"] = update.update_norm
+        metrics[f"{prefix}/update_{name}/norm"] = update.update_norm
         for quartile, change in zip(record.quartiles, update.changes.quartiles, strict=True):
             if change is not None:
-                metrics[f"{at}/update_{name}/change_{quartile.name}"] = change.mean_abs
+                metrics[f"{prefix}/update_{name}/change_{quartile.name}"] = change.mean_abs
         own = update.own_changes
         if name in ("lowest", "highest") and own is not None and own.agreement is not None:
-            metrics[f"{at}/update_{name}/agreement"] = own.agreement.correlation
-            metrics[f"{at}/update_{name}/size"] = own.agreement.ratio
+            metrics[f"{prefix}/update_{name}/agreement"] = own.agreement.correlation
+            metrics[f"{prefix}/update_{name}/size"] = own.agreement.ratio
     return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -25,7 +25,7 @@ from ..rollout_filter.groups import groups_of
 from .buckets import analysis_metrics, bucket_cosines, bucket_records, group_table, split_groups
 from .config import BucketSettings, QuartileSettings
 from .parts import BUCKET_KEY, NUM_BUCKETS_KEY, NUM_SAMPLED_KEY, QUARTILE_KEY, SAMPLE_KEY
-from .quartiles import assign, measured, quartile_metrics, sample_tokens
+from .quartiles import assign, quartile_metrics, record_fields, sample_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class QuartileReporter(Reporter):
         record = analysis.QuartileAnalysis(
             split=self.settings.split,
             num_rows=len(quartiles),
-            **measured(ranks, arrays, quartiles, sampled),
+            **record_fields(ranks, arrays, quartiles, sampled),
             **self._about(global_step, ranks[0], start),
         )
         return self._write(record, quartile_metrics(record)).metrics

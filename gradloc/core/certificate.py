@@ -37,7 +37,9 @@ _FINE = 256 * UNITS[torch.float32]  # two backwards of the culprits differ by ab
 _AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
 
 
-def judge(norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True) -> tuple[str, str]:
+def verdict_of(
+    norm_after: float, error_bound: float, threshold: float | None, was_finite: bool = True
+) -> tuple[str, str]:
     """Decide what the norm without the culprits proves.
 
     Args:
@@ -116,7 +118,7 @@ class Removal:
         prober, before, threshold = self.prober, self.norm_before, self.threshold
         was_finite = math.isfinite(before)
         if not self.culprits:
-            verdict, reason = judge(before, 0.0, threshold, was_finite)
+            verdict, reason = verdict_of(before, 0.0, threshold, was_finite)
             reason = reason if threshold is None and was_finite else "no culprit was found, so nothing is explained"
             return Certificate(before, before, 0.0, threshold, "none", verdict, reason)
         found = self.measure() if was_finite else None
@@ -124,7 +126,7 @@ class Removal:
             ways = partial(prober.compute_without, self.culprits), partial(fullest, prober, self.culprits)
             found = *recompute(prober, *ways, threshold, self.can_afford, goes_on), "recompute"
         norm_after, error_bound, difference, method = found
-        verdict, reason = judge(norm_after, error_bound, threshold, was_finite)
+        verdict, reason = verdict_of(norm_after, error_bound, threshold, was_finite)
         return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
 
     def measure(self) -> _Measured | None:
@@ -189,7 +191,7 @@ class Removal:
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
     ) -> _Measured | None:
         """Return the measurement; None if its error is too large and recomputing would be more precise."""
-        verdict, _ = judge(norm_after, rounding + noise, self.threshold)
+        verdict, _ = verdict_of(norm_after, rounding + noise, self.threshold)
         is_noisy = verdict == "not_explained" and noise > REPLAY_TOLERANCE * norm_after  # and it is the next direction
         is_vague = verdict == "explained" and noise > norm_after and self.can_afford(self.prober.step.num_micro_batches)
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
@@ -223,7 +225,7 @@ def recompute(
     norm_after = space.norm()
     rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + REPLAY_TOLERANCE * norm_after
-    is_decided = judge(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
+    is_decided = verdict_of(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"
     is_open = goes_on and threshold is not None and norm_after >= threshold
     if not math.isfinite(norm_after) or is_decided or is_open or not can_afford(2):
         return norm_after, error_bound, None

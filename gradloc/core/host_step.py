@@ -55,7 +55,7 @@ class HostStep:
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
         self.has_own_loss = isinstance(step, LossReplay) and step.knows_loss
         if isinstance(step, Scheduled):
-            step.share()
+            step.distribute_records()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)

@@ -32,7 +32,7 @@ class StepPeak:
     def __init__(self) -> None:
         self.size = 0
         """The largest so far, in bytes."""
-        self._before = 0, 0
+        self._before = 0, 0  # bytes used and reserved at most, before the last reset
 
     def begin(self, device: torch.device) -> None:
         """Call before a step's first micro-batch."""
@@ -45,8 +45,7 @@ class StepPeak:
         self.size = max(self.size, peak - allocated)
 
     def most(self, device: torch.device) -> tuple[int, int]:
-        """Return the most that this process has used, and its allocator reserved, whatever was reset: bytes, 0 for a
-        CPU."""
+        """Return the most that this process has used and its allocator reserved, across resets: bytes, 0 for a CPU."""
         used, reserved = self._before
         return max(used, peak_of(device)[0]), max(reserved, reserved_of(device))
 
@@ -54,8 +53,11 @@ class StepPeak:
 class SearchMemory:
     """Makes room for one search on this rank's device, and takes it back.
 
-    The optimizer's state may be moved; None if that is unknown.
-    ``micro_batch`` and ``forward``: see :class:`MemoryNeed`.
+    Args:
+        space: the trained parameters.
+        optimizer: its state may be moved; None if it is unknown.
+        micro_batch: bytes, see :class:`MemoryNeed`.
+        forward: bytes, too.
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):
@@ -120,7 +122,7 @@ class SearchMemory:
         if self._moved and self.device.type != "cpu":
             torch.get_device_module(self.device.type).synchronize(self.device)
         self._moved.clear()
-        if self.device.type == "cuda":  # pinned blocks would stay this process' for good
+        if self.device.type == "cuda":  # give the pinned host blocks back
             getattr(torch._C, "_host_emptyCache", lambda: None)()
 
 
@@ -129,7 +131,7 @@ def memory_of(device: torch.device) -> Memory:
     if device.type == "cpu":
         return Memory(free=int(min(host_free(), cgroup_free(), sys.maxsize)))
     module = torch.get_device_module(device.type)
-    try:  # a history that somebody records would come, too
+    try:  # without the history of allocations, which may be huge
         segments = module.memory_snapshot(include_traces=False)
     except TypeError:  # an older torch
         segments = module.memory_snapshot()
@@ -145,6 +147,10 @@ def host_free(path: str = "/proc/meminfo") -> float:
         return math.inf
 
 
+_CGROUP_V2 = ("memory.max", "memory.current")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
 def cgroup_free(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> float:
     """Return what the limits on this process' groups leave of the host's memory, in bytes; inf without a limit.
 
@@ -155,21 +161,17 @@ def cgroup_free(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") 
         for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             root, names = ("memory", _CGROUP_V1) if "memory" in controllers.split(",") else ("", _CGROUP_V2)
-            if root or not controllers:
+            if root or not controllers:  # v1's memory controller, or v2's only hierarchy
                 groups = [part for part in path.split("/") if part]
                 places += [("/".join([root, *groups[: end + 1]]).lstrip("/"), names) for end in range(len(groups))]
     return min((_left_of(Path(folder) / place, names) for place, names in places), default=math.inf)
 
 
-_CGROUP_V2 = ("memory.max", "memory.current")
-_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
 def _left_of(group: Path, names: tuple[str, str]) -> float:
     """Return what one group's limit leaves, in bytes. The kernel gives up idle page cache, so that counts as free."""
     try:
-        most, used, lines = ((group / name).read_text() for name in (*names, "memory.stat"))
-        found = dict(line.split() for line in lines.splitlines())
+        most, used, stat = ((group / name).read_text() for name in (*names, "memory.stat"))
+        found = dict(line.split() for line in stat.splitlines())
         idle = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
         return math.inf if most.strip() == "max" else int(most) - int(used) + idle
     except (OSError, ValueError):

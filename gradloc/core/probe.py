@@ -41,8 +41,8 @@ class _Pass(NamedTuple):
 
 
 def _rows_of(selected: torch.Tensor | None, pull: Outputs) -> list[int] | None:
-    """Return the rows with anything selected, or the first, since every rank runs a forward. None: all of them, as
-    where a part of the loss passes through no token."""
+    """Return the rows with anything selected, or row 0 without any, since every rank runs a forward. None means all
+    rows: also where a part of the loss passes through no token."""
     if selected is None or pull.auxiliary is not None:
         return None
     rows = selected.any(dim=1).nonzero().flatten().tolist() or [0]
@@ -77,7 +77,7 @@ class Prober:
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
         self.sizes: dict[int, float] = {}
-        """About the norm of each micro-batch's own gradient without the tokens left out last, as far as known."""
+        """Approximate norm of each micro-batch's gradient in the last pass without some tokens, where it is known."""
         self._running: list[torch.Tensor] = []
         self._is_by_row = self.step.is_by_row
 
@@ -94,8 +94,8 @@ class Prober:
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         """Run a micro-batch's forward again at the present weights, see :meth:`.step.TrainingStep.forward`."""
         self.num_forwards += 1
-        self.ranks.run_local_synced(self._make_sure)
-        return self._together(lambda: self.step.forward(micro_batch, needs_entropy))
+        self.ranks.run_local_synced(self._reserve_memory)
+        return self._run_on_all_ranks(lambda: self.step.forward(micro_batch, needs_entropy))
 
     @property
     def unit(self) -> float:
@@ -118,9 +118,9 @@ class Prober:
                 return self.step.forward(micro_batch)
 
         self.num_forwards += 1
-        self.ranks.run_local_synced(self._make_sure)
+        self.ranks.run_local_synced(self._reserve_memory)
         try:
-            return self._together(run)
+            return self._run_on_all_ranks(run)
         except LostRank:
             raise
         except Exception as error:
@@ -133,12 +133,12 @@ class Prober:
         recorded = self.step.recorded(micro_batch).entropy
         return self.forward(micro_batch, needs_entropy=True).entropy if recorded is None else recorded
 
-    def _make_sure(self) -> None:
+    def _reserve_memory(self) -> None:
         """Allocate what the next pass needs and free it again, so that a lack of memory shows before a collective."""
         if self.space.room is not None:
             self.space.room.make_sure()
 
-    def _together(self, joint: Callable[[], T]) -> T:
+    def _run_on_all_ranks(self, joint: Callable[[], T]) -> T:
         """Run a forward or backward. If it fails on any rank, all ranks' modules are made fit for training again."""
         try:
             return self.ranks.run_collective(joint)
@@ -168,15 +168,17 @@ class Prober:
         def made(by_row: bool) -> list[_Pass]:
             if not kept:
                 kept.extend((index, self.step.pull(index, selected), selected) for index, selected in selections)
-            rows = [_rows_of(selected, pull) if by_row else None for _, pull, selected in kept]
-            pulls = [pull.at(chosen) if by_row else pull for (_, pull, _), chosen in zip(kept, rows, strict=True)]
-            return [_Pass([(each[0], chosen)], pull) for each, chosen, pull in zip(kept, rows, pulls, strict=True)]
+            passes = []
+            for index, pull, selected in kept:
+                rows = _rows_of(selected, pull) if by_row else None
+                passes.append(_Pass([(index, rows)], pull.at(rows) if by_row else pull))
+            return passes
 
         self._fill(made, by_row and self._is_by_row)
 
     def compute_recorded(self, records: Mapping[int, Recorded]) -> None:
-        """Fill ``.grad`` with the gradient that these records' coefficients give, by micro-batch: the one that training
-        would have accumulated bit for bit, had its backward delivered them: :meth:`.step.LossReplay.recorded_under`.
+        """Fill ``.grad`` with what training would have accumulated, bit for bit, had its backward delivered the
+        coefficients of these records, by micro-batch; see :meth:`.step.LossReplay.recorded_under`.
         """
         self._fill(lambda _: [_Pass([(index, None)], record.pull(None)) for index, record in records.items()])
 
@@ -225,11 +227,11 @@ class Prober:
         return runs
 
     def _fill(self, made: Callable[[bool], list[_Pass]], by_row: bool = False) -> None:
-        """Run these forwards, each with its backward; ``by_row`` if those may leave rows out that come out as in
-        training, which is checked."""
+        """Clear ``.grad``, build the passes and run them. With ``by_row`` they may leave rows out; where the others
+        then differ from training, all rows are run."""
 
         def prepare() -> list[_Pass]:
-            self._make_sure()
+            self._reserve_memory()
             return made(by_row)
 
         self.space.clear()
@@ -238,7 +240,7 @@ class Prober:
         if self.step.is_scheduled:
             self.num_forwards += len(passes)
             self.num_backwards += len(passes)
-            self._together(partial(self.step.run_pass, [(each.rows[0][0], each.pull) for each in passes]))
+            self._run_on_all_ranks(partial(self.step.run_pass, [(each.rows[0][0], each.pull) for each in passes]))
             return
         if not self._run(passes, by_row):
             self._is_by_row = by_row = False
@@ -247,29 +249,29 @@ class Prober:
             self.space.scale(1.0 / self.step.numerics.loss_scale)
 
     def _run(self, passes: list[_Pass], by_row: bool = False) -> bool:
-        """Returns whether rows that ran alone came out as in training, on every rank. If not, as with dropout or
-        kernels that go by the shape, ``.grad`` is left empty."""
+        """Run the passes. Return False, with ``.grad`` empty, if rows that ran alone differ from training on any rank,
+        as with dropout or kernels whose result depends on the shape."""
         for number, each in enumerate(passes, 1):
             self.num_forwards += 1
             with self.step.in_pass(is_last=number == len(passes)):
                 # Ranks agree between forward and backward. The logits need most memory: a rank that fails there would
                 # otherwise leave its peers waiting in the backward's collectives.
-                outputs = self._together(partial(self.step.forward_with_graph, each.rows))
-                if by_row and not self._are_trainings(outputs, each):
+                outputs = self._run_on_all_ranks(partial(self.step.forward_with_graph, each.rows))
+                if by_row and not self._match_training(outputs, each):
                     self._abandon()
                     return False
                 self.num_backwards += 1
-                self._together(partial(self._run_backward, outputs, each.pull))
+                self._run_on_all_ranks(partial(self._run_backward, outputs, each.pull))
         return True
 
     def _run_backward(self, outputs: Outputs, pull: Any) -> None:
         run_backward(outputs, pull)
         self._running.append(self.space.local_squares())
 
-    def _are_trainings(self, outputs: Outputs, of: _Pass) -> bool:
+    def _match_training(self, outputs: Outputs, one_pass: _Pass) -> bool:
         """Return whether the log-probs of rows that ran alone are training's, bit for bit, on every rank."""
 
-        ((micro_batch, rows),) = of.rows
+        ((micro_batch, rows),) = one_pass.rows
 
         def is_same() -> bool:
             if rows is None:
@@ -278,7 +280,7 @@ class Prober:
             known = self.step.recorded(micro_batch).log_prob[rows]
             return torch.equal(outputs.log_prob.detach().cpu()[mask], known[mask])
 
-        return self.ranks.all(self._together(is_same))
+        return self.ranks.all(self._run_on_all_ranks(is_same))
 
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to ``.grad``; fails on all ranks if one has no memory for it."""

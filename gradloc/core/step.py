@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ..record import Fault
 from .forward_state import RngState
 
 
@@ -45,9 +46,12 @@ def stack_rows(parts: Sequence[Outputs]) -> Outputs:
     if len(parts) == 1:
         return parts[0]
     longest = max(part.log_prob.shape[1] for part in parts)
-    given = [[value for value in values if value is not None] for values in zip(*parts, strict=True)]
-    wide = [[pad(value, (0, longest - value.shape[1])) for value in values] for values in given[:2]]
-    return Outputs(torch.cat(wide[0]), torch.cat(wide[1]) if wide[1] else None)
+
+    def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([pad(value, (0, longest - value.shape[1])) for value in values])
+
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    return Outputs(joined([part.log_prob for part in parts]), joined(entropies) if entropies else None)
 
 
 @dataclass
@@ -154,9 +158,12 @@ def run_backward(outputs: Any, pull: Any) -> None:
     if not isinstance(pull, Outputs):
         pull(outputs)
         return
-    pairs = [(value, each) for value, each in zip(outputs, pull, strict=True) if value is not None and each is not None]
-    pairs = [(value, each.to(value.dtype).view_as(value)) for value, each in pairs if value.requires_grad]
-    torch.autograd.backward([value for value, _ in pairs], [each for _, each in pairs])
+    roots, coefficients = [], []
+    for value, coefficient in zip(outputs, pull, strict=True):
+        if value is not None and coefficient is not None and value.requires_grad:
+            roots.append(value)
+            coefficients.append(coefficient.to(value.dtype).view_as(value))
+    torch.autograd.backward(roots, coefficients)
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ class MicroBatch:
 class TrainingStep:
     """One optimizer step that can be run again: its micro-batches, recorded while training ran them.
 
-    It is all that a search asks of a trainer, and it never asks for a loss. A rank's micro-batches are numbered from 0
+    A search asks a trainer for nothing else, and never for a loss. A rank's micro-batches are numbered from 0
     in training's order. A subclass runs the forward, and reads rows and mask off the inputs.
 
     Args:
@@ -214,6 +221,20 @@ class TrainingStep:
     is_value = False
     """Whether this is a critic's step: its values take the place of log-probs."""
     micro_batch_class = MicroBatch
+    objection = ""
+    """Why no search may trust the replayed gradient; empty where it may."""
+    obstacle = ""
+    """Why the optimizer cannot be given a gradient that is run again; empty where it can."""
+    fault: Fault | None = None
+    """Which link broke, where :attr:`objection` says it."""
+    apart = 0.0
+    """Norm of the difference between the replayed gradient and the optimizer's, before clipping."""
+    unsearched: tuple[str, ...] = ()
+    """Parameters whose gradient is not searched, as they are used behind what is recorded."""
+    unsearched_norm = 0.0
+    """Norm of the gradient of :attr:`unsearched`."""
+    spent = 0, 0
+    """Forwards and backwards of a micro-batch that were run before the search."""
 
     def __init__(self, device: torch.device, num_ranks: int, backward_factor: float = 1.0):
         self.device, self.num_ranks, self.backward_factor = device, num_ranks, backward_factor
@@ -308,7 +329,7 @@ class Scheduled(ABC):
     """A :class:`TrainingStep` of an engine that schedules passes over micro-batches itself, such as a pipeline."""
 
     @abstractmethod
-    def share(self) -> None:
+    def distribute_records(self) -> None:
         """Give the records to all processes of the rank; called before anything else. May communicate."""
 
     @abstractmethod

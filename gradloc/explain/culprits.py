@@ -62,7 +62,10 @@ def mismatch_sentence(event: Event) -> str:
 
 
 def engine_words(culprit: Culprit) -> str:
-    """Give both sides' log-probs of a token that was not sampled, or whose log-prob is another token's."""
+    """Give both sides' log-probs of a token that was not sampled, or whose log-prob is another token's.
+
+    Begins with a colon, to follow the cause's title; empty for other causes.
+    """
     if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
         return ""
     old, engines = culprit.at("old_log_prob"), culprit.at("rollout_log_prob")
@@ -72,7 +75,7 @@ def engine_words(culprit: Culprit) -> str:
     )
 
 
-def group(event: Event) -> str:
+def group_sentence(event: Event) -> str:
     """Explain why the estimator cannot give the largest culprit's advantage; empty where it can."""
     culprit = event.leader or Culprit()
     known = {name: value for name, value in culprit.cause.numbers.items() if value is not None}
@@ -87,13 +90,14 @@ def group(event: Event) -> str:
     if "advantage_bound" in known and abs(advantage) > _SLACK * known["advantage_bound"]:
         most, name = number(known["advantage_bound"], 3), GROUPED.get(event.run.estimator or "", "its estimator")
         return f"{name} gives at most {most} with {rollouts} responses."
-    mean, siblings = known.get("group_mean", 0.0), (sibling.advantage or 0.0 for sibling in culprit.siblings or ())
+    mean = known.get("group_mean", 0.0)
+    siblings = [sibling.advantage or 0.0 for sibling in culprit.siblings or ()]
     if abs(mean) > _FROM_ZERO * statistics.fmean(map(abs, (advantage, *siblings))):
         return f"The advantages of its group have a mean of {number(mean, 3)}, not 0."
     return ""
 
 
-def again(culprit: Culprit) -> str:
+def repeat_sentence(culprit: Culprit) -> str:
     """Say in how many events the same token, never sampled, ended a turn; empty for the first."""
     num_events = culprit.cause.numbers.get("events_ended") or 0
     return f"In {num_events:.0f} events by now, the same token ends a turn unsampled." if num_events > 1 else ""

@@ -11,7 +11,7 @@ from typing import Any
 from ..record import Culprit, Event
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, CauseInfo
-from .culprits import again, group
+from .culprits import group_sentence, repeat_sentence
 from .cures import cure_text, healer, how_healed
 from .documents import document_words
 from .numbers import bounded, number
@@ -116,9 +116,9 @@ class Evidence:
             "names": ", ".join(names) or "the batch's tensors",
             "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
             "odd": odd_number(first) or "far from typical",
-            "again": again(first),
+            "again": repeat_sentence(first),
             "document": document_words(first) or "Nothing else is known of it.",
-            "group": group(event),
+            "group": group_sentence(event),
             "first": first_place(event),
             "neighbour": "next" if (self.number("shift") or 0.0) > 0 else "previous",
             "probability": number(probability, 2),
@@ -151,7 +151,7 @@ FACTS: dict[str, Callable[[Evidence], bool]] = {
     "culprits": lambda at: bool(at.event.culprits),
     "not_rerun": lambda at: at.event.rerun is None,
     "odd_advantage": lambda at: at.is_advantage_odd,
-    "odd_group": lambda at: bool(group(at.event)),
+    "odd_group": lambda at: bool(group_sentence(at.event)),
     "odd_reward": lambda at: at.is_reward_odd,
     "siblings": lambda at: bool(at.rewards),
     "teacher_not_finite": lambda at: not math.isfinite(at.first.at("teacher_log_prob") or 0.0),

@@ -8,7 +8,7 @@ import math
 
 from ..record import Culprit, Event, Search, StepCause, Turn
 from .causes import NOTABLE, cause_info
-from .culprits import again, carried, engine_words, group, trusted_share
+from .culprits import carried, engine_words, group_sentence, repeat_sentence, trusted_share
 from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
@@ -69,8 +69,8 @@ def named(event: Event) -> str:
 def step_cause(event: Event) -> StepCause | None:
     """Return the spike's cause, or a part's, that is no token; None where tokens did it or none is known."""
     cause = event.cause
-    is_step_s = cause is not None and cause.reason and cause_info(cause.label).headline
-    return cause if is_step_s else None
+    is_of_step = cause is not None and cause.reason and cause_info(cause.label).headline
+    return cause if is_of_step else None
 
 
 def cause_of(event: Event) -> str:
@@ -94,11 +94,11 @@ def headline(event: Event) -> str:
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     if not event.culprits and cause:
-        named = {"step": step, "spike": what, "Spike": what[0].upper() + what[1:], "reason": cause.reason}
-        return cause_info(cause.label).headline.format(**named)
+        words = {"step": step, "spike": what, "Spike": what[0].upper() + what[1:], "reason": cause.reason}
+        return cause_info(cause.label).headline.format(**words)
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
-    who = culprits(event)
+    who = culprits_in_words(event)
     if cause:
         return f"{who} made part of {what}; the rest did not come from the tokens"
     if event.certificate.verdict == "not_explained":
@@ -113,7 +113,7 @@ def says_reason(cause: StepCause) -> bool:
     return "{reason}" in cause_info(cause.label).headline
 
 
-def culprits(event: Event) -> str:
+def culprits_in_words(event: Event) -> str:
     """Count the culprits in words: ``One token``, ``Three responses``, ``14 culprits``."""
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
@@ -142,14 +142,14 @@ def lede(event: Event) -> str:
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     number_of, meaning = odd_number(first), cause_info(first.cause.label)
-    why = f": {meaning.odd} {number_of}".replace("  ", " ") if number_of else engine_words(first)
+    why = f": {f'{meaning.odd} {number_of}'.strip()}" if number_of else engine_words(first)
     sentences = (
         f"{subject} {share} of the gradient{rest}." if share is not None else "",
         f"{meaning.title}{why}.",
         document_words(first),
-        again(first),
+        repeat_sentence(first),
         first_place(event),
-        group(event),
+        group_sentence(event),
         f"At least {search.num_more} more are left." if search.num_more else "",
         other,
     )
@@ -234,9 +234,9 @@ def pronoun(event: Event) -> str:
     return "that" if not event.culprits else "it" if len(event.culprits) == 1 else "them"
 
 
-def became(event: Event, clip: float | None = None) -> list[str]:
-    """Say what the optimizer did with the step and what follows; ``clip`` as in :func:`given`."""
-    sentences, cause, consequence = [given(event, clip)], step_cause(event), event.consequence
+def what_followed(event: Event, clip: float | None = None) -> list[str]:
+    """Say what the optimizer did with the step and what follows; ``clip`` as in :func:`what_was_taken`."""
+    sentences, cause, consequence = [what_was_taken(event, clip)], step_cause(event), event.consequence
     if cause and cause.label == "non_finite_weights":
         sentences.append("Every further step will be like it until weights that are finite are loaded.")
     if consequence and consequence.last_checkpoint:
@@ -244,7 +244,7 @@ def became(event: Event, clip: float | None = None) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def given(event: Event, clip: float | None = None) -> str:
+def what_was_taken(event: Event, clip: float | None = None) -> str:
     """Say what the optimizer was given; ``clip`` is the clip limit where the event does not have it."""
     action, consequence = event.action, event.consequence
     norm, after = event.trigger.grad_norm, event.certificate.norm_after
@@ -291,7 +291,7 @@ def given(event: Event, clip: float | None = None) -> str:
 
 def verdict_sentences(event: Event) -> str:
     """Say what happened, in printable characters; others in a token are escaped."""
-    sentences = [f"{headline(event)}.", _where(event), lede(event), _norms(event), given(event)]
+    sentences = [f"{headline(event)}.", _where(event), lede(event), _norms(event), what_was_taken(event)]
     return " ".join(_printable(sentence) for sentence in sentences if sentence)
 
 

@@ -8,8 +8,10 @@ With S the spike's norm, N an ordinary step's and J = S / N, a reference micro-b
 - loud, and quiet again with the last update undone: the **last update**;
 - loud with that, too: the **weights**.
 
-Before that the gradient that the taps give is compared with ``.grad``: where they differ the fault is **after the
-backward**. All numbers are the same on every rank, so all decide alike.
+Before that the factor on the gradient between backward and step is compared with the usual one: another one, and the
+fault is **after the backward**. (``..watch.replay`` and ``..search.step_causes`` compare parameters one by one.) A
+quiet reference does not acquit an update that went far, see :func:`_weights_fault`. All numbers are the same on every
+rank, so all decide alike.
 """
 
 import math
@@ -44,7 +46,7 @@ _ELEMENT = 0.5  # of a weight's squared norm that a single element holds
 
 @dataclass(frozen=True)
 class Clues:
-    """Facts about earlier steps that a trainer's process knows, by which :func:`judge` decides."""
+    """Facts about earlier steps that a trainer's process knows, by which :func:`find_broken_link` decides."""
 
     reference: Reference | None
     updates: Updates
@@ -85,7 +87,7 @@ class _Case:
         self.path.append(PathEntry("fault", verdict="measured", norm=norm, note=words))
 
 
-def judge(clues: Clues, task: Task) -> tuple[SearchResult | None, Fault]:
+def find_broken_link(clues: Clues, task: Task) -> tuple[SearchResult | None, Fault]:
     """Find the link that broke. All ranks call this together.
 
     Args:
@@ -107,7 +109,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     """
     case, spike, reference = _Case(task, clues), task.spike.grad_norm, clues.reference
     case.evidence["norm"] = spike
-    why = _why_not(case)
+    why = _why_incomparable(case)
     if why or reference is None:
         return Fault("undecided", step=clues.number, evidence=case.evidence, reason=why), case.path
     case.evidence["usual_norm"] = case.usual
@@ -132,12 +134,13 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     return Fault("batch", None, (), clues.number, case.evidence, why), case.path
 
 
-def _why_not(case: _Case) -> str:
+def _why_incomparable(case: _Case) -> str:
     """Return why nothing can be compared with, the same on all ranks; mostly ""."""
     task, reference = case.task, case.clues.reference
     if task.spike.threshold is None:
         return "a rehearsal: nothing spiked"
-    has, is_fresh = reference is not None, not getattr(getattr(reference, "step", None), "is_stale", False)
+    has = reference is not None
+    is_fresh = reference is None or not getattr(reference.step, "is_stale", False)
     if not task.prober.ranks.all(has):
         return "no micro-batch of an earlier step is known to compare with"
     if not task.prober.ranks.all(is_fresh):
@@ -191,7 +194,7 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
     if usual is None or factor is None or not math.isfinite(case.task.spike.grad_norm):
         return None
     times, norm, threshold = factor / usual, case.task.spike.grad_norm, case.task.spike.threshold
-    made_it = times >= math.sqrt(norm / case.usual) or threshold is not None and norm <= times * threshold
+    made_it = times >= math.sqrt(norm / case.usual) or (threshold is not None and norm <= times * threshold)
     if times < _FACTOR or not made_it:
         return None
     by, over = number(factor, 3), number(times, 3)
@@ -206,8 +209,8 @@ def _scaled_after_backward(case: _Case) -> Fault | None:
 def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     """Return the fault of the last update or of the weights; None where neither made the spike.
 
-    A quiet reference does not acquit weights that moved far: rare tokens use weights that no other token needs. Nor
-    does one that is quieter than the spike, and yet a spike of its own.
+    A quiet reference does not acquit weights that moved far, since rare tokens use weights that it does not. A
+    reference that is quieter than the spike, but itself a spike, does not acquit them either.
     """
     updates, ranks = case.clues.updates, case.task.prober.ranks
     ratios, outside = updates.ratios(ranks), updates.outside(ranks)
@@ -216,17 +219,18 @@ def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
     is_far = bool(far) and far[-1][0] == last
     times = case.evidence["reference_times"] or 0.0
     spikes_too = times >= max(UNUSUAL, (case.task.spike.threshold or math.inf) / case.usual)
-    is_asked = is_far or case.clues.is_first and spikes_too
+    is_asked = is_far or (case.clues.is_first and spikes_too)
     changed = None if outside is None else _change_fault(case, *outside)
     is_healed = changed is not None and (changed.evidence.get("norm_without_change") or math.inf) <= case.middle
     if is_healed and not is_far:
         return changed
-    if _is_quiet_before(case, is_far) if is_loud else is_asked:
+    may_be_update = _is_quiet_before(case, unknown=is_far) if is_loud else is_asked
+    if may_be_update:
         undone = _with_update(case, 0.0)
         if undone is not None:
             case.evidence["norm_without_update"] = undone
             case.note("this step with the last update undone", undone)
-        if is_loud or undone is not None and undone <= case.middle:
+        if is_loud or (undone is not None and undone <= case.middle):
             return _update_fault(case, ratios, last)
     if changed is not None and (is_loud or is_healed):
         return changed
@@ -234,9 +238,8 @@ def _weights_fault(case: _Case, is_loud: bool) -> Fault | None:
 
 
 def _since_update(case: _Case) -> str:
-    """Return that a batch is loud only since the last update, as where ratios run away over epochs; mostly "".
-
-    Its loudest micro-batch is run with the update undone; the whole step where that is not known.
+    """Return the clause that the batch is loud only since the last update, as where ratios run away over epochs; ""
+    where it is not. Runs its loudest micro-batch with the update undone, or the whole step where that is not known.
     """
     task, known = case.task, case.evidence
     if case.clues.is_first:
@@ -332,7 +335,8 @@ def _with_update(
     def before(index: int, saved: torch.Tensor) -> torch.Tensor | None:
         if only is not None and index not in only:
             return saved
-        counts.extend(() if counts else updates.num_steps())
+        if not counts:
+            counts.extend(updates.num_steps())  # one read of the device, where one is needed
         there = updates.before_last(index, saved, counts[index])
         if there is None:
             return None
@@ -358,7 +362,7 @@ def _update_fault(case: _Case, ratios: torch.Tensor | None, last: int) -> Fault:
         who = "all parameters" if are_most else listed([*names[:3]])
         how = f"the update of step {last} moved {who} {number(times, 3)} times as far as usual"
     label, more = _mechanism(case, times)
-    _cure(case, label, times)
+    _measure_usual_update(case, label, times)
     alone = _with_update(case, 0.0, frozenset(order)) if order and not are_most else None
     if alone is not None:
         evidence["norm_with_those_undone"] = alone
@@ -371,7 +375,7 @@ def _largest(times: torch.Tensor) -> list[int]:
     return [int(index) for index in times.argsort(descending=True)[:MOST_NAMES] if times[index] >= UNUSUAL]
 
 
-def _cure(case: _Case, label: str, times: float) -> None:
+def _measure_usual_update(case: _Case, label: str, times: float) -> None:
     """Measure the step's norm as if the last update had been made with the usual setting, or been of the usual size."""
     rate, decay = case.clues.updates.movements.usual_settings()
     if label == "learning_rate_jumped":

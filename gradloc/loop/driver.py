@@ -154,7 +154,7 @@ class Driver:
         return {self._metric(name): [value] for name, value in metrics.items()}
 
     def learn(self, norms: Sequence[float], num_events: int) -> None:
-        """Return an update's norms before clipping, one for each optimizer step, and how many events it had."""
+        """Learn from an update's norms before clipping, one for each optimizer step, and from its number of events."""
         self.adaptive.observe(list(norms))
         self._num_in_step += num_events
         self.num_events += num_events

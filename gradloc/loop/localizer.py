@@ -40,7 +40,7 @@ from ..core.step import LossReplay, Scheduled, TrainingStep, has_finite_loss, ty
 from ..core.tracker import NormTracker, median_size
 from ..core.trigger import Spike
 from ..explain.text import plural
-from ..fault.find import Clues, judge
+from ..fault.find import Clues, find_broken_link
 from ..fault.reference import ReferenceKeeper, following
 from ..fault.updates import Updates
 from ..record import Action
@@ -110,7 +110,7 @@ class Localizer:
     All ranks make theirs together.
 
     Args:
-        powers: the actor's.
+        powers: how this trainer clips and saves.
         ranks: the data-parallel ranks.
         settings: the effective ones, see :func:`~..config.resolve`.
     """
@@ -334,14 +334,15 @@ class Localizer:
         factor = 1.0 / self._step.numerics.loss_scale
         clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
         has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
-        given = {**look.limits, "groups": policy.groups, "judge": partial(judge, clues) if has_room else None}
+        given = {**look.limits, "groups": policy.groups}
+        given["find_link"] = partial(find_broken_link, clues) if has_room else None
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
             return localize(step, space, ranks, look.spike, clip_scale, increments, policy.typical, **given)
 
     def _decide(self, look: Look) -> Action:
         finding, spike = look.finding, look.spike
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
-        obstacle = getattr(self._step, "obstacle", "") or None
+        obstacle = self._step.obstacle or None
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else obstacle
         line = None if finding.healer is None else finding.healer.line
         assert finding.certificate is not None  # a search ends with one

@@ -317,7 +317,9 @@ class Certificate:
     """Proof by the gradient's norm with and without the culprits."""
 
     norm_before: float | None = never_null()
+    """Norm of the gradient with the culprits, before clipping."""
     norm_after: float | None = never_null()
+    """Norm without them, measured; null where a part was not searched."""
     error_bound: float | None = never_null()
     """Largest error of norm_after."""
     threshold: float | None = None
@@ -405,12 +407,13 @@ class Fault:
     """The link of the step that broke."""
 
     at: Annotated[str, ("enum", FAULTS)] = "undecided"
+    """Which link; docs/spikes-without-tokens.md has the rule."""
     label: Annotated[str, ("enum", CAUSES)] | None = None
     """The cause; null where the batch is at fault, whose culprits have causes of their own."""
     parameters: tuple[str, ...] = ()
     """Parameters, the most suspect first."""
     step: Count | None = None
-    """Step whose update broke it, or since which the weights are wrong."""
+    """Step whose update broke it, or since which the weights are wrong; the spike's own where the batch is at fault."""
     evidence: dict[str, float | None] = field(default_factory=dict)
     """Norms that were measured, and ratios to what is usual in this run."""
     reason: str = ""

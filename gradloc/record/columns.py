@@ -3,8 +3,8 @@
 
 An event's table has a row for each token of the sequences that hold its culprits. The search fills the columns of the
 gradient, the trainer's batch those that name a tensor; a column that reads others is computed when it is asked for.
-Schemas, CSV, page, Markdown and the replay bundle go through :data:`COLUMNS`, so an entry here is all that a new column
-needs.
+Schemas, CSV, page, Markdown and the replay bundle go through :data:`COLUMNS`. CONTRIBUTING.md says what else a new
+column needs.
 """
 
 import math
@@ -66,17 +66,28 @@ COLUMNS = {
     "value": Column("value", "The critic's prediction in the training forward.", "reward", is_essential=True),
     "old_value": Column("value before the update", "The critic's prediction before the update.", "reward"),
     "value_target": Column(
-        *("return", "The return that the value is fitted to.", "reward", "returns", (CRITIC,)), is_essential=True
+        "return",
+        "The return that the value is fitted to.",
+        unit="reward",
+        tensor="returns",
+        losses=(CRITIC,),
+        is_essential=True,
     ),
     "ratio": Column(
-        *("ratio new / old", "Probability in the training forward over that before the update."),
+        "ratio new / old",
+        "Probability in the training forward over that before the update.",
         minus=("log_prob", "old_log_prob"),
         is_ratio=True,
         is_essential=True,
         shade=_LIKELIER,
     ),
     "advantage": Column(
-        *("advantage", "The advantage.", "", "advantages", (ACTOR, CRITIC)), is_essential=True, shade=_SIGNED
+        "advantage",
+        "The advantage.",
+        tensor="advantages",
+        losses=(ACTOR, CRITIC),
+        is_essential=True,
+        shade=_SIGNED,
     ),
     "entropy": Column("entropy", "Entropy of its distribution.", "nat", is_essential=True, shade=_SPREAD),
     "log_prob": Column("log-prob", "Log of its probability in the training forward.", "nat", is_essential=True),
@@ -85,23 +96,36 @@ COLUMNS = {
     "rollout_log_prob": Column("rollout log-prob", "The rollout engine's.", "nat", "rollout_log_probs", _LOGS),
     "ref_log_prob": Column("reference log-prob", "The reference model's.", "nat", "ref_log_prob", (ACTOR,)),
     "teacher_log_prob": Column(
-        *("teacher's log-prob", "Where distillation is the whole loss.", "nat", "teacher_log_probs", (DISTILLED,))
+        "teacher's log-prob",
+        "Where distillation is the whole loss.",
+        unit="nat",
+        tensor="teacher_log_probs",
+        losses=(DISTILLED,),
     ),
     "ratio_to_rollout": Column(
-        *("ratio old / rollout", "Probability before the update over the rollout engine's."),
+        "ratio old / rollout",
+        "Probability before the update over the rollout engine's.",
         minus=("old_log_prob", "rollout_log_prob"),
         is_ratio=True,
     ),
     "gap": Column(
-        *("log-prob gap", "Log-prob in the training forward minus the rollout engine's.", "nat"),
+        "log-prob gap",
+        "Log-prob in the training forward minus the rollout engine's.",
+        unit="nat",
         minus=("log_prob", "rollout_log_prob"),
         shade=_ENGINES,
     ),
     "is_weight": Column(
-        *("rollout-correction weight", "Weight of the rollout correction.", "", "rollout_is_weights", _LOGS)
+        "rollout-correction weight",
+        "Weight of the rollout correction.",
+        tensor="rollout_is_weights",
+        losses=_LOGS,
     ),
     "loss_weight": Column(
-        *("weight in the loss", "Without advantages -coefficient times the tokens' number.", "", "loss_weights", _LOGS)
+        "weight in the loss",
+        "Without advantages -coefficient times the tokens' number.",
+        tensor="loss_weights",
+        losses=_LOGS,
     ),
     "response_mask": Column("", "1 where the token is part of the loss.", tensor="response_mask"),
 }

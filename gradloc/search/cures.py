@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.certificate import CERTAIN, fullest, judge, recompute
+from ..core.certificate import CERTAIN, fullest, recompute, verdict_of
 from ..core.gradients import Gradient
 from ..core.host_step import HostStep, to_host
 from ..core.ranks import Ranks
@@ -178,7 +178,7 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
         return rest is None and task.can_afford(backwards=num_probes, is_certificate=True)
 
     norm, bound, _ = recompute(prober, compute, lambda: fullest(prober, []), threshold, can_afford)
-    verdict, _ = judge(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
+    verdict, _ = verdict_of(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
     against = task.gradient if rest is None else rest
     dot = float(space.dots(space.current(), against).sum())
     sizes = norm * space.norm(against)

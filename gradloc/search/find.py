@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from ..core.certificate import judge
+from ..core.certificate import verdict_of
 from ..core.gradients import GradientSpace
 from ..core.host_step import HostStep
 from ..core.probe import Prober
@@ -23,7 +23,7 @@ from ..record import Certificate, Fault, Rerun
 from .auto import auto, share
 from .bisect import bisect
 from .cures import try_cures
-from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, PROBE, STRATEGIES, Limit
+from .limit import BUDGET, MAX_CULPRITS, MAX_CURES, MAX_STEPS, PROBE, Limit
 from .overflow import rescale_task, to_training_unit
 from .step_causes import (
     fault_result,
@@ -36,8 +36,8 @@ from .step_causes import (
 )
 from .task import SearchResult, Task
 
-Judge = Callable[[Task], tuple[SearchResult | None, Fault]]
-_METHODS = dict(zip(STRATEGIES, (auto, share, bisect), strict=True))
+LinkFinder = Callable[[Task], tuple[SearchResult | None, Fault]]
+_METHODS = {"auto": auto, "share": share, "bisect": bisect}
 
 _UNLIKELY = math.log(0.01)  # log-prob of a token that was sampled against the odds
 _OF_LOSS = ("batch_scale",)
@@ -62,7 +62,7 @@ def localize(
     reruns: bool = False,
     max_cures: int = MAX_CURES,
     groups: Groups | None = None,
-    judge: Judge | None = None,
+    find_link: LinkFinder | None = None,
 ) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
@@ -82,20 +82,21 @@ def localize(
         reruns: run the spike again first, and search nothing if it does not come back.
         max_cures: the most other settings to measure; 0: none, nor are their coefficients computed.
         groups: how the batch's advantages were made, for settings that change them.
-        judge: finds which link broke, and gives a result where that is not the batch; None: the batch is taken for it.
+        find_link: finds which link broke, and gives a result where that is not the batch; None: the batch is taken
+            for it.
     """
     started = time.perf_counter()
     rng, saved = space.forward_state(), space.take()
     prober = Prober(step, space, ranks)
     held = prober.step
-    prober.num_forwards, prober.num_backwards = getattr(held, "spent", (0, 0))
+    prober.num_forwards, prober.num_backwards = held.spent
     try:
-        if outside := getattr(held, "unsearched_norm", 0.0):
+        if outside := held.unsearched_norm:
             spike = replace(spike, grad_norm=math.sqrt(max(spike.grad_norm**2 - outside**2, 0.0)))
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
-        result = _find(task, strategy, typical or {}, reruns, judge)
+        result = _find(task, strategy, typical or {}, reruns, find_link)
         _complete(task, result, strategy, max_cures, groups)
     finally:
         try:
@@ -114,10 +115,10 @@ def _complete(task: Task, result: SearchResult, strategy: str, max_cures: int, g
         result.certificate = task.certify(result.tokens)
         is_left = bool(result.tokens) and strategy != "bisect" and max_cures > 0
         result.rest = prober.space.keep() if is_left else None
-    if outside := getattr(step, "unsearched_norm", 0.0):
+    if outside := step.unsearched_norm:
         result.certificate = _without(result.certificate, outside, step.unsearched)
-    elif getattr(step, "apart", 0.0):
-        result.certificate = _with_error(result.certificate, step.apart, getattr(step, "obstacle", ""))
+    elif step.apart:
+        result.certificate = _with_error(result.certificate, step.apart, step.obstacle)
     if strategy != "bisect":  # which has no memory for forwards
         result.entropies = _entropies_of_unlikely(task, result)
     is_of_loss = result.source is None or result.source.label in _OF_LOSS
@@ -129,14 +130,14 @@ def _complete(task: Task, result: SearchResult, strategy: str, max_cures: int, g
 
 
 def _find(
-    task: Task, strategy: str, typical: Mapping[str, tuple[float, float]], reruns: bool, judge: Judge | None
+    task: Task, strategy: str, typical: Mapping[str, tuple[float, float]], reruns: bool, find_link: LinkFinder | None
 ) -> SearchResult:
     """Ask what made the spike: a broken link of the step, the loss as a whole, or tokens; return the first answer."""
     search, first = _METHODS[strategy], None
-    objection = getattr(task.prober.step, "objection", "")
+    objection = task.prober.step.objection
     reran = rerun(task) if reruns and not objection else None
     task = replace(task, reran=reran)
-    result, fault = _link(task, objection, reran, judge)
+    result, fault = _link(task, objection, reran, find_link)
     result = result or find_loss_cause(task, typical)
     if result is None and not math.isfinite(task.spike.grad_norm):
         overflow = rescale_task(task) if strategy != "bisect" else None  # which has no memory for another gradient
@@ -151,18 +152,18 @@ def _find(
 
 
 def _link(
-    task: Task, objection: str, reran: Rerun | None, judge: Judge | None
+    task: Task, objection: str, reran: Rerun | None, find_link: LinkFinder | None
 ) -> tuple[SearchResult | None, Fault | None]:
     """Return which link of the step broke; and the result, where that is not the batch."""
     if objection:
-        fault: Fault | None = getattr(task.prober.step, "fault", None)
+        fault = task.prober.step.fault
         result = make_unsearched(task, objection)
         return (fault_result(task, fault, result.path) if fault is not None and fault.label else result), fault
     broken = find_batch_independent_cause(task, reran)
-    if broken is not None or judge is None:
+    if broken is not None or find_link is None:
         return broken, None
     cost, started = task.prober.cost, time.perf_counter()
-    found = judge(task)
+    found = find_link(task)
     spent, seconds = task.prober.cost - cost, time.perf_counter() - started
     # one micro-batch of an earlier step, which a search is not to miss
     task.limit.allow(min(spent, PROBE), seconds * min(PROBE / max(spent, 1), 1.0))
@@ -201,7 +202,7 @@ def _with_error(found: Certificate, error: float, why: str) -> Certificate:
     if found.error_bound is None or found.norm_after is None or found.method == "none":
         return found
     bound = found.error_bound + error
-    verdict, reason = judge(found.norm_after, bound, found.threshold)
+    verdict, reason = verdict_of(found.norm_after, bound, found.threshold)
     return replace(found, error_bound=bound, verdict=verdict, reason="; ".join(filter(None, (reason, why))))
 
 

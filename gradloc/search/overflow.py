@@ -20,6 +20,7 @@ from .task import SearchResult, Span, Task, tokens_of
 _LARGE = 2.0**30
 """From here on a coefficient may overflow a norm by itself: squares do from 2^64, and no log-prob's gradient has a norm
 of 2^34."""
+# fields of Spike, Span, PathEntry, Certificate and ShareMap: norms, and squares or products of gradients
 _NORMS = ("norm", "threshold", "norm_after", "error_bound", "replay_difference")
 _SQUARES = ("squares", "square", "products", "errors")
 
@@ -36,7 +37,7 @@ class RescaledTask(Task):
         return super().coefficients([*self.known, *without])
 
     def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
-        """Certify in training's unit, where the norm was not finite; if it still is not, in this one."""
+        """Certify in training's unit; if the norm overflows there even without the culprits, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit
         culprits = [*tokens_of(self.known), *culprits]
@@ -48,7 +49,7 @@ class RescaledTask(Task):
         if found.norm_after is not None and math.isfinite(found.norm_after):
             space.scale(1.0 / unit)
             self.prober.sizes = {index: size / unit for index, size in self.prober.sizes.items()}
-            return _times(1.0 / unit, found)
+            return _scale_norms(1.0 / unit, found)
         removal = Removal(self.prober, self.gradient, 1.0, math.inf, self.spike.threshold, culprits)
         found = removal.certify(goes_on=True)
         if found.norm_after is None or not math.isfinite(found.norm_after):
@@ -84,31 +85,40 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
     step.rescale(unit)
     prober.compute_without(tokens_of(known))
     norm = prober.space.norm()
-    if not math.isfinite(norm):  # the backward makes it so from any coefficients
+    if not math.isfinite(norm):  # the overflow is the backward's own, in any unit
         step.rescale(1.0)
         return None
-    spike = replace(_times(1.0 / unit, task.spike), grad_norm=norm)
     sizes = [prober.sizes.get(index, math.inf) for index in range(step.num_micro_batches)]
-    increments = sizes if all(map(math.isfinite, sizes)) else None
-    given = prober.space.keep(), 1.0, spike, task.tau / unit, task.max_culprits - len(known), task.limit, increments
-    return RescaledTask(prober, *given, unit=unit, original=task, known=tuple(known))
+    return RescaledTask(
+        prober=prober,
+        gradient=prober.space.keep(),
+        scale=1.0,
+        spike=replace(_scale_norms(1.0 / unit, task.spike), grad_norm=norm),
+        tau=task.tau / unit,
+        max_culprits=task.max_culprits - len(known),
+        limit=task.limit,
+        increments=sizes if all(map(math.isfinite, sizes)) else None,
+        unit=unit,
+        original=task,
+        known=tuple(known),
+    )
 
 
 def to_training_unit(task: RescaledTask, result: SearchResult) -> SearchResult:
-    """Return the result with norms in training's unit."""
+    """Convert the result in place to training's unit, and return it."""
     assert task.original is not None
     unit, found = task.unit, result.certificate
     task.prober.step.rescale(1.0)
-    result.culprits = [*task.known, *(_times(unit, culprit) for culprit in result.culprits)]
-    result.path = [_times(unit, entry) for entry in result.path]
+    result.culprits = [*task.known, *(_scale_norms(unit, culprit) for culprit in result.culprits)]
+    result.path = [_scale_norms(unit, entry) for entry in result.path]
     result.more_norm = None if result.more_norm is None else result.more_norm * unit
-    result.shares = None if result.shares is None else _times(unit, result.shares)
+    result.shares = None if result.shares is None else _scale_norms(unit, result.shares)
     if found is not None and math.isfinite(found.norm_after or 0.0):
-        result.certificate = replace(_times(unit, found), threshold=task.original.spike.threshold)
+        result.certificate = replace(_scale_norms(unit, found), threshold=task.original.spike.threshold)
     return result
 
 
-def _times(unit: float, found: Any) -> Any:
+def _scale_norms(unit: float, found: Any) -> Any:
     """Multiply the norms of a dataclass by ``unit``, and its squares and products of gradients by ``unit`` squared."""
 
     def scaled(value: Any, factor: float) -> Any:

@@ -129,14 +129,12 @@ class ShareMeasurement:
         self.unseen = min(carried / self.square, 1.0) if unseen and self.square > 0 else 0.0
         # over 1 if micro-batches cancel: a token may then respond that much more than ||R|| suggests
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
-        self.at: float | None = None  # the step at which the weights are now,
-        self.moved = 0.0  # and <R, their true move>
+        self.at: float | None = None  # the step at which the weights are now
+        self.moved = 0.0  # <R, the true move of the weights>
 
     def run(self) -> ShareMap:
-        largest, square = (
-            self.prober.ranks.run_local_synced(lambda: [_largest(each.slope) for each in self.readouts]),
-            self.square,
-        )
+        largest = self.prober.ranks.run_local_synced(lambda: [_largest(each.slope) for each in self.readouts])
+        square = self.square
         (most,) = self.prober.ranks.max([max(largest, default=0.0)])
         if square <= 0 or most <= 0 or not math.isfinite(square):
             nothing = [torch.zeros_like(readout.slope) for readout in self.readouts]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..core.certificate import REPLAY_TOLERANCE, judge
+from ..core.certificate import REPLAY_TOLERANCE, verdict_of
 from ..core.gradients import Gradient, GradientSpace, total_of
 from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
@@ -207,7 +207,7 @@ def _padding(task: Task) -> SearchResult | None:
     source = StepCause("non_finite_padding", why, {}, (), tuple(places[:MOST_NAMES]))
     bound = (prober.space.rounding * step.num_micro_batches**2 + prober.reduction_error) * norm
     threshold = task.spike.threshold
-    verdict, reason = judge(norm, bound, threshold, was_finite=False)
+    verdict, reason = verdict_of(norm, bound, threshold, was_finite=False)
     measured = Certificate(task.spike.grad_norm, norm, bound, threshold, "recompute", verdict, reason)
     return replace(_result(task, "coefficients", source), certificate=measured)
 

@@ -29,7 +29,6 @@ from ..core.host_step import to_host
 from ..core.ranks import Ranks
 from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import Rows, joined
-from ..record import Fault
 from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Forwarded, Graph, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
@@ -123,20 +122,6 @@ class TapStep(LoopStep):
         self.ranks, self.form = ranks, FORMS[1]
         self.first_row = 0
         """Number of this rank's first row among all ranks'; set once that is known."""
-        self.objection = ""
-        """Why no search may trust the replayed gradient; empty where it may."""
-        self.obstacle = ""
-        """Why no gradient that is run again can be taken in the optimizer's place; empty where one can."""
-        self.fault: Fault | None = None
-        """Which link broke, where the objection says it."""
-        self.apart = 0.0
-        """Norm of the difference between the replayed gradient and the optimizer's, before clipping."""
-        self.unsearched_norm = 0.0
-        """Norm of the gradient of :attr:`unsearched`."""
-        self.unsearched: tuple[str, ...] = ()
-        """Parameters whose gradient is not searched: the head's, where dL/dz is not known, and others behind h."""
-        self.spent = 0, 0
-        """Forwards and backwards of a micro-batch that were run before the search."""
         self.residual = 0.0
         """Norm of the part of dL/dh that has not the form of :mod:`.head`, over the norm of all."""
         self.has_rest = False

@@ -46,17 +46,18 @@ class ZeroEngine:
         offloads = [getattr(engine, f"zero_offload_{what}", lambda: None)() for what in ("optimizer", "param")]
         is_offloaded = any(getattr(each, "device", None) not in (None, "none") for each in offloads)
         is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
-        refused = {
-            f"ZeRO's stage {stage}: put the model into DistributedDataParallel": stage not in (1, 2, 3),
-            f"{kind}: leave data_types.grad_accum_dtype out": not hasattr(optimizer, "averaged_gradients"),
-            "fp16: train in bf16": engine.fp16_enabled(),
-            "offload: leave offload_optimizer and offload_param out": is_offloaded,
-            "ZenFlow": getattr(optimizer, "zenflow", False),
-            "its own experts": getattr(engine, "has_moe_layers", False),
-            "its pipeline": getattr(engine, "pipeline_parallelism", False),
-            "managed_gradient_accumulation=false": not is_managed,
-        }
-        found = next((what for what, is_there in refused.items() if is_there), "")
+        has_gradients = hasattr(optimizer, "averaged_gradients")
+        refused = (
+            (stage not in (1, 2, 3), f"ZeRO's stage {stage}: put the model into DistributedDataParallel"),
+            (not has_gradients, f"{kind}: leave data_types.grad_accum_dtype out"),
+            (engine.fp16_enabled(), "fp16: train in bf16"),
+            (is_offloaded, "offload: leave offload_optimizer and offload_param out"),
+            (getattr(optimizer, "zenflow", False), "ZenFlow"),
+            (getattr(engine, "has_moe_layers", False), "its own experts"),
+            (getattr(engine, "pipeline_parallelism", False), "its pipeline"),
+            (not is_managed, "managed_gradient_accumulation=false"),
+        )
+        found = next((what for is_there, what in refused if is_there), "")
         return found and f"gradloc does not look into DeepSpeed with {found}"
 
     @property
@@ -67,7 +68,7 @@ class ZeroEngine:
     # ---- the optimizer's step
 
     def on_step(self, look: Callable[[], None]) -> None:
-        """Call this before each step that the optimizer takes; where it leaves no gradient, none is taken."""
+        """Wrap the optimizer's step: call ``look`` first, and take no step if ``look`` left no gradient."""
         take_step = self.optimizer.step
 
         def step(*args: Any, **given: Any) -> Any:
@@ -82,24 +83,26 @@ class ZeroEngine:
         self.optimizer.step = step
 
     def hold(self) -> list[Sequence[torch.Tensor]]:
-        """Return by group the gradients of this process' parts, in the optimizer's order."""
+        """Remember the optimizer's gradients until :meth:`give`. Return this process' parts: a list for each
+        group, in the optimizer's order."""
         there = self.optimizer.averaged_gradients
         self._held = {group: entries for group, entries in there.items() if entries is not None}
-        return [_entries(self._held.get(group, ())) for group in range(self.num_groups)]
+        return [_without_padding(self._held.get(group, ())) for group in range(self.num_groups)]
 
     @torch.no_grad()
     def give(self, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Write these gradients where the optimizer's step reads them; all None: leave none there."""
+        """Write these gradients where the optimizer's step reads them. If all are None, drop the gradient, so that no
+        step is taken."""
         held, self._held = self._held, {}
         if held and all(each is None for group in gradients for each in group):
             self.reset()
             return
         for group, entries in held.items():
-            for entry, part in zip(_entries(entries), gradients[group], strict=False):
+            for entry, part in zip(_without_padding(entries), gradients[group], strict=False):
                 flat = entry.view(-1)
                 if part is None:
                     flat.zero_()
-                elif part.data_ptr() != entry.data_ptr():
+                elif part.data_ptr() != entry.data_ptr():  # else ZeroSpace.show made it a view of the entry
                     flat[: part.numel()].copy_(part.view(-1))
             self.optimizer.averaged_gradients[group] = entries
 
@@ -160,7 +163,7 @@ class ZeroEngine:
 
 
 class ZeroSpace(EngineSpace):
-    """The gradient of :class:`ZeroEngine`; all processes make theirs together.
+    """The trained weights and gradients of a ZeRO optimizer. All ranks construct it together.
 
     Args:
         zero: the engine.
@@ -171,13 +174,12 @@ class ZeroSpace(EngineSpace):
         self.zero, self.module, self.model = zero, zero.module, zero.module
         self._buffers = [OwnBuffers(owner) for owner in self.model.modules() if owner._buffers]
         optimizer = zero.optimizer
-        parts = {id(param): part for group in _parts(zero) for param, part in group}
-        self._order = [[id(param) for param, _ in group] for group in _parts(zero)]
+        groups = _parts(zero)
+        parts = {id(param): part for group in groups for param, part in group}
+        self._order = [[id(param) for param, _ in group] for group in groups]
         trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        nothing = next(iter(parts.values())).detach()[:0]
-        named = [
-            (name, parts[id(param)] if id(param) in parts else WeightView.over(nothing)) for name, param in trained
-        ]
+        empty = next(iter(parts.values())).detach()[:0]  # of a parameter that this process holds no part of
+        named = [(name, parts[id(param)] if id(param) in parts else WeightView.over(empty)) for name, param in trained]
         self._places = {id(param): index for index, (_, param) in enumerate(trained)}
         group = optimizer.dp_process_group
         dtypes = getattr(optimizer, "gradient_accumulation_dtype", None), optimizer.communication_data_type
@@ -202,13 +204,13 @@ class ZeroSpace(EngineSpace):
     def show(self) -> None:
         """Load into ``.grad`` what the optimizer is about to take."""
         for ids, entries in zip(self._order, self.zero.hold(), strict=True):
-            for each, entry in zip(ids, entries, strict=False):
-                param = self.params[self._places[each]]
+            for param_id, entry in zip(ids, entries, strict=False):
+                param = self.params[self._places[param_id]]
                 param.grad = entry.view(-1)[: param.numel()]
 
     def give(self) -> None:
         """Write ``.grad`` where the optimizer's step reads it."""
-        self.zero.give([[self.params[self._places[each]].grad for each in ids] for ids in self._order])
+        self.zero.give([[self.params[self._places[param_id]].grad for param_id in ids] for ids in self._order])
         super().clear()
 
     @torch.no_grad()
@@ -229,13 +231,13 @@ class ZeroSpace(EngineSpace):
         self.zero.abandon()
 
 
-def _entries(gradients: Any) -> list[torch.Tensor]:
-    """Return a group's gradients without what fills the partition up."""
+def _without_padding(gradients: Any) -> list[torch.Tensor]:
+    """Return a group's gradients without DeepSpeed's padding."""
     return [each for each in gradients if not getattr(each, "_zero_padding", False)]
 
 
 def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]]:
-    """Return, by group and in the gradients' order, the parameters that this process has a part of, and that part."""
+    """Return a list for each optimizer group, in the order of the gradients: (parameter, this process' part)."""
     optimizer = zero.optimizer
     if zero.is_sharded:
         return [[(param, _sharded_part(optimizer, param)) for param in group] for group in optimizer.fp16_groups]
@@ -254,7 +256,7 @@ def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]
 
 
 def _sharded_part(optimizer: Any, param: Any) -> WeightView:
-    """Return this process' part, without the elements that fill the last process' up."""
+    """Return this process' part of a stage-3 parameter, without the padding of the last process."""
     group, start, size = optimizer.grad_position[optimizer.get_param_id(param)]
     rank = dist.get_rank(param.ds_process_group)
     real = min(max(param.ds_numel - rank * size, 0), size)

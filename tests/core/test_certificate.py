@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradloc.core.certificate import Removal, judge
+from gradloc.core.certificate import Removal, verdict_of
 from gradloc.core.ranks import Ranks
 from gradloc.core.step import Numerics
 
@@ -27,12 +27,12 @@ from gradloc.core.step import Numerics
     ],
 )
 def test_a_verdict_needs_a_bound_below_half_the_distance_to_the_threshold(norm, bound, threshold, verdict):
-    assert judge(norm, bound, threshold)[0] == verdict
+    assert verdict_of(norm, bound, threshold)[0] == verdict
 
 
 @pytest.mark.parametrize(("norm_after", "verdict"), [(3.0, "explained"), (math.inf, "not_explained")])
 def test_what_was_not_finite_is_explained_by_being_finite_where_there_is_no_threshold_yet(norm_after, verdict):
-    assert judge(norm_after, 0.1, None, was_finite=False)[0] == verdict
+    assert verdict_of(norm_after, 0.1, None, was_finite=False)[0] == verdict
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradloc.explain.causes import CAUSE_INFO, _meaning, cause_info, classify
-from gradloc.explain.culprits import again, group
+from gradloc.explain.culprits import group_sentence, repeat_sentence
 from gradloc.record import CAUSES, BatchStatistics, Cause, Event, Run, Sibling
 from tests.explain import a_culprit
 
@@ -37,7 +37,7 @@ def in_group(advantage: float, others: tuple[float, ...], rewards: tuple[float, 
     siblings = tuple(Sibling(reward=reward, advantage=a) for reward, a in zip(theirs, others, strict=True))
     culprit = a_culprit(advantage=advantage, reward=own, siblings=siblings, coefficient=-0.01)
     cause = classify(culprit, BatchStatistics(advantage=0.1), (), made_by)
-    return group(Event(run=made_by, culprits=(a_culprit(culprit, cause=cause),)))
+    return group_sentence(Event(run=made_by, culprits=(a_culprit(culprit, cause=cause),)))
 
 
 HALF = (-0.5, -0.5, -0.5)
@@ -91,5 +91,5 @@ def test_the_bounds_are_reached_by_the_reward_that_is_unlike_all_others(size):
 
 @pytest.mark.parametrize(("count", "is_said"), [(None, False), (1, False), (2, True)])
 def test_a_token_that_ends_turns_again_is_told_from_the_second_event_on(count, is_said):
-    found = again(a_culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
+    found = repeat_sentence(a_culprit(cause=Cause("not_sampled", {"events_ended": count} if count else {})))
     assert (str(count) in found, bool(found)) == (is_said, is_said)

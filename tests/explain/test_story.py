@@ -24,13 +24,17 @@ def test_the_text_stands_around_the_largest_culprit_s_token():
 
 
 def test_the_clip_of_a_bundle_is_told_where_the_event_has_none():
-    assert "1/1,495" in story.given(event(), 0.5) and story.given(event()) != story.given(event(), 0.5)
+    assert "1/1,495" in story.what_was_taken(event(), 0.5) and story.what_was_taken(event()) != story.what_was_taken(
+        event(), 0.5
+    )
 
 
 def test_a_clipped_step_says_how_much_of_the_healthy_gradient_is_left():
-    assert "to 0.1%" in story.given(event(), 0.5), "to 0.77 / 1,495, where 0.5 would have been left without the spike"
+    assert "to 0.1%" in story.what_was_taken(event(), 0.5), (
+        "to 0.77 / 1,495, where 0.5 would have been left without the spike"
+    )
     healthy = {"grad_clip": 2.0, "healthy_norm": 0.077, "is_taken": True}
-    assert "to 10%" in story.given(event(consequence=healthy)), "of 0.77, which no clip at 2 touches"
+    assert "to 10%" in story.what_was_taken(event(consequence=healthy)), "of 0.77, which no clip at 2 touches"
 
 
 def taken(how, **changes):
@@ -41,16 +45,16 @@ HEALER = {"name": "clip", "line": "a=1", "verdict": "healed", "norm_after": 3.04
 
 
 def test_a_step_that_was_healed_or_masked_is_told_with_its_setting_and_its_clip():
-    healed, masked = (story.given(event(**taken(how, cures=[HEALER])), 0.5) for how in ("heal", "mask"))
-    assert "a=1" in healed and "3.04" in healed and story.given(event(**taken("heal"))) != healed
-    assert "0.77, clipped to 0.5" in masked and "clipped" not in story.given(event(**taken("mask")), 0.77)
+    healed, masked = (story.what_was_taken(event(**taken(how, cures=[HEALER])), 0.5) for how in ("heal", "mask"))
+    assert "a=1" in healed and "3.04" in healed and story.what_was_taken(event(**taken("heal"))) != healed
+    assert "0.77, clipped to 0.5" in masked and "clipped" not in story.what_was_taken(event(**taken("mask")), 0.77)
 
 
 def test_weights_that_are_not_finite_make_every_further_step_so():
     cause = {"label": "non_finite_weights", "reason": "2", "numbers": {}, "names": [], "places": []}
     says = "Every further step will be like it"
-    assert any(says in said for said in story.became(event(culprits=[], cause=cause)))
-    assert not any(says in said for said in story.became(event()))
+    assert any(says in said for said in story.what_followed(event(culprits=[], cause=cause)))
+    assert not any(says in said for said in story.what_followed(event()))
 
 
 def test_what_engine_and_trainer_say_of_a_token_is_told_where_it_was_not_sampled():

@@ -79,7 +79,7 @@ def test_no_more_are_measured_than_may_be_and_the_first_that_heals_ends_it(monke
 
 
 def test_when_time_is_up_one_setting_is_still_measured_and_no_second(monkeypatch):
-    monkeypatch.setattr(cures, "judge", lambda *_: ("not_explained", ""))
+    monkeypatch.setattr(cures, "verdict_of", lambda *_: ("not_explained", ""))
     _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01}, max_seconds=1e-9)
     assert [cured.verdict for cured in found if cured.forwards] == ["not_healed"]
     _, found, _ = tried(monkeypatch, KL, {"kl": 0.0}, {"kl": 0.01})

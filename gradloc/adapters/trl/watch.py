@@ -45,10 +45,10 @@ class TrainerWatch(Watch):
 
     def __init__(self, trainer: Any, settings: Any, health: HealthConfig | None):
         self.trainer = trainer
-        if settings is not None and not hasattr(trainer.args, "num_generations"):  # which no replay knows
+        if settings is not None and not hasattr(trainer.args, "num_generations"):  # no replay of SFT and DPO
             settings = replace(settings, evidence=replace(settings.evidence, bundle="off"))
         super().__init__(trainer.model, action="off" if settings is None else settings, metrics=False)
-        self._metrics: list[dict[str, float]] = []
+        self._unlogged: list[dict[str, float]] = []
         self._num_known: dict[str, int] = {}
         """Number of values of earlier steps in each of TRL's metrics."""
         self._loss: Any = None
@@ -56,7 +56,7 @@ class TrainerWatch(Watch):
         self.monitor = None
         if self.ranks.is_first and health is not None:
             limit = trainer.args.max_grad_norm
-            self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL logs the share of equal ones
+            self.monitor = Monitor(health, limit or None, compares_rollouts=False)  # TRL logs that itself
 
     # ---- the moments of an optimizer step, in order
 
@@ -79,16 +79,16 @@ class TrainerWatch(Watch):
         self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
         self.keep(inputs=inputs, stage=stage)
 
-    def stage_of(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
-        """Return the tokens of Lopti's stage in this micro-batch, bool (B, T); None without Lopti.
+    def begin_stage(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
+        """Begin Lopti's stage of this micro-batch. Return its tokens, bool (B, T); None without Lopti.
 
         TRL's first pass over its rollouts is the first stage.
         """
         if self.lopti is None:
             return None
-        each = self.trainer.args.steps_per_generation
-        is_first = self.trainer._step % (2 * each) < each
-        is_low = is_first == (self.lopti.eta > 0)
+        steps = self.trainer.args.steps_per_generation
+        is_first = self.trainer._step % (2 * steps) < steps
+        is_low = is_first if self.lopti.eta > 0 else not is_first
         self.stage_name = "low" if is_low else "high"
         return (old_log_probs.exp() < abs(self.lopti.eta)) == is_low
 
@@ -106,7 +106,7 @@ class TrainerWatch(Watch):
         finally:
             self._loss = None
         if self.metrics:
-            self._metrics.append(self.metrics)
+            self._unlogged.append(self.metrics)
         return taken
 
     def make_step(self) -> TrlStep:
@@ -127,7 +127,7 @@ class TrainerWatch(Watch):
 
     def take_metrics(self) -> dict[str, float]:
         """Return the first process' metrics since the last call, each joined over steps as its name asks for."""
-        steps, self._metrics = self._metrics, []
+        steps, self._unlogged = self._unlogged, []
         return step_metrics.joined(steps) if steps else {}
 
     def save(self, folder: str) -> None:

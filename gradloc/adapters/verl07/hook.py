@@ -167,7 +167,7 @@ class CriticWatch(ActorWatch):
             self.localizer.begin_mini_batch(self.step)
         else:
             self.after_backward()  # of the one before
-        return self.step.train_forward(micro_batch)
+        return self.step.record_forward(micro_batch)
 
     def _optimizer_step(self) -> torch.Tensor:
         self.after_backward()

@@ -160,7 +160,7 @@ class AnalysedActorStep(ActorStep, Averages):
         parts = [part for mini_batch in mini_batches for part in self._cut(mini_batch, config)]
         on_policy = len(mini_batches) == 1 and config.ppo_epochs == 1
         super().__init__(actor, temperature, on_policy, ranks.size)
-        self._num_rows = ranks.sum([float(is_real.sum())])[0]
+        self._num_real_rows = ranks.sum([float(is_real.sum())])[0]
         actor.actor_module.train()
         self.record_forwards({**_real_rows(part).batch} for part in parts)
 
@@ -179,9 +179,9 @@ class AnalysedActorStep(ActorStep, Averages):
         return self.loss_scale_factor(micro_batch) / self.num_ranks, mode == "seq-mean-token-sum-norm"
 
     def loss_scale_factor(self, micro_batch: int) -> float:
-        """Return the factor of a mean over all real rows: verl averages over a micro-batch, and then over these."""
+        """Return the factor that makes verl's mean over this micro-batch its part of the mean over all real rows."""
         num_real = int((self.micro_batches[micro_batch].inputs[BUCKET_KEY] >= 0).sum())
-        return num_real * self.num_ranks / self._num_rows
+        return num_real * self.num_ranks / self._num_real_rows
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -201,7 +201,7 @@ class CriticStep(VerlStep):
         super().__init__(critic.config, critic.device_name, num_ranks)
         self.critic = critic
 
-    def train_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def record_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Run and record training's forward of the next micro-batch; changes nothing."""
         self.before_forward(micro_batch)
         values = self._values(micro_batch)
@@ -209,7 +209,7 @@ class CriticStep(VerlStep):
         return values
 
     def _values(self, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-        """Run the forward of the critic's class; the watch has replaced the object's."""
+        """Run verl's forward by its class, since the watch has replaced the object's."""
         return type(self.critic)._forward_micro_batch(self.critic, micro_batch)
 
     def details(self, micro_batch: int) -> Details:
@@ -268,9 +268,10 @@ def own_loss(
         entropy: (B, T); None where the loss does not use it.
         settings: replace those of the actor's config.
     """
-    from verl.workers.actor import dp_actor  # which imports the adapter
+    from verl.workers.actor import dp_actor  # not at the top: it imports this package
 
     catcher = LossCatcher()
+    # with use_rollout_log_probs verl takes the given old log-probs also on policy
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {
         "config": config,
@@ -314,4 +315,4 @@ class NullHook:
         return self._hook.token_weights(model_inputs, log_prob.detach(), given, {})
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: []
+        return lambda *_: []  # verl adds begin_update's list to its keys, and ignores the other answers

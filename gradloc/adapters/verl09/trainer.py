@@ -120,7 +120,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         is_kept = self.kept_rows(list(data["uid"]), scores, mask, num_ranks=1, metrics=metrics)
         if is_kept is None:
             return batch
-        keys, dropped = _parted(batch.keys, is_kept)
+        keys, dropped = _split(batch.keys, is_kept)
         tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
         return batch.select_keys(keys)
 
@@ -129,7 +129,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         return super()._separate(seed)
 
     def view(self, update: WorkersUpdate) -> BatchView:
-        _, real = _fillers(update.batch)
+        _, real = _split_fillers(update.batch)
         return view_of(update.batch.select_keys(real))
 
     def ask(
@@ -137,7 +137,7 @@ class V1TrainerAnalyses(VerlAnalyses):
     ) -> list[dict[str, Any]]:
         """Ask by verl's own call for log-probs. Rows that fill up the batch to whole mini-batches go last; workers
         run them because their peers wait."""
-        fillers, real = _fillers(update.batch)
+        fillers, real = _split_fillers(update.batch)
         whole = update.batch.select_keys([*real, *fillers])
         tensors = {**tensors, ROW_KEY: torch.arange(len(real))}
         put(whole, {key: _filled_up(values, len(fillers)) for key, values in tensors.items()})
@@ -170,15 +170,15 @@ class V1TrainerAnalyses(VerlAnalyses):
         return prepared_by(lambda: twin.step({}, {}))
 
 
-def _parted(keys: Sequence[str], is_it: Iterable[bool]) -> tuple[list[str], list[str]]:
-    """Split keys by flag."""
-    pairs = list(zip(keys, is_it, strict=True))
-    return [key for key, holds in pairs if holds], [key for key, holds in pairs if not holds]
+def _split(keys: Sequence[str], flags: Iterable[bool]) -> tuple[list[str], list[str]]:
+    """Split keys into those whose flag is set, and the others."""
+    pairs = list(zip(keys, flags, strict=True))
+    return [key for key, flag in pairs if flag], [key for key, flag in pairs if not flag]
 
 
-def _fillers(batch: Any) -> tuple[list[str], list[str]]:
+def _split_fillers(batch: Any) -> tuple[list[str], list[str]]:
     """Split the rows into those that only fill up the batch, and the others."""
-    return _parted(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
+    return _split(batch.keys, [tag.get("is_padding", False) for tag in batch.tags])
 
 
 def _keys_in_queue() -> set[str]:
@@ -224,11 +224,11 @@ class TrainerSide(TrainerFeatures):
         for driver in self.drivers:
             if len(driver.step_metrics) > 1:  # verl has taken their means
                 metrics.update(joined(driver.step_metrics))
-        _, real = _fillers(batch)
+        _, real = _split_fillers(batch)
         self.judge(view_of(batch.select_keys(real), self.seen), metrics, global_step)
 
 
-def _add(update_metrics: dict[str, Any], metrics: dict[str, Any]) -> None:
+def _add_to(metrics: dict[str, Any], update_metrics: dict[str, Any]) -> None:
     """Add an update's metrics to the step's, lists as verl reduces them."""
     lists = {name: value for name, value in update_metrics.items() if isinstance(value, list)}
     metrics.update(update_metrics)
@@ -291,7 +291,7 @@ class _Watched(Checkpointed):
         update = QueueUpdate(self, _CRITIC, batch, partial(super()._update_critic, batch))
         if self.gradloc.critic is None:
             return update.original(metrics)
-        _add(self.gradloc.update_critic(update), metrics)
+        _add_to(metrics, self.gradloc.update_critic(update))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
@@ -302,7 +302,7 @@ class _Watched(Checkpointed):
                 raise _Ended(metrics)
         if not self.gradloc.is_in_update:
             return update.original(metrics)
-        _add(self.gradloc.update_actor(update), metrics)
+        _add_to(metrics, self.gradloc.update_actor(update))
         return batch
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
@@ -343,14 +343,16 @@ def view_of(
     log-probs. Facts that ``seen`` has of its rows are not fetched."""
     per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
 
+    teacher = [_TEACHER] if is_distilled else []
+
     @cache
     def whole() -> tuple[dict[str, torch.Tensor], dict[str, Sequence[Any]]]:
-        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *[_TEACHER] * is_distilled])
+        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *teacher])
         return _tensors(rows, per_token), _labels(batch, rows)
 
     def facts() -> RowFacts:
         known = None if seen is None else seen.facts(batch, is_critics)
-        return _facts(fetch(batch, _READ_OFF), is_critics) if known is None else known
+        return _facts(fetch(batch, _FACT_FIELDS), is_critics) if known is None else known
 
     def uids() -> dict[str, list[str]]:
         known = None if seen is None else seen.uids(batch)
@@ -360,11 +362,12 @@ def view_of(
     return BatchView(_Lazy(lambda: whole()[0], {}), labels, is_critics, is_distilled, None if is_distilled else facts)
 
 
-_READ_OFF = ("response_mask", "advantages", "values", "returns", _SCORES)
+_FACT_FIELDS = ("response_mask", "advantages", "values", "returns", _SCORES)
+"""Fields that :func:`_facts` reads."""
 
 
 def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
-    """Return the view of verl's nested tensors, by its names."""
+    """Return the rows' facts, read off verl's nested tensors."""
     mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
     if not is_critics:
         return RowFacts.from_nested(mask, rows["advantages"], scores)
@@ -393,21 +396,22 @@ class SeenRows:
 
         def kv_batch_get(*args: Any, **given: Any) -> Any:
             found = tq.kv_batch_get(*args, **given)
-            rows.update({name: found[name] for name in (*_READ_OFF, "uid") if name in found.keys()})
+            rows.update({name: found[name] for name in (*_FACT_FIELDS, "uid") if name in found.keys()})
             return found
 
         def kv_batch_put(*args: Any, **given: Any) -> Any:
-            rows.update({name: given["fields"][name] for name in _READ_OFF if name in given["fields"].keys()})
+            rows.update({name: given["fields"][name] for name in _FACT_FIELDS if name in given["fields"].keys()})
             return tq.kv_batch_put(*args, **given)
 
         passing = SimpleNamespace(**{**vars(tq), "kv_batch_get": kv_batch_get, "kv_batch_put": kv_batch_put})
         with replaced(trainer_base, tq=passing):
             yield
         try:
-            self._known = {is_critics: _facts(rows, is_critics) for is_critics in (False, True)[: 1 + has_critic]}
+            models = (False, True) if has_critic else (False,)
+            self._known = {is_critics: _facts(rows, is_critics) for is_critics in models}
             self._keys, self._uids = list(batch.keys), list(rows["uid"])
         except Exception as error:  # another verl computes them in another way
-            logger.info("gradloc: what a healthy step is known by is fetched from verl's queue: %r", error)
+            logger.info("gradloc: facts of healthy steps are fetched from verl's queue, at some cost: %r", error)
             self.forget()
 
     def facts(self, batch: Any, is_critics: bool) -> RowFacts | None:

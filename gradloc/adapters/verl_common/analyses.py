@@ -39,7 +39,7 @@ class VerlAnalyses:
     """Counts of the filter in the step's batch."""
 
     def __init__(self, config: Any, root: str, settings: tuple):
-        buckets, quartiles, self.chosen = settings
+        buckets, quartiles, self.filter_settings = settings
         self._config, run = config, _run_of(config, root)
         self.trackers = run.trackers
         self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
@@ -86,7 +86,7 @@ class VerlAnalyses:
             metrics: of the step; ``rollout/*`` is added.
         """
         groups = groups_of(uids, scores, mask)
-        choice = kept_groups(groups, self.chosen, num_ranks, metrics)
+        choice = kept_groups(groups, self.filter_settings, num_ranks, metrics)
         if choice is None:
             return None
         kept, self.counts = choice
@@ -106,8 +106,8 @@ class VerlAnalyses:
             for feature, reporter in ((QUARTILES, self.quartiles), (BUCKETS, self.buckets)):
                 if reporter is None:
                     continue
-                seen = partial(self.seen, update, feature)
-                was_due = reporter.run(seen, self._last_step, metrics, timing_raw)
+                batch = partial(self.analysis_batch, update, feature)
+                was_due = reporter.run(batch, self._last_step, metrics, timing_raw)
                 if was_due and reporter.settings.exit_after:
                     metrics["training/global_step"] = self._last_step
                     metrics["trainer/exited_after_gradient_analysis"] = 1.0
@@ -118,12 +118,12 @@ class VerlAnalyses:
     def scale_advantages(self, update: WorkersUpdate) -> None:
         """Scale advantages by ``filter_loss_scaling``; where that is 1 the tensor is not replaced."""
         kept_ratio = 1.0 if self.counts is None else self.counts["kept_ratio"]
-        factor = advantage_scale(self.chosen.loss_scaling, kept_ratio)
+        factor = advantage_scale(self.filter_settings.loss_scaling, kept_ratio)
         if factor != 1.0:
             (advantages,) = update.get("advantages")
             update.put(advantages=advantages * factor)
 
-    def seen(self, update: WorkersUpdate, feature: str) -> AnalysisBatch:
+    def analysis_batch(self, update: WorkersUpdate, feature: str) -> AnalysisBatch:
         """Return the batch as an analysis sees it; ``feature`` is the setting that switches the analysis on."""
         view = self.view(update)
 
@@ -141,11 +141,12 @@ class VerlAnalyses:
         """Return a batch of its own for the analysis by bucket."""
         counts, self.counts = self.counts, None
         try:
-            trainer, of = self.update.trainer, self.update
+            training = self.update
+            trainer = training.trainer
             batch = self.prepare(trainer, *geometry(self.buckets.settings, trainer.config), seed)
-            update = type(of)(trainer, of.workers, batch)
+            update = type(training)(trainer, training.workers, batch)
             self.scale_advantages(update)
-            return self.seen(update, BUCKETS)
+            return self.analysis_batch(update, BUCKETS)
         finally:
             self.counts = counts
 
@@ -176,7 +177,7 @@ class _Prepared(Exception):
 
 
 def hand_over(batch: Any, metrics: Any = None) -> NoReturn:
-    """Replace verl's method that learns from the batch."""
+    """Leave verl's loop with this batch, in place of the method that would learn from it."""
     raise _Prepared(batch)
 
 

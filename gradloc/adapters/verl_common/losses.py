@@ -27,7 +27,7 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def changed(config: Any, **values: Any) -> Any:
-    """Return a copy of a frozen config with other values; ``policy_loss.loss_mode`` names a value of a block."""
+    """Return a copy of a frozen config with other values; a dotted name (``policy_loss.loss_mode``) is of a block."""
     config = copy.copy(config)
     for name, value in values.items():
         name, _, inner = name.partition(".")
@@ -61,7 +61,7 @@ def estimator_of(algorithm: Any) -> str:
     return str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
 
 
-def groups_of(
+def advantage_groups(
     batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
 ) -> Groups | None:
     """Return how the batch's advantages were made; None where it has none.
@@ -87,10 +87,11 @@ def groups_of(
     given = {"response_mask": torch.ones_like(scores), "index": uids}
     is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
     estimate = partial(get_adv_estimator_fn(estimator), **given)
-    present, other = (
-        estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=each)[0].squeeze(1)
-        for each in (is_divided, not is_divided)
-    )
+
+    def advantages(divides: bool) -> torch.Tensor:
+        return estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=divides)[0].squeeze(1)
+
+    present, other = advantages(is_divided), advantages(not is_divided)
     is_filled = facts.num_tokens > 0
     if not torch.allclose(facts.signal[is_filled], present[is_filled], rtol=1e-4, atol=1e-6):
         return groups  # somebody has changed them since
@@ -127,7 +128,8 @@ def tensors_under(
     advantages = held["advantages"]
     if name == "reweight" and not groups.is_reweighted:
         return {"advantages": reweight(advantages, held["old_log_probs"], ALPHA)}
-    if name == ("mean_only" if groups.is_divided else "divide") and groups.other_advantages:
+    toggle = "mean_only" if groups.is_divided else "divide"
+    if name == toggle and groups.other_advantages:
         other = advantages.new_tensor([groups.other_advantages[row] for row in rows])
         return {"advantages": other.unsqueeze(1) * held[MASK]}
     return None
@@ -135,10 +137,11 @@ def tensors_under(
 
 def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
     """Return the corrections that would change more than this run's loss, or replace a correction of its own."""
-    has = (algorithm.get("rollout_correction") or {}).get
-    if has("bypass_mode"):  # the loss itself corrects
+    correction = algorithm.get("rollout_correction") or {}
+    if correction.get("bypass_mode"):  # the loss itself corrects
         return frozenset(CORRECTIONS)
-    has_own = has("rollout_rs") or has("rollout_token_veto_threshold") or has("rollout_is_batch_normalize")
+    own = ("rollout_rs", "rollout_token_veto_threshold", "rollout_is_batch_normalize")
+    has_own = any(correction.get(name) for name in own)
     is_safe = estimator in _BY_SCORES and not algorithm.use_kl_in_reward and not has_own
     return frozenset() if is_safe else frozenset(OF_MASK)
 
@@ -193,9 +196,12 @@ def aggregation_of(config: Any) -> str:
 def is_of_micro_batch(config: Any) -> bool:
     """Return whether the policy loss, though it gets the mini-batch's size, is a mean over its micro-batch, as
     geo_mean's is."""
-    sizes = ({"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times} for times in (1, 2))
-    once, twice = (_policy_loss(config, config.loss_agg_mode, **batch_info) for batch_info in sizes)
-    return once == twice
+
+    def loss_of(times: int) -> float:
+        sizes = {"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times}
+        return _policy_loss(config, config.loss_agg_mode, **sizes)
+
+    return loss_of(1) == loss_of(2)
 
 
 def _counts_empty_rows(config: Any) -> bool:
@@ -273,9 +279,11 @@ class Averages(ActorLoss):
             share = float(tokens.sum() / all_tokens.sum())
         else:
             share = float((tokens / all_tokens.clamp(min=1)).sum() / (all_tokens > 0).sum())
-        task, value = (self._value(micro_batch, terms[each], inside) for each in ("task", term))
-        value = value if term == "task" else value - task
-        is_sum = is_sum or term == "task" and _counts_empty_rows(self.config)
+        value = self._value(micro_batch, terms["task"], inside)
+        if term == "task":
+            is_sum = is_sum or _counts_empty_rows(self.config)
+        else:
+            value = self._value(micro_batch, terms[term], inside) - value
         return weight * share, value / self.num_ranks * (1.0 if is_sum else share)
 
     def _value(self, micro_batch: int, settings: Mapping[str, Any], inside: torch.Tensor) -> float:
@@ -288,8 +296,8 @@ class Averages(ActorLoss):
 
     @abstractmethod
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        """Return a micro-batch's weight in a term's average over the batch, and whether its loss is a sum over a
-        constant, which fewer tokens make smaller, and not a mean."""
+        """Return a micro-batch's weight in a term's average over the batch, and whether its loss is divided by a
+        constant, so that fewer tokens make it smaller, instead of being a mean."""
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

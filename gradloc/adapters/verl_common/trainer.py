@@ -23,7 +23,7 @@ from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory
-from .losses import estimator_of, groups_of
+from .losses import advantage_groups, estimator_of
 from .requirements import health_in, refused_cures
 from .watch import reports_of
 
@@ -311,7 +311,7 @@ class TrainerFeatures:
     def _groups_of(self, view: BatchView) -> Groups | None:
         """Return how the advantages were made; None, and training goes on, where the batch cannot be read."""
         try:
-            return groups_of(view, self._algorithm, self.alpha != 0, self._refused_cures)
+            return advantage_groups(view, self._algorithm, self.alpha != 0, self._refused_cures)
         except Exception:
             logger.exception("gradloc: how this batch's advantages were made is not known; fewer settings are measured")
             return None

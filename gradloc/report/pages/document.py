@@ -18,7 +18,6 @@ from ...explain.numbers import bounded, number, percent, with_error
 from ...explain.story import (
     ACTIONS,
     CERTIFICATES,
-    became,
     figures,
     headline,
     lede,
@@ -27,6 +26,7 @@ from ...explain.story import (
     pronoun,
     quote_of,
     step_cause,
+    what_followed,
 )
 from ...explain.text import one_line, plural, span, spoken
 from ...record import Culprit, Event, PartShare, PathEntry, Search
@@ -131,7 +131,7 @@ def document(event: Event, run: RunFolder) -> EventDocument:
     root = run.events_root or run.path
     actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
     sections = [
-        _hurt(event, run, became(event, _clip(event, actor))),
+        _hurt(event, run, what_followed(event, _clip(event, actor))),
         _todo(event, actor),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),

@@ -135,7 +135,7 @@ class MegatronStep(EngineStep, Scheduled):
     def weight(self) -> float:
         return self._factor / self.num_ranks
 
-    def share(self) -> None:
+    def distribute_records(self) -> None:
         if self._is_shared:
             return
         source, synced = (
