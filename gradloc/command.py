@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one command: ``gradloc train.log`` reports, ``gradloc SUBCOMMAND ...`` does the rest.
 
-``gradloc-report`` and ``gradloc-patch`` do the same as before.
+``gradloc-report`` and ``gradloc-patch`` are its older names.
 """
 
 import importlib

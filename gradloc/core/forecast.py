@@ -12,7 +12,7 @@ At its peak a search holds, beyond what training has at the end of a backward (w
 - or, in a forward without a graph, the logits in float32;
 - or, while weights move, some float32 temporaries for each element of a part of a shard.
 
-Imports no torch: ``gradloc-report check`` asks before a run.
+Imports no torch: ``gradloc check`` asks before a run.
 """
 
 import math

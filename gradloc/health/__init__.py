@@ -2,7 +2,7 @@
 """Is the run well? States and reasons from the metrics that it logs.
 
 Plain rules over numbers, with nothing but the standard library: the trainer's ``monitor`` asks them at each step, and
-``gradloc-report health`` asks the very same code later, from a run's metrics alone.
+``gradloc health`` asks the very same code later, from a run's metrics alone.
 """
 
 from .config import HealthConfig

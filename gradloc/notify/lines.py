@@ -47,7 +47,7 @@ def announcement(event: Event) -> str:
 
 def opening_command(event: Event, root: Path) -> str:
     """Return the shell command that shows an event; ``root`` is the absolute folder of events."""
-    return shlex.join(["gradloc-report", str(root), "--event", event.event_id])
+    return shlex.join(["gradloc", str(root), "--event", event.event_id])
 
 
 def not_written(root: Path, why: str) -> str:

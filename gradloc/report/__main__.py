@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m gradloc.report`` is ``gradloc-report``."""
+"""``python -m gradloc.report`` is ``gradloc``'s part that reads runs."""
 
 import sys
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, which runs a subcommand and prints its errors in one sentence.
 
-``gradloc-report RUN_DIR`` is short for ``gradloc-report show RUN_DIR``. A folder that has a subcommand's name needs
-``./`` before it.
+``gradloc RUN_DIR`` is short for ``gradloc show RUN_DIR``. A folder that has a subcommand's name needs ``./`` before it.
 """
 
 import argparse
@@ -18,16 +17,16 @@ from .output import say
 
 EPILOG = f"""\
 examples:
-  gradloc-report train.log                        any run's log: what exploded, and what that did
-  gradloc-report runs/demo-1                      a summary in the terminal
-  gradloc-report runs/demo-1 -o report.html       the whole report, one file
-  gradloc-report runs/demo-1 --event ID -o e.html one event with every token
-  gradloc-report runs/demo-1 --format csv         one line per culprit
-  gradloc-report health runs/demo-1               was the run well, step by step
-  gradloc-report compare runs/a runs/b            two runs side by side
-  gradloc-report cure runs/demo-1                 which setting heals how many of its spikes
-  gradloc-report trigger train.log --set cap=6    what the trigger would have flagged
-  gradloc-report watch runs/demo-1                a run that is going on
+  gradloc train.log                        any run's log: what exploded, and what that did
+  gradloc runs/demo-1                      a summary in the terminal
+  gradloc runs/demo-1 -o report.html       the whole report, one file
+  gradloc runs/demo-1 --event ID -o e.html one event with every token
+  gradloc runs/demo-1 --format csv         one line per culprit
+  gradloc health runs/demo-1               was the run well, step by step
+  gradloc compare runs/a runs/b            two runs side by side
+  gradloc cure runs/demo-1                 which setting heals how many of its spikes
+  gradloc trigger train.log --set cap=6    what the trigger would have flagged
+  gradloc watch runs/demo-1                a run that is going on
 
 {EXIT_CODES}"""
 
@@ -43,16 +42,16 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         return _module(args.command).run(args)
     except ReportError as error:
-        say(f"gradloc-report: {one_line(str(error))}", sys.stderr)
+        say(f"gradloc: {one_line(str(error))}", sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a file that may not be read, or went away
-        say(f"gradloc-report: {one_line(str(error.filename or 'a file'))}: {error.strerror or error}.", sys.stderr)
+        say(f"gradloc: {one_line(str(error.filename or 'a file'))}: {error.strerror or error}.", sys.stderr)
         return 2
     except (MemoryError, RecursionError) as error:
-        say(f"gradloc-report: the input takes more than there is ({type(error).__name__}).", sys.stderr)
+        say(f"gradloc: the input takes more than there is ({type(error).__name__}).", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gradloc-report",
+        prog="gradloc",
         description="Shows what spiked in a run, which tokens did it, and why.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

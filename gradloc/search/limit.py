@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on a search's cost, and the settings' defaults. Imports no torch, since ``gradloc-report check`` reads it."""
+"""Limits on a search's cost, and the settings' defaults. Imports no torch, since ``gradloc check`` reads it."""
 
 import math
 import time

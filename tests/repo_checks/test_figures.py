@@ -190,7 +190,7 @@ def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
 def test_the_console_line_on_the_trackers_page_is_the_demo_s():
     text = (ROOT / "docs/trackers.md").read_text()
     shown = re.findall(r"^    gradloc: (.*)$", text, re.M)
-    assert shown == [announcement(EVENT), f"gradloc-report /runs/grpo/gradloc --event {EVENT.event_id}"]
+    assert shown == [announcement(EVENT), f"gradloc /runs/grpo/gradloc --event {EVENT.event_id}"]
 
 
 def test_the_number_that_stands_out_on_the_report_s_page_is_the_demo_s():
@@ -211,7 +211,7 @@ def test_the_demo_s_page_is_right_about_its_run():
 
 
 def test_the_health_page_s_transcript_is_what_the_command_prints():
-    (command, shown) = re.search(r"^    \$ (gradloc-report health \S+)\n((?:    .*\n)+)", _health(), re.M).groups()
+    (command, shown) = re.search(r"^    \$ (gradloc health \S+)\n((?:    .*\n)+)", _health(), re.M).groups()
     arguments = [sys.executable, "-m", "gradloc.report", *command.split()[1:]]
     done = subprocess.run(arguments, cwd=ROOT, env={"COLUMNS": "120"}, capture_output=True, text=True, check=True)
     lines = [line.rstrip() for line in done.stdout.splitlines()]

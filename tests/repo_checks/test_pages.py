@@ -44,17 +44,19 @@ TOOLS = {
     "apply_patch.py": (sys.executable, "apply_patch.py"),
     "make_patch.sh": ("bash", "make_patch.sh"),
     "run_experiment.sh": ("bash", "run_experiment.sh"),
-    "gradloc-report": (sys.executable, "-m", "gradloc.report"),
+    "gradloc": (sys.executable, "-m", "gradloc.report", "show"),
+    "gradloc replay": (sys.executable, "-m", "gradloc.replay"),
 }
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_option_in_the_readme_is_one_of_the_tools(tool):
     said = help_of(*TOOLS[tool])
-    lines = [line for page in PAGES[:2] for line in commands(page) if tool in line]
+    is_called = re.compile(rf"(?<!\S)(?:\./)?{re.escape(tool)}(?!\S)(?! replay)")
+    lines = [line for page in PAGES[:2] for line in commands(page) if is_called.search(line)]
     assert lines, f"the README does not show {tool}"
     for line in lines:
-        for option in re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", line.split(tool, 1)[1]):
+        for option in re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", is_called.split(line, maxsplit=1)[1]):
             assert option in said, f"{option} in: {line}"
 
 

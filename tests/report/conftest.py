@@ -35,7 +35,7 @@ def refused(capsys):
         capsys.readouterr()  # what came before
         assert main([str(word) for word in words]) == 2
         said = capsys.readouterr()
-        assert said.err.startswith("gradloc-report: ") and said.err.count("\n") == 1 and said.out == ""
+        assert said.err.startswith("gradloc: ") and said.err.count("\n") == 1 and said.out == ""
         return said.err
 
     return refuse

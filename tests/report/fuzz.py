@@ -232,7 +232,7 @@ def _call(reader: str, folder: Path, name: str, content: bytes, choice: int) -> 
     assert not [each for each in warned if issubclass(each.category, RuntimeWarning | SyntaxWarning)], warned
     said, wrong = out.getvalue(), err.getvalue()
     assert code in (0, 1, 2), code
-    assert code != 2 or said or wrong.startswith("gradloc-report: ") and wrong.count("\n") == 1, (code, wrong)
+    assert code != 2 or said or wrong.startswith("gradloc: ") and wrong.count("\n") == 1, (code, wrong)
     return said + wrong
 
 

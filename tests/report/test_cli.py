@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 def test_a_run_is_summarized_listed_and_told_event_by_event_without_a_token_s_escapes(folder, shown):
     out = shown(folder, columns=120)
-    assert f"gradloc-report {folder} -o report.html" in out and f"show {folder} --event {FIRST}" in out
+    assert f"gradloc {folder} -o report.html" in out and f"show {folder} --event {FIRST}" in out
     assert shown(folder, "--list").split() == [FIRST, SECOND]
     assert "\x1b[31m" not in out + shown(folder, "--event", SECOND)
 

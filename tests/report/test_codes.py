@@ -35,7 +35,7 @@ def test_a_log_s_exit_code(text, words, code, tmp_path, capsys):
     assert main([str(tmp_path / "a.log"), *words]) == code
     assert main([str(tmp_path / "a.log"), "--json", *words]) == code
     said = capsys.readouterr()
-    assert said.out or said.err.startswith("gradloc-report: ")
+    assert said.out or said.err.startswith("gradloc: ")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report buckets``: the gradient analyses of a run, as figures and tables."""
+"""``gradloc buckets``: the gradient analyses of a run, as figures and tables."""
 
 import argparse
 import csv
@@ -16,11 +16,11 @@ STEPS = (0, 20, 40)
 DPI = 150
 EPILOG = """\
 examples:
-  gradloc-report buckets runs/demo-1 --list-steps
-  gradloc-report buckets runs/demo-1 --step 1 51
-  gradloc-report buckets runs/demo-1 --json
-  gradloc-report buckets --wandb-path ENTITY/PROJECT/RUN_ID --step 1
-  gradloc-report buckets --mode ppo --step0-dir A --step20-dir B --step40-dir C --out ppo.png
+  gradloc buckets runs/demo-1 --list-steps
+  gradloc buckets runs/demo-1 --step 1 51
+  gradloc buckets runs/demo-1 --json
+  gradloc buckets --wandb-path ENTITY/PROJECT/RUN_ID --step 1
+  gradloc buckets --mode ppo --step0-dir A --step20-dir B --step40-dir C --out ppo.png
 """
 
 
@@ -134,6 +134,6 @@ def _metrics_file(folder: Path) -> Path:
     if len(files) != 1:
         raise ReportError(
             f"{folder} holds {len(files)} gradient_analysis_metrics_step_*.json: name a folder "
-            "with one, made by `gradloc-report buckets RUN_DIR --step N --output-dir DIR`."
+            "with one, made by `gradloc buckets RUN_DIR --step N --output-dir DIR`."
         )
     return files[0]

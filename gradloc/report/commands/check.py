@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report check RUN_CONFIG``: the features of a run, its refusal, and the cost of a search.
+"""``gradloc check RUN_CONFIG``: the features of a run, its refusal, and the cost of a search.
 
 Imports neither torch nor a trainer: the refusals are those of the trainer's start, the forecast is the search's own.
 """
@@ -29,11 +29,11 @@ from ..shell import is_script, overrides_in
 CARD_GIB = 79.6
 EPILOG = """\
 examples:
-  gradloc-report check run.yaml                              a config that a run has written, or one with defaults
-  gradloc-report check run.sh                                a script with verl's overrides; verl need not be there
-  gradloc-report check mine.yaml +gradloc=on trainer.nnodes=8  with overrides, as main_ppo takes them
-  gradloc-report check +gradloc=mask trainer.nnodes=8        verl's own config with these
-  gradloc-report check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
+  gradloc check run.yaml                              a config that a run has written, or one with defaults
+  gradloc check run.sh                                a script with verl's overrides; verl need not be there
+  gradloc check mine.yaml +gradloc=on trainer.nnodes=8  with overrides, as main_ppo takes them
+  gradloc check +gradloc=mask trainer.nnodes=8        verl's own config with these
+  gradloc check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
 """
 _PLACEMENTS = (
     "everything stays on the device",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report compare RUN_A RUN_B``: two runs side by side."""
+"""``gradloc compare RUN_A RUN_B``: two runs side by side."""
 
 import argparse
 from pathlib import Path

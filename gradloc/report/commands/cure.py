@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report cure RUN_DIR``: how many of a run's events each single setting heals, or the usual advice."""
+"""``gradloc cure RUN_DIR``: how many of a run's events each single setting heals, or the usual advice."""
 
 import argparse
 from collections import Counter
@@ -19,8 +19,8 @@ from ..runs.run import RunFolder, read_run
 
 EPILOG = """\
 examples:
-  gradloc-report cure examples/demo
-  gradloc-report cure runs/demo-1 --json
+  gradloc cure examples/demo
+  gradloc cure runs/demo-1 --json
 """
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if not counted:
         console.print(
             f"No setting that this trainer has would have changed {plural(len(measured), 'event')}: look at the cause, "
-            f"gradloc-report {args.path}"
+            f"gradloc {args.path}"
         )
         return 0
     table = Table("heals", "does not", "not known", "setting", box=None, padding=(0, 2, 0, 0))

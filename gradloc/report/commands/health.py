@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report health``: a run's health step by step, with advice."""
+"""``gradloc health``: a run's health step by step, with advice."""
 
 import argparse
 from pathlib import Path
@@ -22,9 +22,9 @@ MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X",
 STRIP_WIDTH, STRIP_LINES = 60, 5  # in a longer run, a mark is several steps
 EPILOG = f"""\
 examples:
-  gradloc-report health runs/demo-1
-  gradloc-report health runs/demo-1 --json
-  gradloc-report health runs/demo-1 --grad-clip 0.5 --set zero_variance=[0.9,null]
+  gradloc health runs/demo-1
+  gradloc health runs/demo-1 --json
+  gradloc health runs/demo-1 --grad-clip 0.5 --set zero_variance=[0.9,null]
 
 {EXIT_CODES}"""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report mismatch PATH``: why the log-probs of the rollout engine and of the trainer differ."""
+"""``gradloc mismatch PATH``: why the log-probs of the rollout engine and of the trainer differ."""
 
 import argparse
 from pathlib import Path
@@ -23,11 +23,11 @@ from ..runs.run import read_logs
 
 EPILOG = """\
 examples:
-  gradloc-report mismatch run/token_exports                     prime-rl, trainer.enable_token_export
-  gradloc-report mismatch logs/exp_001/train_data_step7.jsonl   NeMo-RL
-  gradloc-report mismatch run/events/ID                         an event's bundle
-  gradloc-report mismatch columns.csv -o mismatch.html          rollout_log_probs, old_log_probs; a token a line
-  gradloc-report mismatch train.log                             a log of means: how much, not why
+  gradloc mismatch run/token_exports                     prime-rl, trainer.enable_token_export
+  gradloc mismatch logs/exp_001/train_data_step7.jsonl   NeMo-RL
+  gradloc mismatch run/events/ID                         an event's bundle
+  gradloc mismatch columns.csv -o mismatch.html          rollout_log_probs, old_log_probs; a token a line
+  gradloc mismatch train.log                             a log of means: how much, not why
 """
 
 
@@ -186,5 +186,5 @@ def show_means(console: Console, run: LoggedRun, health: RunHealth) -> None:
     console.print(table)
     console.print(
         f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "
-        "not why: for the kind, name a file with both log-probs of each token (gradloc-report mismatch --help)."
+        "not why: for the kind, name a file with both log-probs of each token (gradloc mismatch --help)."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report quartiles``: which tokens' gradients dominate, by probability."""
+"""``gradloc quartiles``: which tokens' gradients dominate, by probability."""
 
 import argparse
 from pathlib import Path
@@ -18,9 +18,9 @@ OUTPUTS = "quartile_analysis_outputs"
 UPDATES = {"all": "all tokens", "lowest": "q1 only", "highest": "q4 only", "none": "no gradient"}
 EPILOG = """\
 examples:
-  gradloc-report quartiles runs/quartiles-demo-1
-  gradloc-report quartiles runs/quartiles-demo-1 --step 17 --format svg
-  gradloc-report quartiles runs/quartiles-demo-1 --json
+  gradloc quartiles runs/quartiles-demo-1
+  gradloc quartiles runs/quartiles-demo-1 --step 17 --format svg
+  gradloc quartiles runs/quartiles-demo-1 --json
 """
 
 

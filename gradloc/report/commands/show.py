@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report ANYTHING``: what happened, in the terminal, as the page, or as an export."""
+"""``gradloc ANYTHING``: what happened, in the terminal, as the page, or as an export."""
 
 import argparse
 import sys
@@ -15,9 +15,9 @@ from . import EXIT_CODES, add_fail_on, add_log_arguments, exit_code
 
 EPILOG = f"""\
 examples:
-  gradloc-report train.log
-  gradloc-report runs/demo-1 -o report.html
-  gradloc-report train.log --json --fail-on found
+  gradloc train.log
+  gradloc runs/demo-1 -o report.html
+  gradloc train.log --json --fail-on found
 
 {EXIT_CODES}"""
 

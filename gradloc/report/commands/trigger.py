@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report trigger METRICS``: which steps of a run the trigger would have flagged, with these settings."""
+"""``gradloc trigger METRICS``: which steps of a run the trigger would have flagged, with these settings."""
 
 import argparse
 import itertools
@@ -29,10 +29,10 @@ SHOWN = 30
 """Flagged steps that the terminal lists."""
 EPILOG = """\
 examples:
-  gradloc-report trigger runs/demo-1
-  gradloc-report trigger train.log --set cap=6 --set floor=3
-  gradloc-report trigger trainer_state.json --json trigger.json
-  gradloc-report trigger a.csv b.csv -o trigger.html     several runs in one picture
+  gradloc trigger runs/demo-1
+  gradloc trigger train.log --set cap=6 --set floor=3
+  gradloc trigger trainer_state.json --json trigger.json
+  gradloc trigger a.csv b.csv -o trigger.html     several runs in one picture
 """
 
 

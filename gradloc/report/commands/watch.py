@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report watch RUN_DIR``: follows a run in the terminal, or serves its page on 127.0.0.1 alone (``--serve``).
+"""``gradloc watch RUN_DIR``: follows a run in the terminal, or serves its page on 127.0.0.1 alone (``--serve``).
 
 The report itself stays what it is, a file that can reach nothing. It is shown in a frame; the page around the frame
 asks this server every other second whether the run has changed, and loads the report anew where the reader was.
@@ -221,8 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 EPILOG = """\
 examples:
-  gradloc-report watch runs/demo-1                 norm, threshold, health and the last events, as they come
-  gradloc-report watch runs/demo-1 --serve         the page, on http://127.0.0.1:8321/
+  gradloc watch runs/demo-1                 norm, threshold, health and the last events, as they come
+  gradloc watch runs/demo-1 --serve         the page, on http://127.0.0.1:8321/
   ssh -L 8321:127.0.0.1:8321 CLUSTER               then open it at home
 """
 

@@ -68,10 +68,10 @@ def summary(run: RunFolder, events: Events) -> None:
         if len(events) > EVENTS:
             out.print(f"The last {EVENTS} of {len(events):,} events; --list names all.", style="dim")
         out.print(_group_table(run.groups))
-        steps["the whole report"] = f"gradloc-report {where} -o report.html"
+        steps["the whole report"] = f"gradloc {where} -o report.html"
         steps["the worst event"] = run.show_command(max(events.rows, key=lambda row: row.severity).event_id)
     elif run.metrics:
-        steps["was the run well?"] = f"gradloc-report health {where}"
+        steps["was the run well?"] = f"gradloc health {where}"
     if norms := run.metrics.norms:
         out.print(
             f"{len(run.metrics.steps)} steps in {run.metrics.source}: "
@@ -198,11 +198,11 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
     where = shlex.join(folder.named)
     if str(folder.path) != "-" and not folder.path.is_fifo():
-        steps = {"step by step, with what people do about it": f"gradloc-report health {where}"} if health else {}
+        steps = {"step by step, with what people do about it": f"gradloc health {where}"} if health else {}
         if any(first.judged):
-            steps["other settings of the trigger"] = f"gradloc-report trigger {where} --set cap=6"
+            steps["other settings of the trigger"] = f"gradloc trigger {where} --set cap=6"
         steps |= {
-            "the page": f"gradloc-report {where} -o page.html",
+            "the page": f"gradloc {where} -o page.html",
         }
         _print_next(out, steps)
 

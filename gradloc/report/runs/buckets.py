@@ -175,7 +175,7 @@ def from_json(file: Path) -> StepBuckets:
         analysis = None
     if analysis is None:
         raise ReportError(
-            f"{file} is not a gradient_analysis_metrics file: make it with `gradloc-report buckets RUN_DIR --step N`."
+            f"{file} is not a gradient_analysis_metrics file: make it with `gradloc buckets RUN_DIR --step N`."
         )
     return analysis
 

@@ -156,7 +156,7 @@ def judge(
     if 0 < len(health.verdicts) <= config.warmup:
         health.notes.append(
             f"The run has {plural(len(health.verdicts), 'step')}, and rules about its own history are "
-            f"silent for the first {config.warmup}. To hear them sooner: gradloc-report health RUN_DIR --set warmup=3"
+            f"silent for the first {config.warmup}. To hear them sooner: gradloc health RUN_DIR --set warmup=3"
         )
     health.notes += differences
     return health

@@ -82,7 +82,7 @@ def test_trouble_with_telling_never_reaches_training(world, dump_dir, untroubled
     headline, where = answers[0]["said"]
     assert " made the step-" in headline and "; step taken" in headline
     lost = f"gradloc: this event could not be written to {dump_dir}: "
-    assert where.startswith(lost if failures else "gradloc: gradloc-report ")
+    assert where.startswith(lost if failures else "gradloc: gradloc ")
 
 
 @default_on(verl09=NONE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report buckets``: what it reads, what it writes, and what it says when it cannot."""
+"""``gradloc buckets``: what it reads, what it writes, and what it says when it cannot."""
 
 import csv
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report quartiles``: what it reads, draws and prints, and when it cannot."""
+"""``gradloc quartiles``: what it reads, draws and prints, and when it cannot."""
 
 import json
 

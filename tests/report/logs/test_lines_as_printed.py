@@ -125,13 +125,13 @@ def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(log):
 
 def test_what_comes_next_reads_the_log_as_it_was_read(tmp_path, log, shown, refused):
     log.write_text("\n".join(plain("step {step} | loss: 2.0 | size: {norm}")))
-    assert f"gradloc-report health {log} --metric size" in shown(log, "--metric", "size")
+    assert f"gradloc health {log} --metric size" in shown(log, "--metric", "size")
     assert "--metric" in shown("health", log) and "--metrics" not in shown("health", log)
     log.write_text("step 1 | speed: 2.0 | reward_std: 0.5\nstep 2 | speed: 2.0 | reward_std: 0.5\n")
     assert "--metric" in refused("health", log) and "--metrics" not in refused("health", log)
     runs_in(tmp_path / "b.log", (LOSS.format(step=step, norm=0.5) for step, _ in norms()))
     runs_in(log, plain(LOSS))
-    assert f"gradloc-report health {log}\n" in shown(tmp_path / "b.log", log)
+    assert f"gradloc health {log}\n" in shown(tmp_path / "b.log", log)
 
 
 def test_runs_of_one_name_in_two_folders_are_two_in_the_trigger_s_list(tmp_path, shown):

@@ -133,7 +133,7 @@ def test_a_lone_surrogate_anywhere_does_not_keep_the_page_from_being_written(tmp
 def test_the_example_is_the_present_page_of_the_demo(monkeypatch):
     monkeypatch.chdir(REPO)
     kept = Path("examples/report.html").read_text(encoding="utf-8")
-    again = "gradloc-report examples/demo -o examples/report.html"
+    again = "gradloc examples/demo -o examples/report.html"
     assert render(Path("examples/demo")) == kept, f"it is another one: run {again}"
 
 
@@ -166,7 +166,7 @@ def test_of_many_events_the_worst_are_carried_compressed_and_the_others_are_rows
     assert carried["step000070-epoch0-mini0"]["s"][0]["c"] == [3]
     rows = payload(text)["rows"]
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 201)]
-    assert payload(text)["show"] == f"gradloc-report show {tmp_path} --event ''", "what a row's name completes"
+    assert payload(text)["show"] == f"gradloc show {tmp_path} --event ''", "what a row's name completes"
 
 
 def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):

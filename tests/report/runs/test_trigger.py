@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc-report trigger``: every format that people have, the rule that training asks, and what it shows."""
+"""``gradloc trigger``: every format that people have, the rule that training asks, and what it shows."""
 
 import json
 import math
